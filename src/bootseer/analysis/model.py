@@ -1,0 +1,295 @@
+"""The report as data: what the analysis says and every renderer shows.
+
+`Report` is the one result of `analysis.report`; the terminal, HTML, Perfetto and JSON outputs are views of it, so a
+number can be shown in four places and computed in one. docs/formats/report.md describes the JSON for other programs.
+All times are seconds since the startup's own zero (`Startup.zero_ns`), on the clock of the reference node.
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+SCHEMA = "bootseer.report/1"
+
+Kind = Literal["work", "wait", "untracked"]
+WORK: Kind = "work"
+WAIT: Kind = "wait"
+UNTRACKED: Kind = "untracked"
+
+UNTRACKED_STAGE = "untracked"
+"""The stage of time that no span covers; inside a stage it is `<stage>.untracked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a node's timeline that belongs to one stage alone; a node's segments do not overlap and have no holes."""
+
+    stage: str
+    start_s: float
+    end_s: float
+    kind: Kind
+    outcome: str
+    """`ok`, `failed`, `truncated` (no end was seen) or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node's way to the first step, told by the lane (node and rank) that got there last."""
+
+    node: str
+    rank: int
+    num_ranks: int
+    gpus: int | None
+    start_s: float
+    end_s: float
+    """End of the job's startup: a node that is done waits for the others until then."""
+    own_end_s: float
+    """End of this node's own first step."""
+    work_s: float
+    wait_s: float
+    untracked_s: float
+    outcome: str
+    """`ok`: training began; `truncated`: its events stop before; `failed`: a stage failed."""
+    last_stage: str
+    """Where its events stop."""
+    clock_offset_s: float
+    clock_error_s: float | None
+    """Bound of the offset's error; None when nothing ties this node's clock to the others."""
+    segments: list[Segment]
+    background: list[Segment]
+    """Work beside the startup (streaming of cold blocks): shown, never summed."""
+    attrs: dict[str, Any] = field(default_factory=dict)
+    """Facts by stage, as `stage.key`: bytes, hits, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage over all nodes. Medians leave truncated and failed spans out; `num_*` count them."""
+
+    stage: str
+    depth: int
+    num_nodes: int
+    num_truncated: int
+    num_failed: int
+    median_s: float | None
+    p90_s: float | None
+    max_s: float | None
+    max_over_median: float | None
+    """None when the median is 0 or there are fewer than two nodes."""
+    max_node: str
+    work_s: float
+    """Sum over nodes."""
+    wait_s: float
+    gpu_hours: float | None
+    cost: float | None
+    cdf: list[tuple[float, float]]
+    """(seconds, share of nodes done by then), at most 101 points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One link of the critical chain: who arrived last at a barrier and what it did since the one before."""
+
+    barrier: str
+    """`training_began` is the last one: everybody has to get there."""
+    node: str
+    rank: int
+    from_s: float
+    arrival_s: float
+    release_s: float
+    num_participants: int
+    others_median_arrival_s: float | None
+    stage: str
+    """Where this node lost the most against the others' median."""
+    stage_s: float
+    excess_s: float | None
+    waited_gpu_hours: float | None
+    """What the others spent waiting for it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A node whose work set a barrier later than the others' median, beyond clock error and noise."""
+
+    node: str
+    rank: int
+    barrier: str
+    stage: str
+    delay_s: float
+    z: float | None
+    """Robust z-score of its work among the others; None when the others do not vary at all."""
+    savings_s: float
+    """How much sooner the job would have begun without this node, by the exact barrier model."""
+    savings_gpu_hours: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerGroup:
+    """The stragglers of one stage together: leaving out one of fourteen saves nothing, all of them saves the lot."""
+
+    stage: str
+    barrier: str
+    nodes: list[str]
+    savings_s: float
+    savings_gpu_hours: float | None
+    savings_cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What the startup cost."""
+
+    job_level_s: float | None
+    """Submission to the end of the first step; None when the submission was not observed."""
+    node_level_median_s: float | None
+    node_level_max_s: float | None
+    startup_s: float
+    """First event of the startup to its end: what was observed, whatever it covers."""
+    work_share: float | None
+    wait_share: float | None
+    gpu_hours: float | None
+    wait_gpu_hours: float | None
+    cost: float | None
+    wait_cost: float | None
+    price_per_gpu_hour: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Who was heard. Missing nodes may be the stragglers, so less than all is a headline."""
+
+    nodes_heard: int
+    nodes_expected: int | None
+    ranks_heard: int
+    ranks_expected: int | None
+    nodes_truncated: int
+    events_lost: int
+    """Events that writers said they could not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How far the nodes' clocks agree."""
+
+    reference_node: str
+    max_offset_s: float
+    max_error_s: float | None
+    nodes_untied: int
+    """Nodes without any barrier that would tie their clock to the others."""
+    steps: list[str]
+    """Nodes whose wall clock jumped during the startup; durations are not affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that an existing log said by itself, without BootSeer."""
+
+    source: str
+    """`torchelastic`, `nccl`, `kubelet`, `containerd`, `pip`, `uv`."""
+    stage: str
+    text: str
+    duration_s: float | None
+    node: str
+    where: str
+    """File and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """One startup in a list of them."""
+
+    job: str
+    attempt: int
+    restart: int
+    kind: str
+    begin_ns: int
+    startup_s: float
+    num_nodes: int
+    num_gpus: int | None
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Startups of one job over the time that it ran."""
+
+    num_startups: int
+    startup_s: float
+    wall_s: float
+    share: float
+    gpu_hours: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """Which startup this report is about."""
+
+    job: str
+    attempt: int
+    restart: int
+    kind: str
+    zero_ns: int
+    """Unix time of second 0, ns."""
+    outcome: str
+    """`training_began`, `truncated` (logs stop before) or `failed`."""
+    ended_by: str
+    """The evidence for the end: `first_step`, `training_began`, `last_event`."""
+    num_nodes: int
+    num_ranks: int
+    num_gpus: int | None
+    scale: str
+    """The paper's bucket of the number of GPUs: `1-10`, `10-100`, ..., `>3000`; empty when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What was read, and what was passed over and why."""
+
+    files: int
+    bytes: int
+    lines: int
+    events: int
+    duplicates: int
+    skipped: dict[str, int]
+    """Reason to count; docs/formats/event.md lists the reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that `bootseer report` knows about one startup."""
+
+    startup: Startup
+    verdict: str
+    headlines: list[str]
+    """What must not be overlooked: coverage below 100 %, truncated nodes, clock steps."""
+    overhead: Overhead
+    stages: list[Stage]
+    nodes: list[Node]
+    critical_chain: list[Link]
+    stragglers: list[Straggler]
+    straggler_groups: list[StragglerGroup]
+    coverage: Coverage
+    clock: Clock
+    unobserved: list[str]
+    facts: list[Fact]
+    share: Share | None
+    startups: list[Overview]
+    input: Input
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""
+        return {"schema": SCHEMA, **_plain(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, (str, int)) or value is None:
+        return value
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value]

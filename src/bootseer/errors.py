@@ -1,0 +1,36 @@
+"""The errors that BootSeer raises, and nothing else.
+
+Foreign exceptions are mapped to these once, at the adapter that meets them; only `cli.main`
+turns them into an exit code. A message is one line: what, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class BootseerError(Exception):
+    """Root of all own errors. `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class TransientError(BootseerError):
+    """May succeed when tried again, not before `retry_after_s` seconds have passed."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PermanentError(BootseerError):
+    """Trying again gives the same result."""
+
+
+class UsageError(BootseerError):
+    """The user asked for something that cannot be; `hint` says what to type instead."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.exit_code = exit_code

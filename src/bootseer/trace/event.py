@@ -1,0 +1,247 @@
+"""The event line: what one moment of a startup looks like in a log.
+
+    @bootseer1 {"wall_ns":1,"mono_ns":2,"job":"moe","attempt":0,...}
+
+The tag may stand anywhere in a line, so that prefixes of launchers and log collectors do no harm.
+The format is specified in docs/formats/event.md; change both or neither.
+
+Decides and touches nothing: callers bring the clock readings. `trace.sinks` writes the lines,
+`analysis.scan` finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+VERSION: Final = 1
+TAG_STEM: Final = b"@bootseer"
+MAX_LINE_BYTES: Final = 4095
+"""A writer never exceeds this: a pipe write stays atomic (PIPE_BUF) and CRI does not split the line."""
+MAX_READ_BYTES: Final = 65_536
+"""A reader gives up on an event that has not closed within this many bytes."""
+
+BEGIN: Final = "begin"
+END: Final = "end"
+INSTANT: Final = "instant"
+PHASES: Final = frozenset({BEGIN, END, INSTANT})
+
+OK: Final = "ok"
+FAILED: Final = "failed"
+OUTCOMES: Final = frozenset({"", OK, FAILED})
+
+KINDS: Final = ("full", "hot_update", "restart")
+NO_RANK: Final = -1
+
+_INT64 = 2**63
+_MAX_NAME = 256
+_MAX_VALUE = 1024
+_STAGE = re.compile(r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}")
+_TAG = re.compile(rb"@bootseer(\d{1,4}) (?=\{)")
+
+# Version 0 is the short-key draft of this format. The rule is that a reader takes its own version and the one
+# before; a later version adds its renames here and drops the oldest row.
+_RENAMED: Final[Mapping[int, Mapping[str, str]]] = {
+    0: {
+        "t": "wall_ns",
+        "m": "mono_ns",
+        "att": "attempt",
+        "id": "span",
+        "par": "parent",
+        "st": "stage",
+        "ev": "phase",
+        "ok": "outcome",
+        "x": "attrs",
+    },
+    VERSION: {},
+}
+_PHASE_V0: Final[Mapping[object, str]] = {"B": BEGIN, "E": END, "I": INSTANT}
+_OUTCOME_V0: Final[Mapping[object, str]] = {True: OK, False: FAILED, None: ""}
+
+
+class Event(NamedTuple):
+    """One moment. Identity of a startup is (job, attempt, restart); of a place in it, (node, rank)."""
+
+    wall_ns: int
+    """CLOCK_REALTIME of the node, ns since 1970. Orders nodes, after the offsets have been estimated."""
+    mono_ns: int
+    """CLOCK_MONOTONIC of the node, ns. Durations come from this one alone."""
+    job: str
+    node: str
+    """Unique name of the machine or pod within the attempt."""
+    stage: str
+    """Dotted name, `environment_setup.install`; `docs/glossary.md` lists the known ones."""
+    phase: str
+    """`begin`, `end` or `instant`."""
+    span: str
+    """16 hex digits; begin and end of one span carry the same."""
+    attempt: int = 0
+    """Counts the scheduler's starts of the job: 0, 1, ..."""
+    restart: int = 0
+    """Counts restarts of the processes inside one attempt (torchrun's restart count)."""
+    kind: str = KINDS[0]
+    rank: int = NO_RANK
+    """Global rank, -1 when the event belongs to the node as a whole."""
+    parent: str = ""
+    """Span id of the enclosing span, empty at the root."""
+    outcome: str = ""
+    """`ok` or `failed` on an end, else empty."""
+    pid: int = 0
+    trace: str = ""
+    """32 hex digits, the W3C trace id; one for all nodes of an attempt."""
+    attrs: Mapping[str, Any] = {}
+    """Flat map of facts: bytes, hits, barrier, ... Values are str, int, float, bool or null."""
+    extra: Mapping[str, Any] = {}
+    """Keys that this version does not know, kept as they came."""
+
+
+_FIELDS: Final = frozenset(Event._fields) - {"extra"}
+_REQUIRED: Final = ("wall_ns", "mono_ns", "job", "node", "stage", "phase", "span")
+_DEFAULTS: Final = Event._field_defaults
+
+
+class Malformed(ValueError):
+    """The text behind a tag is not an event. `reason` is a stable word for counting."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def stage_name(text: str) -> str:
+    """The nearest valid stage name: a job must not die of a badly named stage."""
+    if _STAGE.fullmatch(text):
+        return text
+    parts = [re.sub(r"[^a-z0-9_]+", "_", part.lower())[:64].strip("_") for part in text.split(".")[:8]]
+    return ".".join(part for part in parts if part) or "unnamed"
+
+
+def encode(event: Event) -> bytes:
+    """One line with its newline, never longer than `MAX_LINE_BYTES`; long attributes are cut and marked."""
+    line = _encode(event, event.attrs)
+    if len(line) <= MAX_LINE_BYTES:
+        return line
+    attrs = {key[:64]: _shortened(value) for key, value in list(event.attrs.items())[:24]}
+    # 96 characters outside the BMP are 1,152 bytes of JSON escapes: two names and the fixed keys always fit.
+    short = event._replace(extra={}, job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_NAME])
+    while True:
+        line = _encode(short, {**attrs, "attrs_cut": True})
+        if len(line) <= MAX_LINE_BYTES or not attrs:
+            return line
+        del attrs[max(attrs, key=lambda key: len(json.dumps(attrs[key])))]
+
+
+def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
+    record: dict[str, Any] = {name: getattr(event, name) for name in _REQUIRED}
+    for name, default in _DEFAULTS.items():
+        value = getattr(event, name)
+        if name not in ("attrs", "extra") and value != default:
+            record[name] = value
+    for name in ("job", "node"):
+        record[name] = record[name][:_MAX_NAME]
+    if attrs:
+        record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
+    record.update((key, value) for key, value in event.extra.items() if key not in _FIELDS)
+    text = json.dumps(record, separators=(",", ":"), default=str)
+    # A value that quotes an event must not become one: no tag may survive inside the line.
+    text = text.replace("@bootseer", "\\u0040bootseer")
+    return b"@bootseer%d %s\n" % (VERSION, text.encode("ascii"))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not -1e308 < value < 1e308:
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _shortened(value: object) -> object:
+    plain = _plain(value)
+    if isinstance(plain, int) and abs(plain) >= _INT64:
+        plain = str(plain)[:64]
+    return plain[:96] + "…" if isinstance(plain, str) and len(plain) > 96 else plain
+
+
+_decoder = json.JSONDecoder(parse_constant=lambda name: name)
+
+
+def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
+    """The event whose tag begins at or behind `start`, and the offset just behind it.
+
+    Raises `Malformed`; its reasons are `no_tag`, `version`, `truncated`, `oversized`, `not_json`, `bad_field`.
+    """
+    tag = _TAG.search(text, start)
+    if tag is None:
+        raise Malformed("no_tag")
+    renamed = _RENAMED.get(int(tag[1]))
+    if renamed is None:
+        raise Malformed("version")
+    chunk = text[tag.end() : tag.end() + MAX_READ_BYTES]
+    line = chunk.partition(b"\n")[0]
+    source = line.decode("utf-8", "replace")
+    try:
+        record, length = _decoder.raw_decode(source)
+    except json.JSONDecodeError:
+        if len(line) == MAX_READ_BYTES:
+            raise Malformed("oversized") from None
+        raise Malformed("not_json" if line.rstrip().endswith(b"}") else "truncated") from None
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        raise Malformed("not_json") from None
+    end = tag.end() + (length if source.isascii() else len(source[:length].encode()))
+    return _event(record, renamed), min(end, len(text))
+
+
+def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
+    if renamed:
+        record = {renamed.get(key, key): value for key, value in record.items()}
+        record["phase"] = _PHASE_V0.get(record.get("phase"), record.get("phase"))
+        outcome = record.get("outcome")
+        if outcome is None or isinstance(outcome, bool):
+            record["outcome"] = _OUTCOME_V0[outcome]
+    attrs = record.pop("attrs", None) or {}
+    if not isinstance(attrs, dict):
+        raise Malformed("bad_field")
+    fields: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in record.items():
+        if key not in _FIELDS:
+            extra[key] = value
+        elif type(value) is not _TYPES[key]:
+            raise Malformed("bad_field")
+        elif type(value) is str:
+            fields[key] = _text(value, _MAX_NAME)
+        elif -_INT64 <= value < _INT64:
+            fields[key] = value
+        else:
+            raise Malformed("bad_field")
+    try:
+        event = Event(**fields, attrs={_text(k, 64): _read_value(v) for k, v in attrs.items()}, extra=extra)
+    except TypeError:
+        raise Malformed("bad_field") from None
+    if event.phase not in PHASES or event.outcome not in OUTCOMES or not _STAGE.fullmatch(event.stage):
+        raise Malformed("bad_field")
+    if not event.span or not event.job or not event.node or event.attempt < 0 or event.restart < 0:
+        raise Malformed("bad_field")
+    return event
+
+
+_TYPES: Final[Mapping[str, type]] = {
+    name: int if name in ("wall_ns", "mono_ns", "attempt", "restart", "rank", "pid") else str for name in _FIELDS
+}
+
+
+def _text(value: str, limit: int) -> str:
+    value = value[:limit]
+    # Lone surrogates are legal in JSON and illegal in every output we write.
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _read_value(value: Any) -> Any:
+    if type(value) is str:
+        return _text(value, _MAX_VALUE)
+    if type(value) is int:
+        return value if -_INT64 <= value < _INT64 else float(min(max(value, -(2**1000)), 2**1000))
+    if value is None or type(value) in (bool, float):
+        return value
+    return _text(json.dumps(value), _MAX_VALUE)

@@ -1,0 +1,99 @@
+"""Who is starting: job, attempt, node and rank, read from what launchers leave in the environment.
+
+Order of discovery: what the user said (`BOOTSEER_*`, which `bootseer run` sets from its flags), Slurm, Kubeflow
+(`PET_*`), torchrun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in Python children.
+Decides and touches nothing: the environment and the host name are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bootseer.trace.event import KINDS, NO_RANK
+
+Env = Mapping[str, str]
+
+
+class Identity(NamedTuple):
+    """What every event of one process carries. Empty or None where nothing told."""
+
+    job: str = ""
+    attempt: int | None = None
+    restart: int = 0
+    kind: str = KINDS[0]
+    node: str = ""
+    rank: int = NO_RANK
+    num_nodes: int | None = None
+    """Nodes that the launcher says belong to the job; coverage is measured against it."""
+    world_size: int | None = None
+    gpus: int | None = None
+    """GPUs of this node that the scheduler gave to the job."""
+    source: str = "host"
+    """Which of the launchers the job's name came from."""
+
+
+def number(env: Env, *names: str) -> int | None:
+    """The first of the variables that holds a whole number, not negative; None when there is none."""
+    for name in names:
+        text = env.get(name, "").strip()
+        if text.isascii() and text.isdecimal() and len(text) < 19:
+            return int(text)
+    return None
+
+
+def _job(env: Env) -> tuple[str, str]:
+    for source, names in (
+        ("flag", ("BOOTSEER_JOB",)),
+        ("slurm", ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")),
+        ("kubeflow", ("PET_RDZV_ID", "PET_RUN_ID")),
+        ("torchx", ("TORCHX_JOB_ID",)),
+        ("torchrun", ("TORCHELASTIC_RUN_ID",)),
+        ("skypilot", ("SKYPILOT_TASK_ID",)),
+    ):
+        for name in names:
+            value = env.get(name, "").strip()
+            if value and value != "none":  # torchrun's default run id is the word "none"
+                task = env.get("SLURM_ARRAY_TASK_ID", "") if name == "SLURM_ARRAY_JOB_ID" else ""
+                return (f"{value}_{task}" if task else value), source
+    return "", "host"
+
+
+def _node(env: Env, hostname: str) -> str:
+    name = env.get("BOOTSEER_NODE") or env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or hostname
+    # A pod that was created again keeps its name; its uid tells the two apart.
+    pod = env.get("POD_UID", "")
+    return f"{name}/{pod}" if pod and not env.get("BOOTSEER_NODE") else name
+
+
+def _gpus(env: Env) -> int | None:
+    gpus = number(env, "BOOTSEER_GPUS", "SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE")
+    if gpus is None:
+        devices = env.get("CUDA_VISIBLE_DEVICES") or env.get("NVIDIA_VISIBLE_DEVICES") or ""
+        if devices and devices not in ("all", "none", "void", "NoDevFiles", "-1"):
+            gpus = len([device for device in devices.split(",") if device.strip()])
+    return gpus
+
+
+def discover(env: Env, *, hostname: str) -> Identity:
+    """The identity that the environment tells; never raises, whatever the variables hold."""
+    job, source = _job(env)
+    restart = number(env, "BOOTSEER_RESTART", "TORCHELASTIC_RESTART_COUNT") or 0
+    kind = env.get("BOOTSEER_KIND", "")
+    if restart and kind != "hot_update":
+        kind = "restart"
+    rank = number(env, "RANK")
+    return Identity(
+        job=job,
+        attempt=number(env, "BOOTSEER_ATTEMPT", "SLURM_RESTART_COUNT"),
+        restart=restart,
+        kind=kind if kind in KINDS else KINDS[0],
+        node=_node(env, hostname) or "unknown",
+        rank=NO_RANK if rank is None else rank,
+        num_nodes=number(
+            env, "BOOTSEER_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "PET_NNODES", "SKYPILOT_NUM_NODES"
+        ),
+        world_size=number(env, "WORLD_SIZE"),
+        gpus=_gpus(env),
+        source=source,
+    )

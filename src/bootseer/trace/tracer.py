@@ -1,0 +1,235 @@
+"""Emit events: spans around stages, instants for moments.
+
+`stage()` and `training_began()` are the public API; `Tracer` is what they, `bootseer run` and the hook in Python
+children write through. Everything is off, and free, unless `BOOTSEER_TRACE` names a sink; `bootseer run` sets it:
+
+    BOOTSEER_TRACE=spool:/var/spool/bootseer/moe,stderr
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from bootseer.trace import traceparent
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK, Event, encode, stage_name
+from bootseer.trace.identity import Identity, discover
+from bootseer.trace.sinks import FanOut, Sink, SpoolSink, StderrSink
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TRAINING_BEGAN = "training_began"
+_current: ContextVar[str] = ContextVar("bootseer_span", default="")
+
+
+class Tracer:
+    """Writes the events of one process, all with the same identity."""
+
+    def __init__(self, sink: Sink, identity: Identity, *, trace: str, parent: str = "") -> None:
+        self.sink = sink
+        self.identity = identity
+        self.trace = trace
+        self.parent = parent
+
+    def emit(
+        self,
+        stage: str,
+        phase: str,
+        *,
+        span: str = "",
+        parent: str | None = None,
+        outcome: str = "",
+        attrs: Mapping[str, Any] | None = None,
+        wall_ns: int | None = None,
+        mono_ns: int | None = None,
+        rank: int | None = None,
+    ) -> str:
+        """Write one event and return its span id. A past moment is given by `mono_ns`, by `wall_ns`, or by both."""
+        now_wall, now_mono = time.time_ns(), time.monotonic_ns()
+        if wall_ns is None:
+            wall_ns = now_wall if mono_ns is None else now_wall - (now_mono - mono_ns)
+        if mono_ns is None:
+            mono_ns = now_mono - (now_wall - wall_ns)
+        who = self.identity
+        span = span or new_span()
+        event = Event(
+            wall_ns=wall_ns,
+            mono_ns=mono_ns,
+            job=who.job,
+            attempt=who.attempt or 0,
+            restart=who.restart,
+            kind=who.kind,
+            node=who.node,
+            rank=who.rank if rank is None else rank,
+            pid=os.getpid(),
+            trace=self.trace,
+            span=span,
+            parent=(_current.get() or self.parent) if parent is None else parent,
+            stage=stage,
+            phase=phase,
+            outcome=outcome,
+            attrs=attrs or {},
+        )
+        self.sink.write(encode(event))
+        return span
+
+    def span(self, stage: str, attrs: Mapping[str, Any] | None = None) -> Span:
+        """A context manager that writes begin and end; exceptions pass and make the outcome `failed`."""
+        return Span(self, stage_name(stage), attrs or {})
+
+    def environment(self, span: str = "") -> dict[str, str]:
+        """The variables that hand this trace to a child process."""
+        parent = span or _current.get() or self.parent
+        return {traceparent.VARIABLE: str(traceparent.TraceParent(self.trace, parent))} if parent else {}
+
+
+class Span:
+    """One stage in progress. `attrs` may be added to until the end."""
+
+    __slots__ = ("_stage", "_token", "_tracer", "attrs", "id")
+
+    def __init__(self, tracer: Tracer, stage: str, attrs: Mapping[str, Any]) -> None:
+        self._tracer = tracer
+        self._stage = stage
+        self._token: Any = None
+        self.attrs = dict(attrs)
+        self.id = new_span()
+
+    def __enter__(self) -> Span:
+        self._tracer.emit(self._stage, BEGIN, span=self.id, attrs=self.attrs)
+        self._token = _current.set(self.id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.reset(self._token)
+        if kind is not None:
+            self.attrs["error"] = kind.__name__
+        self._tracer.emit(self._stage, END, span=self.id, outcome=FAILED if kind else OK, attrs=self.attrs)
+
+
+def new_span() -> str:
+    """A fresh span id, 16 hex digits."""
+    return os.urandom(8).hex()
+
+
+def open_sink(spec: str, node: str) -> Sink:
+    """The sink that a comma-separated list names: `spool:DIR`, `stderr`. Unknown words are passed over."""
+    sinks: list[Sink] = []
+    for word in spec.split(","):
+        name, _, argument = word.strip().partition(":")
+        if name == "spool" and argument:
+            sinks.append(SpoolSink(argument, node))
+        elif name == "stderr":
+            sinks.append(StderrSink())
+    return sinks[0] if len(sinks) == 1 else FanOut(sinks)
+
+
+def from_environment(env: Mapping[str, str]) -> Tracer | None:
+    """The tracer that `BOOTSEER_TRACE` and the launcher's variables describe; None when tracing is off."""
+    spec = env.get("BOOTSEER_TRACE", "")
+    if not spec or env.get("BOOTSEER_DISABLE") == "1":
+        return None
+    identity = discover(env, hostname=socket.gethostname())
+    if not identity.job:
+        identity = identity._replace(job="unnamed")
+    parent = traceparent.parse(env.get(traceparent.VARIABLE, ""))
+    return Tracer(
+        open_sink(spec, identity.node),
+        identity,
+        trace=parent.trace if parent else os.urandom(16).hex(),
+        parent=parent.span if parent else "",
+    )
+
+
+class _Stage:
+    """What `stage()` returns: a context manager and a decorator, resolved against the process's tracer when used."""
+
+    __slots__ = ("_attrs", "_name", "_span")
+
+    def __init__(self, name: str, attrs: Mapping[str, Any]) -> None:
+        self._name = name
+        self._attrs = attrs
+        self._span: Span | None = None
+
+    def __enter__(self) -> _Stage:
+        tracer = process_tracer()
+        if tracer is not None:
+            self._span = tracer.span(self._name, self._attrs)
+            self._span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(kind, error, trace)
+
+    def note(self, **attrs: object) -> None:
+        """Add facts that are known only while the stage runs; they go into its end event."""
+        if self._span is not None:
+            self._span.attrs.update(attrs)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def staged(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _Stage(self._name, self._attrs):
+                return function(*args, **kwargs)
+
+        return staged
+
+
+def stage(name: str, /, **attrs: object) -> _Stage:
+    """Mark a stage of the startup, as a context manager or as a decorator.
+
+    `name` is dotted (`environment_setup.install`); attributes are str, int, float, bool or None. Example:
+
+        with bootseer.stage("environment_setup.install", packages=12) as install:
+            install.note(bytes=download())
+    """
+    return _Stage(name, attrs)
+
+
+def training_began(**attrs: object) -> None:
+    """Mark the end of the first training step, for frameworks that the hook does not know. Only the first call counts."""
+    global _began
+    with _lock:
+        tracer = process_tracer()
+        if tracer is None or _began:
+            return
+        _began = True
+    tracer.emit(TRAINING_BEGAN, INSTANT, attrs={"by": "api", **attrs})
+
+
+_lock = threading.RLock()
+_began = False
+_resolved = False
+_tracer: Tracer | None = None
+
+
+def process_tracer() -> Tracer | None:
+    """The tracer of this process, made from its environment at the first call."""
+    global _resolved, _tracer
+    if not _resolved:
+        with _lock:
+            if not _resolved:
+                _tracer = from_environment(os.environ)
+                _resolved = True
+    return _tracer
+
+
+def set_process_tracer(tracer: Tracer | None) -> None:
+    """Replace the tracer of this process: `bootseer run` and the hook bring their own."""
+    global _resolved, _tracer, _began
+    with _lock:
+        _tracer, _resolved, _began = tracer, True, False
