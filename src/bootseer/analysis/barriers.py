@@ -1,0 +1,113 @@
+"""Who waited for whom: the startup as an exact max-plus model of its barriers.
+
+A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival is the
+opening of the barrier before it plus its own work. With these two rules a startup without some node can be computed
+instead of guessed: leaving out one slow node may only move the wait to the next one.
+
+    arrival(i, k) = open(previous barrier of i) + work(i, k)
+    open(k)       = max over i of arrival(i, k) + release(k)
+
+The last barrier is `training_began`: the job is as late as its last lane. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from statistics import median
+
+from bootseer.analysis.lanes import TRAINING_BEGAN, Lane
+from bootseer.trace.event import OK
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Visit:
+    """One lane at one barrier."""
+
+    lane: Lane
+    previous: int
+    """Index of the lane's barrier before this one, -1 for the lane's begin."""
+    from_ns: int
+    """When the lane left the barrier before, by its own account."""
+    at_ns: int
+
+    @property
+    def work_ns(self) -> int:
+        """What the lane did between the two barriers, waiting excluded."""
+        return max(self.at_ns - self.from_ns, 0)
+
+
+@dataclass(slots=True)
+class Barrier:
+    """A moment that all participants pass together."""
+
+    name: str
+    visits: list[Visit] = field(default_factory=list)
+    left_ns: list[int] = field(default_factory=list)
+
+    @property
+    def last(self) -> Visit:
+        """The visit that everybody waited for."""
+        return max(self.visits, key=lambda visit: visit.at_ns)
+
+    @property
+    def release_ns(self) -> int:
+        """From the last arrival to the release."""
+        return max(int(median(self.left_ns)) - self.last.at_ns, 0) if self.left_ns else 0
+
+
+def barriers_of(lanes: list[Lane]) -> list[Barrier]:
+    """The barriers in the order of their opening; `training_began` closes the list."""
+    found: dict[str, Barrier] = {}
+    for lane in lanes:
+        for arrival in lane.arrivals:
+            barrier = found.setdefault(arrival.barrier, Barrier(arrival.barrier))
+            if arrival.span.outcome == OK:
+                barrier.left_ns.append(arrival.left_ns)
+            barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns))
+    shared = [barrier for barrier in found.values() if len(barrier.visits) > 1]
+    shared.sort(key=lambda barrier: (median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns))
+    place = {barrier.name: index for index, barrier in enumerate(shared)}
+    left: dict[int, tuple[int, int]] = {}
+    for index, barrier in enumerate(shared):
+        for visit in barrier.visits:
+            visit.previous, visit.from_ns = left.get(id(visit.lane), (-1, visit.lane.begin_ns))
+            own = next(a for a in visit.lane.arrivals if place.get(a.barrier) == index)
+            left[id(visit.lane)] = (index, own.left_ns)
+    end = Barrier(TRAINING_BEGAN)
+    done = [lane for lane in lanes if lane.outcome == OK] or lanes
+    for lane in done:
+        previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
+        end.visits.append(Visit(lane, previous, from_ns, max(lane.end_ns, from_ns)))
+    return [*shared, end]
+
+
+def end_ns(barriers: list[Barrier], without: Set[str] = _NOTHING) -> int | None:
+    """When the job would have begun to train, by the model, without some nodes; None when nobody is left."""
+    opened: list[int | None] = []
+    for barrier in barriers:
+        latest: int | None = None
+        for visit in barrier.visits:
+            if visit.lane.node in without:
+                continue
+            before = opened[visit.previous] if visit.previous >= 0 else None
+            start = visit.lane.begin_ns if before is None else before
+            arrival = start + visit.work_ns
+            if latest is None or arrival > latest:
+                latest = arrival
+        opened.append(None if latest is None else latest + barrier.release_ns)
+    return opened[-1]
+
+
+def last_arrivals(barriers: list[Barrier]) -> dict[int, int]:
+    """For each span that waits at a barrier, by `id(span)`, when the last participant came."""
+    latest = {barrier.name: barrier.last.at_ns for barrier in barriers[:-1]}
+    lanes = {id(visit.lane): visit.lane for barrier in barriers for visit in barrier.visits}
+    return {
+        id(arrival.span): latest[arrival.barrier]
+        for lane in lanes.values()
+        for arrival in lane.arrivals
+        if arrival.barrier in latest
+    }

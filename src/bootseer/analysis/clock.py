@@ -1,0 +1,66 @@
+"""How far the nodes' clocks are apart, told from the barriers that all of them left together.
+
+A barrier releases everybody at the same moment, so that the differences of the times at which nodes say they left it are
+differences of their clocks, up to the time that a release takes. Durations never need this: they come from each
+node's monotonic clock. Called by `analysis.report`. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from bootseer.analysis.spans import TRUNCATED, NodeSpans
+
+_FLOOR_NS = 1_000_000
+"""No estimate from user-space barriers is better than a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Add `-offset_ns` to a node's times to get the reference's. `error_ns` None: nothing ties this node."""
+
+    offset_ns: int
+    error_ns: int | None
+
+
+def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
+    """The offset of each node's clock against the middle of all."""
+    releases: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    shortest: dict[str, int] = {}
+    for name, node in nodes.items():
+        for barrier, end_ns, length_ns in _releases(node):
+            releases[barrier][name].append(end_ns)
+            shortest[barrier] = min(shortest.get(barrier, length_ns), length_ns)
+    differences: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for barrier, by_node in releases.items():
+        if len(by_node) < 2:
+            continue
+        left = {name: min(ends) for name, ends in by_node.items()}
+        middle = int(median(left.values()))
+        for name, end_ns in left.items():
+            # Whoever came last waited for nobody: its stay bounds how long after the last arrival the release came.
+            differences[name].append((end_ns - middle, shortest[barrier]))
+    return {name: _offset(differences.get(name, [])) for name in nodes}
+
+
+def _releases(node: NodeSpans) -> Iterable[tuple[str, int, int]]:
+    counts: dict[tuple[str, int], int] = defaultdict(int)
+    for span in sorted(node.spans, key=lambda span: span.begin_ns):
+        if span.barrier and span.outcome != TRUNCATED:
+            turn = counts[span.barrier, span.rank]
+            counts[span.barrier, span.rank] += 1
+            yield f"{span.barrier}#{turn}", span.end_ns, span.end_ns - span.begin_ns
+
+
+def _offset(differences: list[tuple[int, int]]) -> Offset:
+    if not differences:
+        return Offset(0, None)
+    values = sorted(difference for difference, _ in differences)
+    estimate = int(median(values))
+    spread = (values[-1] - values[0]) // 2
+    error = max(_FLOOR_NS, spread, min(shortest for _, shortest in differences))
+    # An offset inside its own error is no evidence: well-kept clocks agree better than barriers can tell.
+    return Offset(estimate if abs(estimate) > error else 0, error)

@@ -1,0 +1,133 @@
+"""The wall time at the start of a log line, in the forms that launchers, runtimes and loggers write.
+
+`analysis.scan` calls `parse_prefix` for the few lines that a foreign parser wants; the parsers call it for the times
+inside JSON events. What stands before the time is passed over: colours, `[rank0]:`, `[default0]:`, `0: ` of
+`srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
+
+    2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
+    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3
+    W1120 17:54:26.123000 12345 torch/...]           glog as torch writes it, klog; in brackets: torch's C++ side
+    time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
+    Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
+
+Decides and touches nothing: the zone of times that name none and the year of those without one come from the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from typing import Final, NamedTuple
+
+from bootseer.units import NS_PER_S
+
+
+class Prefix(NamedTuple):
+    """What `parse_prefix` found."""
+
+    wall_ns: int | None
+    """ns since 1970, or None when the line starts with no time that can be."""
+    rest: int
+    """Offset of the text behind the time; 0 when there is none."""
+
+
+EARLIEST_NS: Final = 946_684_800 * NS_PER_S
+"""2000-01-01: an earlier time is a clock that was never set."""
+LATEST_NS: Final = 4_102_444_800 * NS_PER_S
+"""2100-01-01: a later one is a misread number."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_OFFSET_MINUTES = 14 * 60
+_MONTHS = {name: index for index, name in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
+
+_LABELS = re.compile(
+    r"""(?:
+      \s+
+    | \x1b\[[0-9;?]*[A-Za-z]                               # colour
+    | \[\d+,\d+\]<std(?:out|err)>:                         # mpirun --tag-output
+    | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [default0]: [pod/name/container] [INFO|trainer.py:1]
+    | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
+    | \d{1,6}:(?=\s)                                       # srun --label
+    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=\s))
+    )*""",
+    re.VERBOSE | re.ASCII,
+)
+_ISO = r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
+_CRI = r"(?:[ ]std(?:out|err)[ ][FP](?:[ ]|$))?"
+_ISO_LINE = re.compile(rf"(?:<\d{{1,3}}>1[ ])?\[?{_ISO}\]?{_CRI}", re.ASCII)
+_LOGFMT = re.compile(rf'(?:time|ts|t)="?{_ISO}"?', re.ASCII)
+_GLOG = re.compile(r"\[?[IWEFDV](\d{4})?(\d\d)(\d\d)\s+(\d\d):(\d\d):(\d\d)\.(\d{1,9})\d*(?=\s)", re.ASCII)
+_SYSLOG = re.compile(
+    rf"(?:<\d{{1,3}}>)?({'|'.join(_MONTHS)})\s+(\d{{1,2}})\s(\d\d):(\d\d):(\d\d)\s+(\S+\s+[^\s:]{{1,128}}:\s?)?", re.ASCII
+)
+
+
+def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
+    """The time at the start of `text`, when a form above matches and the date exists.
+
+    `reference_ns` is any moment near the log's own (its modification time): where a form has no year, the year that
+    comes nearest to it is taken. `zone` is for forms that name no zone. Never raises.
+    """
+    labels = _LABELS.match(text)
+    start = labels.end() if labels else 0
+    if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
+        return _prefix(_from_iso(found, zone), found.end())
+    if found := _GLOG.match(text, start):
+        year, month, day, hour, minute, second, fraction = found.groups()
+        clock = (int(month), int(day), int(hour), int(minute), int(second))
+        if year:
+            return _prefix(_wall_ns(int(year), *clock, fraction, zone), found.end())
+        return _prefix(_nearest_year(*clock, fraction, reference_ns, zone), found.end())
+    if found := _SYSLOG.match(text, start):
+        month, day, hour, minute, second, _ = found.groups()
+        clock = (_MONTHS[month], int(day), int(hour), int(minute), int(second))
+        outer = _prefix(_nearest_year(*clock, "", reference_ns, zone), found.end())
+        if outer.wall_ns is None:
+            return outer
+        # Syslog knows whole seconds only; klog and containerd behind it know more.
+        if inner := _GLOG.match(text, found.end()) or _LOGFMT.match(text, found.end()):
+            behind = parse_prefix(text[inner.start() :], reference_ns=outer.wall_ns, zone=zone)
+            if behind.wall_ns is not None:
+                return Prefix(behind.wall_ns, behind.rest + inner.start())
+        return outer
+    return Prefix(None, 0)
+
+
+def _prefix(wall_ns: int | None, rest: int) -> Prefix:
+    if wall_ns is None or not EARLIEST_NS <= wall_ns < LATEST_NS:
+        return Prefix(None, 0)
+    return Prefix(wall_ns, rest)
+
+
+def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
+    year, month, day, hour, minute, second, fraction, offset = found.groups()
+    if offset in ("Z", "UTC"):
+        zone = UTC
+    elif offset:
+        minutes = int(offset[1:3]) * 60 + int(offset[-2:])
+        if minutes > _MAX_OFFSET_MINUTES or int(offset[-2:]) > 59:
+            return None
+        zone = timezone(timedelta(minutes=-minutes if offset[0] == "-" else minutes))
+    return _wall_ns(int(year), int(month), int(day), int(hour), int(minute), int(second), fraction, zone)
+
+
+def _wall_ns(
+    year: int, month: int, day: int, hour: int, minute: int, second: int, fraction: str | None, zone: tzinfo
+) -> int | None:
+    try:
+        since = datetime(year, month, day, hour, minute, second, tzinfo=zone) - _EPOCH
+    except (ValueError, OverflowError):
+        return None
+    return (since.days * 86_400 + since.seconds) * NS_PER_S + int((fraction or "").ljust(9, "0"))
+
+
+def _nearest_year(
+    month: int, day: int, hour: int, minute: int, second: int, fraction: str, reference_ns: int, zone: tzinfo
+) -> int | None:
+    if not EARLIEST_NS <= reference_ns < LATEST_NS:
+        return None
+    near = (_EPOCH + timedelta(seconds=reference_ns // NS_PER_S)).year
+    # 29 February exists in one year of four, and once in eight around a century.
+    years = (near - 1, near, near + 1) if (month, day) != (2, 29) else range(near - 8, near + 9)
+    walls = (_wall_ns(year, month, day, hour, minute, second, fraction, zone) for year in years)
+    return min((wall for wall in walls if wall is not None), key=lambda wall: abs(wall - reference_ns), default=None)

@@ -1,0 +1,170 @@
+"""Lanes: each rank's way from the moment that its node was bound to the job to the end of its first step.
+
+A lane joins what the node did for all its ranks (image, environment, launcher) and what the rank's own process did. It
+knows its barriers in order, so that `analysis.barriers` can say who waited for whom.
+Called by `analysis.report`. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bootseer.analysis.clock import Offset
+from bootseer.analysis.spans import PROCESS_STAGES, COMMAND, RUN, TRUNCATED, NodeSpans, Span
+from bootseer.trace.event import FAILED, NO_RANK, OK
+
+SCHEDULER = ("queue", "allocation")
+"""Stages of the scheduler: part of the job's overhead, never of a node's."""
+MODEL_INITIALIZATION = "model_initialization"
+FIRST_STEP = "first_step"
+TRAINING_BEGAN = "training_began"
+BOUND = "bound"
+UNOBSERVED = "unobserved"
+_STRUCTURE = (RUN, COMMAND)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A lane comes to a barrier; `left_ns` is when it says that it was released."""
+
+    barrier: str
+    span: Span
+    at_ns: int
+    left_ns: int
+
+
+@dataclass(slots=True)
+class Lane:
+    """One rank (or, where a node has none, the node itself) on its way to the first step."""
+
+    node: str
+    rank: int
+    begin_ns: int
+    end_ns: int
+    outcome: str
+    """`ok`: training began; `failed`, `truncated`; `unobserved`: all that was seen ended well, before any training."""
+    ended_by: str
+    last_stage: str
+    spans: list[Span]
+    background: list[Span]
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None:
+    """Move all nodes' spans to the reference clock, in place."""
+    for name, node in nodes.items():
+        offset = offsets[name].offset_ns
+        if offset:
+            node.last_ns -= offset
+            for span in (*node.spans, *node.instants):
+                span.begin_ns -= offset
+                span.end_ns -= offset
+
+
+def lanes_of(node: NodeSpans) -> list[Lane]:
+    """The node's lanes, one for each rank that it said anything of; at least one."""
+    spans = [span for span in node.spans if span.stage not in SCHEDULER]
+    ranks = sorted({span.rank for span in (*spans, *node.instants)} - {NO_RANK})
+    common: list[Span] = []
+    beside: list[Span] = []
+    for span in spans:
+        if span.rank == NO_RANK:
+            helper = bool(ranks) and span.stage in PROCESS_STAGES
+            (beside if helper or span.background else common).append(span)
+    return [_lane(node, rank, spans, common, beside) for rank in ranks or [NO_RANK]]
+
+
+def _lane(node: NodeSpans, rank: int, spans: list[Span], common: list[Span], beside: list[Span]) -> Lane:
+    own: list[Span] = []
+    background = list(beside)
+    if rank == NO_RANK:
+        main = _main_pid(common, node, rank)
+        process = [span for span in common if _of_other_process(span, main)]
+        common = [span for span in common if not _of_other_process(span, main)]
+        background += process
+    else:
+        mine = [span for span in spans if span.rank == rank]
+        main = _main_pid(mine, node, rank)
+        for span in mine:
+            (background if span.background or (span.pid and main and span.pid != main) else own).append(span)
+    lane_spans = [span for span in common if span.stage not in _STRUCTURE] + own
+    bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
+    began = min((span.begin_ns for span in (*common, *own)), default=None)
+    begin_ns = min(bound) if bound else began if began is not None else node.last_ns
+    end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
+    lane_spans = [span for span in lane_spans if span.begin_ns < end_ns]
+    derived = _model_initialization(node, common, lane_spans, end_ns)
+    lane = Lane(
+        node=node.node,
+        rank=rank,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        outcome=outcome,
+        ended_by=ended_by,
+        last_stage=max(lane_spans, key=lambda span: span.begin_ns).stage if lane_spans else "",
+        spans=lane_spans + derived,
+        background=[span for span in background if span.begin_ns < end_ns],
+    )
+    counts: dict[str, int] = defaultdict(int)
+    for span in sorted(lane_spans, key=lambda span: span.begin_ns):
+        if span.barrier:
+            name = f"{span.barrier}#{counts[span.barrier]}" if counts[span.barrier] else span.barrier
+            counts[span.barrier] += 1
+            lane.arrivals.append(Arrival(name, span, span.begin_ns, min(span.end_ns, end_ns)))
+    return lane
+
+
+def _of_other_process(span: Span, main: int) -> bool:
+    return bool(main and span.pid and span.pid != main and span.stage in PROCESS_STAGES)
+
+
+def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
+    """The process that trains: data loaders and compile workers inherit RANK and import torch too."""
+    weights: dict[int, int] = defaultdict(int)
+    for span in spans:
+        weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
+    for span in node.instants:
+        if span.rank == rank:
+            weights[span.pid] += 1000 if span.stage == TRAINING_BEGAN else 10
+    weights.pop(0, None)
+    return max(weights, key=lambda pid: weights[pid]) if weights else 0
+
+
+def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[int, str, str]:
+    marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
+    said = [mark for mark in marks if mark.attrs.get("by") != "optimizer_step"]
+    if marks:
+        # What the user marked by the API or a pattern outranks what the hook concluded.
+        mark = min(said or marks, key=lambda mark: mark.begin_ns)
+        return max(mark.begin_ns, begin_ns), FIRST_STEP if not said else TRAINING_BEGAN, OK
+    steps = [span for span in spans if span.stage == FIRST_STEP and span.outcome == OK]
+    if steps:
+        return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
+    moments = [span.end_ns for span in spans] + [mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK)]
+    outcome = UNOBSERVED
+    if any(span.outcome == FAILED for span in spans):
+        outcome = FAILED
+    elif any(span.outcome == TRUNCATED for span in spans):
+        outcome = TRUNCATED
+    return max([begin_ns, *moments]), "last_event", outcome
+
+
+def _model_initialization(node: NodeSpans, common: list[Span], spans: list[Span], end_ns: int) -> list[Span]:
+    """The stage around everything from the start of the command to the first step, when nobody marked it."""
+    stages = [span.stage for span in spans]
+    if MODEL_INITIALIZATION in stages:
+        return []
+    commands = [span.begin_ns for span in common if span.stage == COMMAND]
+    inner = [span.begin_ns for span in spans if span.stage.startswith(MODEL_INITIALIZATION + ".")]
+    if not inner:
+        return []
+    begin_ns = max(commands) if commands else min(inner)
+    steps = [span.begin_ns for span in spans if span.stage == FIRST_STEP]
+    until = min(steps) if steps else end_ns
+    if until <= begin_ns:
+        return []
+    return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min(begin_ns, min(inner)), until, OK, {})]
+
+

@@ -1,0 +1,189 @@
+"""From events to spans: who did what, from when to when, in which startup.
+
+Events arrive in any order, twice, or not at all. This module drops the duplicates, tells the startups apart (job,
+attempt, restart), puts each event on its node's own time line and pairs begins with ends. What has no end is closed
+at the last sign of life of its node and says so. Called by `analysis.report`. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
+
+TRUNCATED = "truncated"
+RUN = "run"
+COMMAND = "command"
+LAUNCHER = "model_initialization.launcher"
+LAUNCHER_RENDEZVOUS = "model_initialization.launcher_rendezvous"
+PROCESS_STAGES = ("model_initialization.interpreter", "model_initialization.import_torch")
+
+_NEW_BOOT_NS = 3600 * 10**9
+"""Wall minus monotonic time that differs by more than this within one node means another boot, not a stepped clock."""
+_STEP_NS = 100_000_000
+"""A wall clock that moved this much against the monotonic clock was stepped, not slewed."""
+
+
+class Key(NamedTuple):
+    """Identity of one startup."""
+
+    job: str
+    attempt: int
+    restart: int
+
+
+@dataclass(slots=True)
+class Span:
+    """A stage on one node or rank. Times are ns on the node's own time line (wall clock without its steps)."""
+
+    stage: str
+    node: str
+    rank: int
+    pid: int
+    begin_ns: int
+    end_ns: int
+    outcome: str
+    attrs: dict[str, Any]
+
+    @property
+    def barrier(self) -> str:
+        """Name of the synchronisation point that this span waits at, or empty."""
+        value = self.attrs.get("barrier", "")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def background(self) -> bool:
+        """Runs beside the startup and is not summed."""
+        return bool(self.attrs.get("background"))
+
+
+@dataclass(slots=True)
+class NodeSpans:
+    """All that one node said in one startup."""
+
+    node: str
+    spans: list[Span] = field(default_factory=list)
+    instants: list[Span] = field(default_factory=list)
+    last_ns: int = 0
+    clock_stepped: bool = False
+    num_runs: int = 0
+    """More than one: the attempt number was used again, and only the last run is told."""
+    orphan_ends: int = 0
+
+
+@dataclass(slots=True)
+class StartupSpans:
+    """One startup, node by node."""
+
+    key: Key
+    kind: str
+    nodes: dict[str, NodeSpans]
+    run_attrs: dict[str, dict[str, Any]]
+    """Facts that `bootseer run` stated when it began, by node; a restart inherits those of its attempt."""
+
+
+def unique(events: Iterable[Event]) -> tuple[list[Event], int]:
+    """The events without repetitions (a log collected twice), and how many were dropped."""
+    seen: set[tuple[object, ...]] = set()
+    kept: list[Event] = []
+    count = 0
+    for event in events:
+        count += 1
+        identity = (event.span, event.phase, event.node, event.stage, event.job, event.attempt, event.mono_ns)
+        if identity not in seen:
+            seen.add(identity)
+            kept.append(event)
+    return kept, count - len(kept)
+
+
+def startups(events: Iterable[Event]) -> list[StartupSpans]:
+    """The startups in the events, by time of their first event."""
+    grouped: dict[Key, dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        grouped[Key(event.job, event.attempt, event.restart)][event.node].append(event)
+    found = []
+    for key, by_node in grouped.items():
+        kinds = [event.kind for node_events in by_node.values() for event in node_events]
+        nodes = {node: _node(node, node_events) for node, node_events in by_node.items()}
+        found.append(StartupSpans(key, max(set(kinds), key=kinds.count), nodes, _run_attrs(nodes)))
+    by_key = {startup.key: startup for startup in found}
+    for startup in found:
+        first = by_key.get(startup.key._replace(restart=0))
+        if startup.key.restart and first is not None:
+            startup.run_attrs = {**first.run_attrs, **startup.run_attrs}
+    return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
+
+
+def _begin(node: NodeSpans) -> int:
+    return min([span.begin_ns for span in node.spans] + [span.begin_ns for span in node.instants])
+
+
+def _run_attrs(nodes: dict[str, NodeSpans]) -> dict[str, dict[str, Any]]:
+    return {name: span.attrs for name, node in nodes.items() for span in node.spans if span.stage == RUN}
+
+
+def _node(name: str, events: list[Event]) -> NodeSpans:
+    node = NodeSpans(name)
+    runs = [event for event in events if event.stage == RUN and event.phase == BEGIN]
+    node.num_runs = len(runs)
+    if len(runs) > 1:
+        last = max(runs, key=lambda event: event.wall_ns)
+        # The scheduler's stages lie before the run that reports them: they belong to it by their parent.
+        events = [e for e in events if e.wall_ns >= last.wall_ns or e.parent == last.span]
+    times = _times(events, node)
+    ranks = {event.pid: event.rank for event in events if event.pid and event.rank != NO_RANK}
+    launchers = {event.pid for event in events if event.pid and event.stage == LAUNCHER_RENDEZVOUS}
+    open_spans: dict[str, Span] = {}
+    ends: dict[str, tuple[Event, int]] = {}
+    for event, at in sorted(zip(events, times, strict=True), key=lambda pair: (pair[1], pair[0].phase != BEGIN)):
+        node.last_ns = max(node.last_ns, at)
+        if event.phase == END:
+            ends.setdefault(event.span, (event, at))
+            continue
+        stage = event.stage
+        if event.pid in launchers and stage in PROCESS_STAGES:
+            stage = LAUNCHER
+        rank = event.rank if event.rank != NO_RANK else ranks.get(event.pid, NO_RANK)
+        span = Span(stage, name, rank, event.pid, at, at, TRUNCATED, dict(event.attrs))
+        if event.phase == INSTANT:
+            span.outcome = OK
+            node.instants.append(span)
+        elif event.span not in open_spans:
+            open_spans[event.span] = span
+    for identity, span in open_spans.items():
+        ended = ends.pop(identity, None)
+        if ended is None:
+            span.end_ns = max(node.last_ns, span.begin_ns)
+        else:
+            span.end_ns = max(ended[1], span.begin_ns)
+            span.outcome = FAILED if ended[0].outcome == FAILED else OK
+            span.attrs.update(ended[0].attrs)
+        node.spans.append(span)
+    node.orphan_ends = len(ends)
+    return node
+
+
+def _times(events: list[Event], node: NodeSpans) -> list[int]:
+    """Each event's time: the monotonic clock, moved to the wall clock that the node showed most of the time."""
+    shifts = sorted(event.wall_ns - event.mono_ns for event in events if event.wall_ns != event.mono_ns)
+    if not shifts:
+        return [event.wall_ns for event in events]
+    boots: list[list[int]] = [[shifts[0]]]
+    for shift in shifts[1:]:
+        if shift - boots[-1][-1] > _NEW_BOOT_NS:
+            boots.append([])
+        boots[-1].append(shift)
+    bases = [int(median(boot)) for boot in boots]
+    node.clock_stepped = any(boot[-1] - boot[0] > _STEP_NS for boot in boots)
+
+    def time_of(event: Event) -> int:
+        if event.wall_ns == event.mono_ns:  # made from a foreign log, which has no monotonic clock
+            return event.wall_ns
+        shift = event.wall_ns - event.mono_ns
+        return event.mono_ns + (bases[0] if len(bases) == 1 else min(bases, key=lambda base: abs(base - shift)))
+
+    return [time_of(event) for event in events]

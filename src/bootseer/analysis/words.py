@@ -1,0 +1,111 @@
+"""The verdict and the headlines: a report's numbers as sentences.
+
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bootseer.analysis.model import Report, Stage
+from bootseer.analysis.scale import paper_median_s
+from bootseer.units import format_seconds
+
+_STAGE_WORDS = {
+    "queue": "waiting in the queue",
+    "allocation": "allocation",
+    "image_loading": "image loading",
+    "environment_setup": "environment setup",
+    "model_initialization": "model initialization",
+    "first_step": "the first step",
+    "wait_for_others": "waiting for other nodes",
+    "untracked": "time that no stage covers",
+}
+
+
+def with_words(report: Report, *, reused_runs: int) -> Report:
+    """The report with its verdict and headlines filled in."""
+    return replace(report, verdict=verdict(report), headlines=headlines(report, reused_runs))
+
+
+def verdict(report: Report) -> str:
+    """What happened, in one sentence."""
+    startup, overhead = report.startup, report.overhead
+    size = f"{startup.num_nodes} node{'s' if startup.num_nodes != 1 else ''}"
+    if startup.num_gpus:
+        size += f", {startup.num_gpus} GPUs"
+    took = format_seconds(overhead.startup_s)
+    if startup.outcome == "training_began":
+        parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
+    elif startup.outcome == "failed":
+        parts = [f"The startup failed after {took} on {size}"]
+    else:
+        parts = [f"The logs cover {took} on {size} and end before training began"]
+    top = _largest(report)
+    if top is not None:
+        stage, share = top
+        parts.append(f"{share:.0%} of the nodes' time went to {_STAGE_WORDS.get(stage, stage)}")
+    parts.append(_blame(report))
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _against_paper(report: Report) -> str:
+    paper = paper_median_s(report.startup.scale)
+    return f" (the paper's median at {report.startup.scale} GPUs: {paper:.0f} s)" if paper else ""
+
+
+def _largest(report: Report) -> tuple[str, float] | None:
+    rows = [row for row in report.stages if row.depth == 0 and row.num_nodes and row.stage != "wait_for_others"]
+    total = sum(node.end_s - node.start_s for node in report.nodes)
+    if not rows or total <= 0:
+        return None
+    top: Stage = max(rows, key=lambda row: row.work_s)
+    return top.stage, top.work_s / total
+
+
+def _blame(report: Report) -> str:
+    for group in report.straggler_groups:
+        if group.savings_s < 0.05:
+            continue
+        who = f"node {group.nodes[0]}" if len(group.nodes) == 1 else f"{len(group.nodes)} nodes"
+        text = f"{who} held the others back for {format_seconds(group.savings_s)} in {group.stage}"
+        if group.savings_gpu_hours:
+            text += f" = {group.savings_gpu_hours:.3g} GPU-hours"
+        return text + (f" = ${group.savings_cost:,.2f}" if group.savings_cost else "")
+    return ""
+
+
+def headlines(report: Report, reused_runs: int) -> list[str]:
+    """What must not be overlooked."""
+    lines = []
+    coverage, clock = report.coverage, report.clock
+    if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
+        missing = coverage.nodes_expected - coverage.nodes_heard
+        share = coverage.nodes_heard / coverage.nodes_expected
+        lines.append(
+            f"Only {coverage.nodes_heard} of {coverage.nodes_expected} nodes were heard of ({share:.1%}): "
+            f"the {missing} missing may be the stragglers."
+        )
+    if coverage.ranks_expected and 0 < coverage.ranks_heard < coverage.ranks_expected:
+        lines.append(f"Only {coverage.ranks_heard} of {coverage.ranks_expected} ranks were heard of.")
+    stuck = [node for node in report.nodes if node.outcome in ("truncated", "failed")]
+    if stuck:
+        first = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in stuck[:3])
+        more = f" and {len(stuck) - 3} more" if len(stuck) > 3 else ""
+        lines.append(
+            f"{len(stuck)} node{'s' if len(stuck) > 1 else ''} did not reach training: {first}{more}; "
+            "what they left open is closed as truncated and kept out of medians."
+        )
+    if clock.steps:
+        lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
+    if clock.max_offset_s >= 1:
+        bound = f"; after correction within {clock.max_error_s:.3f} s" if clock.max_error_s is not None else ""
+        lines.append(f"The nodes' clocks differ by up to {clock.max_offset_s:.1f} s{bound}.")
+    if coverage.events_lost:
+        lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
+    if reused_runs > 1:
+        lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is told.")
+    newer = report.input.skipped.get("version", 0)
+    if newer:
+        lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
+    return lines

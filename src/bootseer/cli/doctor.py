@@ -1,0 +1,81 @@
+"""`bootseer doctor`: what works on this machine, what does not, and what to install.
+
+Shows what `machine.probes` found; knows nothing about how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bootseer.machine.check import Check, usable
+from bootseer.machine.probes import run_checks
+
+SCHEMA = "bootseer.doctor/1"
+_COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "red"}
+
+
+def default_spool() -> Path:
+    """The folder to judge when none is named: that of the spool variable, else the user's state folder."""
+    named = os.environ.get("BOOTSEER_SPOOL")
+    if named:
+        return Path(named)
+    state = os.environ.get("XDG_STATE_HOME")
+    return Path(state if state else Path.home() / ".local" / "state") / "bootseer" / "spool"
+
+
+@click.command(name="doctor", short_help="What works on this machine, and what to install.")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@click.option("--spool", type=click.Path(path_type=Path), help="Folder that events would go to.")
+def command(as_json: bool, spool: Path | None) -> None:
+    """Try what BootSeer can use on this machine, and say what each part opens.
+
+    Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
+    kernel, Python or the spool folder keep BootSeer from measuring, else 0.
+    """
+    checks = run_checks(spool or default_spool())
+    good = usable(checks)
+    if as_json:
+        rows = [{**asdict(check), "required": check.required} for check in checks]
+        click.echo(json.dumps({"schema": SCHEMA, "ok": good, "checks": rows}, indent=2))
+    else:
+        show(checks, Console(file=sys.stdout, highlight=False, emoji=False))
+    if not good:
+        raise SystemExit(1)
+
+
+def show(checks: Sequence[Check], console: Console) -> None:
+    """The checks as a table; whatever is not `ok` says why, what to do and what that would open."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.status, style=_COLOUR[check.status]), Text(check.name), _story(check))
+    console.print(table)
+    num_ok = sum(check.status == "ok" for check in checks)
+    verdict = "BootSeer can measure here" if usable(checks) else "BootSeer cannot measure here"
+    console.print(Text(f"\n{verdict}; {num_ok} of {len(checks)} checks are ok."))
+
+
+def _story(check: Check) -> Text:
+    text = Text(check.found)
+    if check.status != "ok":
+        lines = [
+            check.why,
+            check.install and f"to do: {check.install}",
+            check.opens and f"opens: {', '.join(check.opens)}",
+        ]
+        for line in lines:
+            if line:
+                text.append(("\n" if text else "") + line, style="dim" if line.startswith("opens") else "")
+    return text

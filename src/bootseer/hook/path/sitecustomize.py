@@ -1,0 +1,72 @@
+"""Run by each Python child of `bootseer run`, before its program, because this folder leads PYTHONPATH.
+
+It stays out of the way until the program imports a module that the hook watches (`bootseer.hook.watch`), which costs
+well under a millisecond for all others. It must work in an interpreter where BootSeer is not installed: the package
+beside this file is made importable under its own name, behind whatever the environment has. Then the
+sitecustomize that would have run without us runs. A failure here may cost the trace, never the program.
+"""
+
+import sys
+
+
+def _watch_imports() -> None:
+    import os
+    import time
+
+    if not os.environ.get("BOOTSEER_TRACE") or os.environ.get("BOOTSEER_HOOK") == "0" or sys.version_info < (3, 11):
+        return
+    started_ns = time.monotonic_ns()
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+    class Finder:
+        """First on the meta path: tells `bootseer.hook.watch` of the first import that concerns it, then leaves."""
+
+        @classmethod
+        def find_spec(cls, name: str, path: object = None, target: object = None) -> object:
+            if name not in ("torch", "safetensors"):
+                return None
+            sys.meta_path.remove(cls)
+            try:
+                sys.meta_path.append(Package)
+                from bootseer.hook import watch
+
+                watch.start(started_ns)
+                return watch.find_spec(name, path, target)
+            except Exception:
+                return None
+
+    class Package:
+        """Last on the meta path: finds `bootseer` where this file lies, if the environment has none of its own."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            if name != "bootseer":
+                return None
+            from importlib.util import spec_from_file_location
+
+            init = os.path.join(package, "__init__.py")
+            return spec_from_file_location(name, init, submodule_search_locations=[package])
+
+    sys.meta_path.insert(0, Finder)
+
+
+def _run_next_sitecustomize() -> None:
+    """Import the sitecustomize that this one hides, exactly as `site` would have: its errors are `site`'s to report."""
+    here = __file__.rpartition("/")[0]
+    sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != here]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if own is not None:
+            sys.modules.setdefault("sitecustomize", own)
+
+
+try:
+    _watch_imports()
+except Exception:  # noqa: S110 - a trace is not worth a job
+    pass
+_run_next_sitecustomize()

@@ -1,0 +1,77 @@
+"""Tell the hook when a watched module has been imported, without changing how it is imported.
+
+A finder at the head of `sys.meta_path` asks the finders behind it for the real spec and lends it a loader for the one
+call in which the module's code runs; the module itself ends up with the loader and spec that it would have had.
+Called by `path/sitecustomize.py` at the first import of torch or safetensors; calls `hook.marks`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from bootseer.hook import marks
+from bootseer.trace.tracer import process_tracer
+
+_after: dict[str, Callable[[ModuleType], None]] = {}
+
+
+class _Lent(Loader):
+    """Runs the real loader, then the mark for this module."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        spec.loader = self.loader
+        module: ModuleType | None = self.loader.create_module(spec)
+        spec.loader = self
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        marks.before_import(name)
+        try:
+            self.loader.exec_module(module)
+        except BaseException:
+            marks.after_import(name, failed=True)
+            raise
+        marks.after_import(name)
+        after = _after.pop(name, None)
+        if after is not None:
+            marks.guarded(after)(module)
+
+
+def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    """The spec that the other finders give, with our loader lent to it; None lets them act as if we were not here."""
+    if name not in _after:
+        return None
+    for finder in sys.meta_path:
+        if finder is not _Finder and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Lent(spec.loader)
+                return spec
+    return None
+
+
+class _Finder:
+    find_spec = staticmethod(find_spec)
+
+
+def start(started_ns: int) -> None:
+    """Watch from now on. `started_ns` is the monotonic time at which this interpreter ran its first Python code."""
+    tracer = process_tracer()
+    if tracer is None:
+        return
+    marks.start(tracer, started_ns)
+    _after.update(marks.after_import_of())
+    sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,167 @@
+"""Probes of what the kernel offers: version, FUSE, EROFS, loop devices, overlayfs, user namespaces.
+
+Each one tries the thing for real where it may (`mounts`), because a name in /proc/filesystems says neither that a
+container's seccomp filter lets it pass nor that this user may use it. Who calls: `probes`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from bootseer.machine import child, mounts
+from bootseer.machine.check import KERNEL, Check
+
+OLDEST = (5, 11)
+"""Unprivileged overlay mounts begin here; older kernels measure, and do little else."""
+FILE_BACKED_EROFS = (6, 12)
+
+_AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
+
+
+def kernel_version(release: str) -> tuple[int, int] | None:
+    """Major and minor of `uname -r`; None when it is none that we know."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def check_kernel() -> Check:
+    name = os.uname()
+    version = kernel_version(name.release)
+    opens = ("everything",)
+    if name.sysname != "Linux" or version is None:
+        return Check(KERNEL, "broken", f"{name.sysname} {name.release}", "BootSeer runs on Linux only", "", opens)
+    if version < OLDEST:
+        why = f"older than {OLDEST[0]}.{OLDEST[1]}: measuring works, mounts without root do not"
+        return Check(KERNEL, "limited", name.release, why, "apt-get install linux-image-amd64", opens)
+    return Check(KERNEL, "ok", name.release, opens=opens)
+
+
+def check_fuse() -> Check:
+    opens = ("lazy image mount", "checkpoint mount")
+    if not Path("/dev/fuse").exists():
+        why = "there is no /dev/fuse"
+        return Check("FUSE", "missing", "", why, "modprobe fuse; in a container: --device /dev/fuse", opens)
+    helper = shutil.which("fusermount3") or shutil.which("fusermount")
+    trial = mounts.attempt("fuse")
+    if trial.worked:
+        return Check("FUSE", "ok", "mount works", opens=opens)
+    if mounts.attempt("fuse-user").worked:
+        return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
+    if trial.forbidden and helper and os.access("/dev/fuse", os.R_OK | os.W_OK):
+        why = f"{trial.reason}; mounts go through {Path(helper).name}"
+        return Check("FUSE", "limited", Path(helper).name, why, "", opens)
+    install = f"apt-get install fuse3, or {_AS_ROOT}" if trial.forbidden else "modprobe fuse"
+    return Check("FUSE", "broken", "/dev/fuse is there", trial.reason, install, opens)
+
+
+def check_erofs() -> Check:
+    opens = ("lazy image mount", "environment snapshots")
+    mkfs = shutil.which("mkfs.erofs")
+    version = kernel_version(os.uname().release) or (0, 0)
+    new_enough = version >= FILE_BACKED_EROFS
+    if mkfs is None:
+        if not _knows_erofs():
+            why = "the kernel has no erofs"
+            return Check("EROFS", "missing", "", why, "apt-get install linux-image-amd64 erofs-utils", opens)
+        found = "in the kernel, file-backed mount " + ("likely" if new_enough else "not before 6.12")
+        why = "not tried: there is no mkfs.erofs to make an image with"
+        return Check("EROFS", "limited", found, why, "apt-get install erofs-utils", opens)
+    trial = _mount_image(mkfs)
+    if trial.worked:
+        return Check("EROFS", "ok", "file-backed mount works", opens=opens)
+    if trial.errno == errno.ENODEV:
+        return Check("EROFS", "missing", "", "the kernel has no erofs", "apt-get install linux-image-amd64", opens)
+    if trial.forbidden:
+        return Check("EROFS", "limited", "not for this user", trial.reason, _AS_ROOT, opens)
+    if trial.errno == errno.ENOTBLK:
+        why = f"kernel {version[0]}.{version[1]} mounts EROFS from block devices only; 6.12 and later mount files"
+        return Check("EROFS", "limited", "through loop devices", why, "a kernel of 6.12 or later", opens)
+    return Check("EROFS", "broken", "", trial.reason, "", opens)
+
+
+def _knows_erofs() -> bool:
+    """Whether erofs is loaded, built in or a module that a mount would load."""
+    if "erofs" in Path("/proc/filesystems").read_text().split():
+        return True
+    modules = Path("/lib/modules", os.uname().release)
+    return any(
+        "/erofs.ko" in (modules / name).read_text(errors="replace")
+        for name in ("modules.builtin", "modules.dep")
+        if (modules / name).is_file()
+    )
+
+
+def _mount_image(mkfs: str) -> mounts.Trial:
+    """Make a tiny image and mount it. A file on tmpfs cannot be mounted, so a second place is tried."""
+    trial = mounts.Trial(False, error="no folder for a trial image")
+    for place in dict.fromkeys(("/var/tmp", tempfile.gettempdir())):  # noqa: S108 - mkdtemp makes a private folder
+        if not os.access(place, os.W_OK):
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="bootseer-", dir=place))
+        try:
+            (folder / "source").mkdir()
+            (folder / "point").mkdir()
+            (folder / "source" / "file").write_text("content")
+            image = str(folder / "image")
+            made = child.run([mkfs, image, str(folder / "source")], deadline_s=mounts.DEADLINE_S)
+            if made.code == 0:
+                trial = mounts.attempt("erofs", image, str(folder / "point"), "file", "content")
+            else:
+                trial = mounts.Trial(False, error=made.error or f"mkfs.erofs ended with code {made.code}")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if trial.worked or trial.errno != errno.EINVAL:
+            break
+    return trial
+
+
+def check_loop() -> Check:
+    opens = ("image mount on kernels before 6.12",)
+    control = "/dev/loop-control"
+    try:
+        os.close(os.open(control, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return Check("loop device", "missing", "", f"there is no {control}", "modprobe loop", opens)
+    except PermissionError:
+        return Check("loop device", "limited", "not for this user", f"{control}: permission denied", _AS_ROOT, opens)
+    except OSError as error:
+        return Check("loop device", "broken", "", f"{control}: {os.strerror(error.errno or 0)}", "modprobe loop", opens)
+    return Check("loop device", "ok", control, opens=opens)
+
+
+def check_overlayfs() -> Check:
+    opens = ("environment capture and restore", "image mount")
+    as_root, as_user = mounts.attempt("overlay"), mounts.attempt("overlay-user")
+    if as_root.worked and as_user.worked:
+        return Check("overlayfs", "ok", "as root and in user namespaces", opens=opens)
+    if as_root.worked:
+        return Check("overlayfs", "limited", "as root only", f"in a user namespace: {as_user.reason}", "", opens)
+    if as_user.worked:
+        return Check("overlayfs", "ok", "in user namespaces", opens=opens)
+    if errno.ENODEV in (as_root.errno, as_user.errno):
+        return Check("overlayfs", "missing", "", "the kernel has no overlayfs", "modprobe overlay", opens)
+    if as_root.forbidden:
+        return Check("overlayfs", "limited", "not for this user", as_root.reason, _AS_ROOT, opens)
+    return Check("overlayfs", "broken", "", as_root.reason, "", opens)
+
+
+def check_user_namespaces() -> Check:
+    opens = ("capture and mounts without root",)
+    trial = mounts.attempt("userns")
+    if trial.worked:
+        return Check("user namespaces", "ok", "an ordinary user can make them", opens=opens)
+    for switch, off, on in (
+        ("kernel/unprivileged_userns_clone", "0", "sysctl kernel.unprivileged_userns_clone=1"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl kernel.apparmor_restrict_unprivileged_userns=0"),
+        ("user/max_user_namespaces", "0", "sysctl user.max_user_namespaces=15000"),
+    ):
+        path = Path("/proc/sys", switch)
+        if path.is_file() and path.read_text().strip() == off:
+            why = f"{trial.reason}; {switch.replace('/', '.')} is {off}"
+            return Check("user namespaces", "missing", "", why, on, opens)
+    return Check("user namespaces", "missing", "", trial.reason, "a container or host that allows unshare", opens)

@@ -1,0 +1,109 @@
+"""Probes of programs: runc, mkfs.erofs, Java, Hadoop, Python and PyTorch.
+
+A program counts as there when it answered its version in time, not when a file of its name exists. Who calls: `probes`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from bootseer.machine import child
+from bootseer.machine.check import PYTHON, Check
+
+_DEADLINE_S = 8.0
+TORCH_DEADLINE_S = 20.0
+"""A cold `import torch` from a slow disk takes this long; longer is a finding in itself."""
+
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
+
+# The version comes first and by itself: it is known even when the import then hangs.
+_ASK_TORCH = """
+import importlib.metadata as metadata, importlib.util as util, sys
+if util.find_spec("torch") is None:
+    sys.exit(3)
+try:
+    print("version", metadata.version("torch"), flush=True)
+except metadata.PackageNotFoundError:
+    pass
+import torch
+print("version", torch.__version__, flush=True)
+print("gpus", torch.cuda.device_count() if torch.cuda.is_available() else 0, flush=True)
+print("cuda", torch.version.cuda or "none", flush=True)
+"""
+
+
+def _version(name: str, program: str, argv: list[str], pattern: str, install: str, opens: tuple[str, ...]) -> Check:
+    """Whether `program` is on PATH (or at that path) and tells a version that `pattern` finds."""
+    path = shutil.which(program)
+    if path is None:
+        return Check(name, "missing", "", f"no {Path(program).name} on PATH", install, opens)
+    answer = child.run([path, *argv], deadline_s=_DEADLINE_S)
+    found = re.search(pattern, answer.output)
+    if found:
+        return Check(name, "ok", found[1], opens=opens)
+    why = answer.error or f"{Path(program).name} {' '.join(argv)} ended with code {answer.code} and told no version"
+    return Check(name, "broken", "", why, install, opens)
+
+
+def check_runc() -> Check:
+    return _version(
+        "runc", "runc", ["--version"], r"runc version (\S+)", "apt-get install runc", ("image run: start a container",)
+    )
+
+
+def check_mkfs_erofs() -> Check:
+    # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
+    opens = ("image convert", "environment snapshots")
+    pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
+    return _version("mkfs.erofs", "mkfs.erofs", ["--version"], pattern, "apt-get install erofs-utils", opens)
+
+
+def check_java() -> Check:
+    opens = ("hdfs:// on a machine of its own (benchmarks, tests)",)
+    return _version("Java", "java", ["-version"], r'version "([^"]+)"', "apt-get install default-jre-headless", opens)
+
+
+def check_hdfs() -> Check:
+    """Hadoop's own client; reading `hdfs://` needs none of it, only the cluster's addresses."""
+    home = os.environ.get("HADOOP_HOME", "")
+    program = str(Path(home, "bin", "hdfs")) if home else "hdfs"
+    install = "unpack a Hadoop release and set HADOOP_HOME"
+    check = _version("HDFS", program, ["version"], r"Hadoop (\d\S*)", install, ("checkpoints in hdfs://",))
+    if check.status == "missing" and home:
+        return Check("HDFS", "broken", "", "HADOOP_HOME has no bin/hdfs", install, check.opens)
+    return check
+
+
+def check_python() -> Check:
+    found = platform.python_version()
+    opens = ("everything",)
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        return Check(PYTHON, "broken", found, "older than 3.11", "apt-get install python3.11", opens)
+    if sys.version_info[:2] > _NEWEST_PYTHON:
+        return Check(PYTHON, "limited", found, "newer than 3.13, the last one tested", "", opens)
+    return Check(PYTHON, "ok", found, opens=opens)
+
+
+def check_torch() -> Check:
+    """PyTorch of the `python3` on PATH: the one that a job would start with, which need not be ours."""
+    name, opens = "PyTorch", ("stages inside the training process", "checkpoint read into tensors")
+    install = "pip install torch, in the environment that the job runs in"
+    python = shutil.which("python3")
+    if python is None:
+        return Check(name, "missing", "", "no python3 on PATH", "apt-get install python3", opens)
+    answer = child.run([python, "-c", _ASK_TORCH], deadline_s=TORCH_DEADLINE_S)
+    facts = dict(re.findall(r"^(version|gpus|cuda) (\S+)$", answer.output, re.MULTILINE))
+    if "cuda" in facts:
+        cuda = "no CUDA" if facts["cuda"] == "none" else f"CUDA {facts['cuda']}"
+        return Check(name, "ok", f"{facts['version']}, {cuda}, {facts['gpus']} GPUs", opens=opens)
+    if answer.code == 3:
+        return Check(name, "missing", "", "python3 on PATH has no torch", install, opens)
+    # The last line of a traceback is the reason; without one the code has to do.
+    last = answer.output.strip().rpartition("\n")[2][:200]
+    why = answer.error or (last if "Error" in last else f"import torch ended with code {answer.code}")
+    return Check(name, "broken", facts.get("version", ""), f"import torch: {why}", install, opens)

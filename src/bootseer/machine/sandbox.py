@@ -1,0 +1,143 @@
+"""Try namespaces and mounts for real, inside a process that is thrown away.
+
+Run as a script by `mounts`, never imported by other parts: `python -I -S sandbox.py TRIAL [ARGUMENT...]`. Everything
+happens in mount and user namespaces of this process, so that its end undoes all of it, however it ends. Prints one
+JSON object: `{"step": "", "errno": 0}` when the trial worked, else the step that failed and its error number.
+Must not know: bootseer. Only the standard library is there, without site-packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+CLONE_NEWNS = 0x0002_0000
+CLONE_NEWUSER = 0x1000_0000
+MS_RDONLY = 1
+MS_REC = 0x4000
+MS_PRIVATE = 1 << 18
+PR_SET_DUMPABLE = 4
+NOBODY = 65_534
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+
+
+class Failed(Exception):
+    """A step did not work."""
+
+    def __init__(self, step: str, number: int) -> None:
+        super().__init__(step)
+        self.step = step
+        self.number = number
+
+
+def check(step: str, result: int) -> None:
+    if result < 0:
+        raise Failed(step, ctypes.get_errno())
+
+
+def mount(kind: str, source: str, target: str, options: str = "", flags: int = 0) -> None:
+    result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), flags, options.encode())
+    check(f"mount {kind}", result)
+
+
+def enter_mount_namespace() -> None:
+    check("unshare mount namespace", _libc.unshare(CLONE_NEWNS))
+    check("make mounts private", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+
+
+def enter_user_namespace() -> None:
+    """As root this first becomes nobody: what root may do says nothing about the users."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        # A change of user makes /proc/self/uid_map root's own again.
+        check("prctl", _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0))
+    uid, gid = os.geteuid(), os.getegid()
+    check("unshare user namespace", _libc.unshare(CLONE_NEWUSER))
+    with contextlib.suppress(FileNotFoundError):
+        Path("/proc/self/setgroups").write_text("deny")
+    for name, value in (("uid_map", uid), ("gid_map", gid)):
+        try:
+            Path("/proc/self", name).write_text(f"0 {value} 1")
+        except OSError as error:
+            raise Failed(f"write {name}", error.errno or 0) from None
+
+
+def scratch() -> Path:
+    """An empty tmpfs that only this process sees."""
+    folder = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
+    mount("tmpfs", "bootseer", folder, "size=1m")
+    return Path(folder)
+
+
+def try_userns() -> None:
+    enter_user_namespace()
+
+
+def try_fuse() -> None:
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        raise Failed("open /dev/fuse", error.errno or 0) from None
+    target = scratch() / "point"
+    target.mkdir()
+    # The mount waits for no answer of a server; it ends with this namespace, which nobody else is in.
+    mount("fuse", "bootseer", str(target), f"fd={device},rootmode=40000,user_id=0,group_id=0")
+    check("umount", _libc.umount2(os.fsencode(target), 2))
+
+
+def try_overlay(options: str = "") -> None:
+    folder = scratch()
+    for name in ("lower", "upper", "work", "merged"):
+        (folder / name).mkdir()
+    (folder / "lower" / "file").write_text("below")
+    layers = f"lowerdir={folder}/lower,upperdir={folder}/upper,workdir={folder}/work"
+    mount("overlay", "bootseer", f"{folder}/merged", layers + options)
+    (folder / "merged" / "file").write_text("above")
+    if (folder / "upper" / "file").read_text() != "above" or (folder / "lower" / "file").read_text() != "below":
+        raise Failed("write through the overlay", 0)
+    (folder / "merged" / "file").unlink()
+    if (folder / "merged" / "file").exists():
+        raise Failed("delete through the overlay", 0)
+
+
+def try_erofs(image: str, target: str, name: str, content: str) -> None:
+    """Mount a regular file, without a loop device."""
+    enter_mount_namespace()
+    mount("erofs", image, target, flags=MS_RDONLY)
+    if Path(target, name).read_text() != content:
+        raise Failed("read from the image", 0)
+
+
+def main(trial: str, arguments: list[str]) -> None:
+    if trial == "userns":
+        try_userns()
+    elif trial == "erofs":
+        try_erofs(*arguments)
+    else:
+        what, _, where = trial.partition("-")
+        if where == "user":
+            enter_user_namespace()
+        enter_mount_namespace()
+        if what == "fuse":
+            try_fuse()
+        else:
+            try_overlay(",userxattr" if where == "user" else "")
+
+
+if __name__ == "__main__":
+    answer = {"step": "", "errno": 0}
+    try:
+        main(sys.argv[1], sys.argv[2:])
+    except Failed as failure:
+        answer = {"step": failure.step, "errno": failure.number}
+    except OSError as failure:
+        answer = {"step": sys.argv[1], "errno": failure.errno or 0}
+    json.dump(answer, sys.stdout)

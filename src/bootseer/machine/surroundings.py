@@ -1,0 +1,72 @@
+"""Probes of what surrounds a run: the terminal, the spool folder, the clock.
+
+Who calls: `probes`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+from bootseer.machine.check import SPOOL, Check
+from bootseer.units import format_bytes
+
+_ENOUGH_BYTES = 64 * 1024**2
+"""A startup writes some 100 kB per rank; below this the disk is about to be full anyway."""
+
+_STA_UNSYNC = 0x40
+_TIMEX_BYTES = 256
+"""struct timex has 208 bytes on 64-bit Linux; the rest is room for kernels to come."""
+
+
+def check_terminal() -> Check:
+    opens = ("progress while a job starts", "colours in reports")
+    if not sys.stderr.isatty():
+        why = "stderr is no terminal: output is plain text"
+        return Check("terminal", "limited", "none", why, "", opens)
+    size = shutil.get_terminal_size()
+    found = f"{size.columns} x {size.lines}"
+    if size.columns < 80:
+        return Check("terminal", "limited", found, "narrower than 80 columns: tables wrap", "", opens)
+    return Check("terminal", "ok", found, opens=opens)
+
+
+def check_spool(folder: Path) -> Check:
+    """Whether `folder` takes files. One that is not there yet is judged by the folder it would be made in."""
+    opens = ("measuring: events of each process",)
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return Check(SPOOL, "broken", str(folder), f"{place} is not a folder", "name another one with --spool", opens)
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        why = f"{place}: {os.strerror(error.errno or 0)}"
+        return Check(SPOOL, "broken", str(folder), why, "name another one with --spool", opens)
+    found = f"{folder}, {format_bytes(free)} free"
+    if free < _ENOUGH_BYTES:
+        return Check(SPOOL, "limited", found, "nearly full: events may be lost", "free some space", opens)
+    return Check(SPOOL, "ok", found, opens=opens)
+
+
+def check_clock() -> Check:
+    """What the kernel says of its synchronisation (adjtimex), whichever daemon does it."""
+    name, opens = "clock", ("tight comparison of nodes",)
+    buffer = ctypes.create_string_buffer(_TIMEX_BYTES)  # modes = 0: read only
+    if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None, use_errno=True).adjtimex(buffer) < 0:
+        return Check(name, "limited", "", "the kernel does not tell whether it is synchronised", "", opens)
+    # modes, offset, freq, maxerror, esterror, status; the man page adjtimex(2) has the layout.
+    _, _, _, max_error_us, _, status = struct.unpack_from("=I4xqqqqi", buffer)
+    if status & _STA_UNSYNC:
+        why = "not synchronised: offsets between nodes are estimated from barriers"
+        return Check(name, "limited", "", why, "apt-get install chrony", opens)
+    return Check(name, "ok", f"synchronised within {max_error_us / 1000:.1f} ms", opens=opens)

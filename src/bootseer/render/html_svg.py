@@ -1,0 +1,216 @@
+"""The drawings of the HTML report: timeline rows, time axis, distributions, legend swatches.
+
+Timeline rows use percent for time and pixels for height, so that one drawing fits every width, text is never
+stretched, and zoom is one CSS variable (`assets/report.js` draws the same rows for nodes that are searched).
+Colours are CSS classes: c0-c9 for stages, cu for untracked, h0-h9 for waiting in a stage.
+Must not know: the sections around a drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bootseer.analysis.model import UNTRACKED, WAIT, Report, Segment, Stage
+from bootseer.render.html_fold import coalesced, time_range, top
+from bootseer.render.html_text import esc, ratio, seconds
+
+KNOWN_STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
+NUM_COLOURS = 10
+ROW_HEIGHT = 22
+MAX_SEGMENTS = 400
+"""More in one row cannot be told apart on a screen; such a row shows top-level stages only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The time axis, s."""
+
+    low: float
+    high: float
+    barriers: tuple[tuple[str, float], ...]
+    """Name and release of each barrier of the critical chain."""
+
+    def x(self, moment: float) -> str:
+        """A position in percent of the axis."""
+        return f"{min(max(100 * (moment - self.low) / (self.high - self.low), 0), 100):.3f}".rstrip("0").rstrip(".")
+
+
+def scale_of(report: Report) -> Scale:
+    low, high = time_range(report.nodes)
+    inside = [(c.barrier, c.release_s) for c in report.critical_chain if low <= c.release_s <= high]
+    return Scale(low, high, tuple(inside))
+
+
+class Palette:
+    """One colour for each top-level stage, the same everywhere on the page."""
+
+    def __init__(self, report: Report) -> None:
+        seen = {top(stage.stage) for stage in report.stages}
+        seen.update(top(seg.stage) for node in report.nodes for seg in node.segments)
+        seen.discard(UNTRACKED)
+        others = sorted(seen - set(KNOWN_STAGES))
+        self._index = {stage: i for i, stage in enumerate(KNOWN_STAGES)}
+        first = len(KNOWN_STAGES)
+        self._index |= {stage: first + i % (NUM_COLOURS - first) for i, stage in enumerate(others)}
+        self.stages = [stage for stage in KNOWN_STAGES if stage in seen] + others
+
+    def css(self, stage: str, kind: str) -> str:
+        """Class of a segment."""
+        index = self._index.get(top(stage))
+        if index is None or kind == UNTRACKED:
+            return "cu"
+        return f"{'h' if kind == WAIT else 'c'}{index}"
+
+
+def patterns() -> str:
+    """Hatchings for waiting, once per page."""
+    hatch = "".join(
+        f'<pattern id="w{i}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<rect class="c{i} pale" width="6" height="6"/><rect class="c{i}" width="1.6" height="6"/></pattern>'
+        for i in range(NUM_COLOURS)
+    )
+    return f'<svg class="defs" width="0" height="0" aria-hidden="true"><defs>{hatch}</defs></svg>'
+
+
+def describe(seg: Segment) -> str:
+    """One segment in words; the text of its tooltip."""
+    outcome = f", {seg.outcome}" if seg.outcome in ("failed", "truncated") else ""
+    kind = "" if seg.kind == UNTRACKED else f", {seg.kind}"
+    span = f"{seconds(seg.end_s - seg.start_s)} ({seconds(seg.start_s)} to {seconds(seg.end_s)})"
+    return f"{seg.stage}{kind}{outcome}: {span}"
+
+
+def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, background: Iterable[Segment] = ()) -> str:
+    """One row of the timeline. `label` is what a screen reader says instead."""
+    shown = segments if len(segments) <= MAX_SEGMENTS else coalesced(segments)
+    parts = []
+    for seg in shown:
+        if not (math.isfinite(seg.start_s) and math.isfinite(seg.end_s)) or seg.end_s <= seg.start_s:
+            continue
+        mark = " bad" if seg.outcome in ("failed", "truncated") else ""
+        parts.append(
+            f'<rect class="{palette.css(seg.stage, seg.kind)}{mark}" x="{scale.x(seg.start_s)}%" y="4" '
+            f'width="{_width(seg, scale)}%" height="14"><title>{esc(describe(seg))}</title></rect>'
+        )
+        if mark:
+            parts.append(end_mark(scale.x(seg.end_s), seg.outcome))
+    parts += (
+        f'<rect class="{palette.css(seg.stage, seg.kind)}" x="{scale.x(seg.start_s)}%" y="19" '
+        f'width="{_width(seg, scale)}%" height="3"><title>{esc("background " + describe(seg))}</title></rect>'
+        for seg in background
+    )
+    return f'<svg class="bar" height="{ROW_HEIGHT}" role="img" aria-label="{esc(label)}">{"".join(parts)}{barrier_lines(scale)}</svg>'
+
+
+def _width(seg: Segment, scale: Scale) -> str:
+    width = 100 * (seg.end_s - seg.start_s) / (scale.high - scale.low)
+    return f"{min(max(width, 0.03), 100):.3f}".rstrip("0").rstrip(".")
+
+
+def end_mark(x: str, outcome: str) -> str:
+    """A cross where a node's events stop, or where a stage failed."""
+    return (
+        f'<svg x="{x}%" y="11" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
+        f"<title>{esc(outcome)}</title></path></svg>"
+    )
+
+
+def barrier_lines(scale: Scale) -> str:
+    return "".join(
+        f'<line class="bl" x1="{scale.x(at)}%" x2="{scale.x(at)}%" y1="0" y2="{ROW_HEIGHT}"/>'
+        for _, at in scale.barriers
+    )
+
+
+def axis(scale: Scale) -> str:
+    """Time marks and the barriers' names above the rows."""
+    ticks = "".join(
+        f'<line class="tick" x1="{scale.x(t)}%" x2="{scale.x(t)}%" y1="30" y2="36"/>'
+        f'<text class="t" x="{scale.x(t)}%" y="27" text-anchor="{_anchor(scale, t)}">{clock(t)}</text>'
+        for t in tick_times(scale.low, scale.high)
+    )
+    names = "".join(
+        f'<line class="bl" x1="{scale.x(at)}%" x2="{scale.x(at)}%" y1="14" y2="36"/>'
+        f'<text class="b" x="{scale.x(at)}%" y="11" text-anchor="{_anchor(scale, at)}">{esc(name)}</text>'
+        for name, at in _apart(scale)
+    )
+    return f'<svg class="bar axis" height="36" role="img" aria-label="time since the startup\'s zero"><g class="ticks">{ticks}</g>{names}</svg>'
+
+
+def _apart(scale: Scale) -> list[tuple[str, float]]:
+    """Barriers whose names do not overprint each other; the last one of a crowd keeps its name."""
+    kept: list[tuple[str, float]] = []
+    for name, at in reversed(scale.barriers):
+        if not kept or kept[-1][1] - at > 0.14 * (scale.high - scale.low):
+            kept.append((name, at))
+    return kept
+
+
+def _anchor(scale: Scale, at: float) -> str:
+    share = (at - scale.low) / (scale.high - scale.low)
+    return "start" if share < 0.04 else "end" if share > 0.9 else "middle"
+
+
+def tick_times(low: float, high: float) -> list[float]:
+    """At most eight round moments between `low` and `high`."""
+    steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400]
+    span = high - low
+    if span < 6:
+        power = 10.0 ** math.floor(math.log10(span / 6))
+        step = next(power * k for k in (1, 2, 5, 10) if span / (power * k) <= 7)
+    else:
+        step = next((s for s in steps if span / s <= 7), 86400 * math.ceil(span / 86400 / 7))
+    first = math.ceil(low / step)
+    return [round(i * step, 9) for i in range(first, math.floor(high / step) + 1)]
+
+
+def clock(value: float) -> str:
+    """A moment on the axis: `12 s`, `1:30`, `2:05:00`."""
+    if abs(value) < 60 or value != round(value):
+        return f"{value:g} s"
+    sign, whole = ("−", -int(value)) if value < 0 else ("", int(value))
+    hours, rest = divmod(whole, 3600)
+    return f"{sign}{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{sign}{rest // 60}:{rest % 60:02d}"
+
+
+def cdf(stage: Stage, css: str) -> str:
+    """How many of the nodes were through a stage after how many seconds."""
+    points = [(x, y) for x, y in stage.cdf if math.isfinite(x) and math.isfinite(y)]
+    width, height = 224.0, 84.0
+    most = max((x for x, _ in points), default=0.0) or 1.0
+
+    def at(x: float, y: float) -> str:
+        return f"{4 + (width - 8) * x / most:.1f} {height - 4 - (height - 8) * y:.1f}"
+
+    path = f"M{at(0, 0)}"
+    for x, y in points:
+        path += f"H{4 + (width - 8) * x / most:.1f}V{height - 4 - (height - 8) * y:.1f}"
+    marks = ""
+    for value, name in ((stage.median_s, "median"), (stage.max_s, "max")):
+        if value is not None and math.isfinite(value) and value <= most * 1.0001:
+            x = f"{4 + (width - 8) * value / most:.1f}"
+            marks += f'<line class="{name}" x1="{x}" x2="{x}" y1="4" y2="{height - 4:g}"><title>{name} {seconds(value)}</title></line>'
+    said = f"{stage.stage}: share of nodes done over time"
+    if stage.max_over_median is not None:
+        said += f"; Max/Median {ratio(stage.max_over_median)}"
+    return (
+        f'<svg class="cdf {css}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{esc(said)}">'
+        f'<path class="area" d="{path}V{height - 4:g}Z"/>{marks}<path class="curve" d="{path}"/></svg>'
+    )
+
+
+def swatch(css: str) -> str:
+    return f'<svg class="sw" width="14" height="14" aria-hidden="true"><rect class="{css}" width="14" height="14" rx="2"/></svg>'
+
+
+def stacked(work: float, wait: float, most: float, css: str, hatch: str, label: str) -> str:
+    """A bar of work and wait next to each other; `most` fills the width."""
+    most = most if most > 0 else 1.0
+    first, second = 100 * work / most, 100 * wait / most
+    return (
+        f'<svg class="stack" height="14" width="100%" role="img" aria-label="{esc(label)}">'
+        f'<rect class="{css}" width="{first:.2f}%" height="14"/>'
+        f'<rect class="{hatch}" x="{first:.2f}%" width="{second:.2f}%" height="14"/></svg>'
+    )
