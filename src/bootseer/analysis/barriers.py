@@ -12,6 +12,7 @@ The last barrier is `training_began`: the job is as late as its last lane. Decid
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 from statistics import median
@@ -46,6 +47,8 @@ class Barrier:
     name: str
     visits: list[Visit] = field(default_factory=list)
     left_ns: list[int] = field(default_factory=list)
+    num_participants: int = 0
+    """Who waits here: a launcher waits once for all the ranks of its node."""
 
     @property
     def last(self) -> Visit:
@@ -61,13 +64,16 @@ class Barrier:
 def barriers_of(lanes: list[Lane]) -> list[Barrier]:
     """The barriers in the order of their opening; `training_began` closes the list."""
     found: dict[str, Barrier] = {}
+    waiting: dict[str, set[int]] = defaultdict(set)
     for lane in lanes:
         for arrival in lane.arrivals:
             barrier = found.setdefault(arrival.barrier, Barrier(arrival.barrier))
+            waiting[arrival.barrier].add(id(arrival.span))
+            barrier.num_participants = len(waiting[arrival.barrier])
             if arrival.span.outcome == OK:
                 barrier.left_ns.append(arrival.left_ns)
             barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns))
-    shared = [barrier for barrier in found.values() if len(barrier.visits) > 1]
+    shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
     shared.sort(key=lambda barrier: (median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns))
     place = {barrier.name: index for index, barrier in enumerate(shared)}
     left: dict[int, tuple[int, int]] = {}
@@ -78,6 +84,7 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
             left[id(visit.lane)] = (index, own.left_ns)
     end = Barrier(TRAINING_BEGAN)
     done = [lane for lane in lanes if lane.outcome == OK] or lanes
+    end.num_participants = len(done)
     for lane in done:
         previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
         end.visits.append(Visit(lane, previous, from_ns, max(lane.end_ns, from_ns)))

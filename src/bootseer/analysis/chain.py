@@ -65,7 +65,7 @@ def _link(told: Told, barrier: Barrier) -> model.Link:
         from_s=at(last.from_ns),
         arrival_s=at(last.at_ns),
         release_s=at(last.at_ns + barrier.release_ns),
-        num_participants=len(barrier.visits),
+        num_participants=barrier.num_participants,
         others_median_arrival_s=at(median(others)) if others else None,
         stage=stage,
         stage_s=seconds(stage_ns),

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _MAX_OUTPUT_BYTES = 65_536
 _REAP_S = 1.0
@@ -39,7 +40,7 @@ def run(argv: Sequence[str], *, deadline_s: float, env: Mapping[str, str] | None
             )
         except (OSError, ValueError) as error:
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            return Outcome(None, "", f"cannot run {os.path.basename(argv[0])}: {reason}")
+            return Outcome(None, "", f"cannot run {Path(argv[0]).name}: {reason}")
         try:
             code: int | None = process.wait(deadline_s)
             error_text = ""

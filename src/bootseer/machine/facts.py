@@ -57,7 +57,7 @@ def _distribution() -> str | None:
 def disk_kind(folder: str) -> str | None:
     """`ssd`, `hdd`, `nvme` or `virtual` for a block device, else the type of the file system (`tmpfs`, `overlay`)."""
     try:
-        device = os.stat(folder).st_dev
+        device = Path(folder).stat().st_dev
     except OSError:
         return None
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -37,35 +37,38 @@ print("cuda", torch.version.cuda or "none", flush=True)
 """
 
 
-def _version(name: str, program: str, argv: list[str], pattern: str, install: str, opens: tuple[str, ...]) -> Check:
-    """Whether `program` is on PATH (or at that path) and tells a version that `pattern` finds."""
+def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, opens: tuple[str, ...]) -> Check:
+    """Whether the program is on PATH (or at that path) and tells a version that `pattern` finds."""
+    program, question = argv
     path = shutil.which(program)
     if path is None:
         return Check(name, "missing", "", f"no {Path(program).name} on PATH", install, opens)
-    answer = child.run([path, *argv], deadline_s=_DEADLINE_S)
+    answer = child.run([path, question], deadline_s=_DEADLINE_S)
     found = re.search(pattern, answer.output)
     if found:
         return Check(name, "ok", found[1], opens=opens)
-    why = answer.error or f"{Path(program).name} {' '.join(argv)} ended with code {answer.code} and told no version"
+    why = answer.error or f"{Path(program).name} {question} ended with code {answer.code} and told no version"
     return Check(name, "broken", "", why, install, opens)
 
 
 def check_runc() -> Check:
-    return _version(
-        "runc", "runc", ["--version"], r"runc version (\S+)", "apt-get install runc", ("image run: start a container",)
-    )
+    opens = ("image run: start a container",)
+    pattern = r"runc version (\S+)"
+    return _version("runc", ("runc", "--version"), pattern=pattern, install="apt-get install runc", opens=opens)
 
 
 def check_mkfs_erofs() -> Check:
     # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
     opens = ("image convert", "environment snapshots")
     pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
-    return _version("mkfs.erofs", "mkfs.erofs", ["--version"], pattern, "apt-get install erofs-utils", opens)
+    install = "apt-get install erofs-utils"
+    return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)
 
 
 def check_java() -> Check:
     opens = ("hdfs:// on a machine of its own (benchmarks, tests)",)
-    return _version("Java", "java", ["-version"], r'version "([^"]+)"', "apt-get install default-jre-headless", opens)
+    install = "apt-get install default-jre-headless"
+    return _version("Java", ("java", "-version"), pattern=r'version "([^"]+)"', install=install, opens=opens)
 
 
 def check_hdfs() -> Check:
@@ -73,9 +76,10 @@ def check_hdfs() -> Check:
     home = os.environ.get("HADOOP_HOME", "")
     program = str(Path(home, "bin", "hdfs")) if home else "hdfs"
     install = "unpack a Hadoop release and set HADOOP_HOME"
-    check = _version("HDFS", program, ["version"], r"Hadoop (\d\S*)", install, ("checkpoints in hdfs://",))
+    opens = ("checkpoints in hdfs://",)
+    check = _version("HDFS", (program, "version"), pattern=r"Hadoop (\d\S*)", install=install, opens=opens)
     if check.status == "missing" and home:
-        return Check("HDFS", "broken", "", "HADOOP_HOME has no bin/hdfs", install, check.opens)
+        return Check("HDFS", "broken", "", "HADOOP_HOME has no bin/hdfs", install, opens)
     return check
 
 

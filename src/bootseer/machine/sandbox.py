@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 
 
-class Failed(Exception):
+class StepError(Exception):
     """A step did not work."""
 
     def __init__(self, step: str, number: int) -> None:
@@ -38,7 +38,7 @@ class Failed(Exception):
 
 def check(step: str, result: int) -> None:
     if result < 0:
-        raise Failed(step, ctypes.get_errno())
+        raise StepError(step, ctypes.get_errno())
 
 
 def mount(kind: str, source: str, target: str, options: str = "", flags: int = 0) -> None:
@@ -67,7 +67,7 @@ def enter_user_namespace() -> None:
         try:
             Path("/proc/self", name).write_text(f"0 {value} 1")
         except OSError as error:
-            raise Failed(f"write {name}", error.errno or 0) from None
+            raise StepError(f"write {name}", error.errno or 0) from None
 
 
 def scratch() -> Path:
@@ -85,7 +85,7 @@ def try_fuse() -> None:
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:
-        raise Failed("open /dev/fuse", error.errno or 0) from None
+        raise StepError("open /dev/fuse", error.errno or 0) from None
     target = scratch() / "point"
     target.mkdir()
     # The mount waits for no answer of a server; it ends with this namespace, which nobody else is in.
@@ -102,10 +102,10 @@ def try_overlay(options: str = "") -> None:
     mount("overlay", "bootseer", f"{folder}/merged", layers + options)
     (folder / "merged" / "file").write_text("above")
     if (folder / "upper" / "file").read_text() != "above" or (folder / "lower" / "file").read_text() != "below":
-        raise Failed("write through the overlay", 0)
+        raise StepError("write through the overlay", 0)
     (folder / "merged" / "file").unlink()
     if (folder / "merged" / "file").exists():
-        raise Failed("delete through the overlay", 0)
+        raise StepError("delete through the overlay", 0)
 
 
 def try_erofs(image: str, target: str, name: str, content: str) -> None:
@@ -113,7 +113,7 @@ def try_erofs(image: str, target: str, name: str, content: str) -> None:
     enter_mount_namespace()
     mount("erofs", image, target, flags=MS_RDONLY)
     if Path(target, name).read_text() != content:
-        raise Failed("read from the image", 0)
+        raise StepError("read from the image", 0)
 
 
 def main(trial: str, arguments: list[str]) -> None:
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     answer = {"step": "", "errno": 0}
     try:
         main(sys.argv[1], sys.argv[2:])
-    except Failed as failure:
+    except StepError as failure:
         answer = {"step": failure.step, "errno": failure.number}
     except OSError as failure:
         answer = {"step": sys.argv[1], "errno": failure.errno or 0}

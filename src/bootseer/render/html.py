@@ -55,7 +55,9 @@ def render(report: Report) -> str:
         )
     )
     style, script = _asset("report.css"), _asset("report.js")
-    links = "".join(f'<li><a href="#{ident}">{name}</a></li>' for ident, name in _LINKS if f'<section id="{ident}"' in body)
+    links = "".join(
+        f'<li><a href="#{ident}">{name}</a></li>' for ident, name in _LINKS if f'<section id="{ident}"' in body
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">'

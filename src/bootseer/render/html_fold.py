@@ -1,7 +1,7 @@
 """Which nodes get a row of their own when there are too many for a page, and how the others fold into bands.
 
 A band is a range of percentiles of the nodes' own time (work and untracked, without waiting) and is drawn as what
-most of its members were doing at each moment, so that a band lines up with the barriers. Rows of their own get the
+its members were most often doing at each moment, so that a band lines up with the barriers. Rows of their own get the
 nodes that somebody will look for: those on the critical chain, stragglers, nodes that did not make it, the slowest.
 Called by the HTML and Perfetto renderers. Must not know: HTML.
 """
@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from bootseer.analysis.model import Kind, Node, Report, Segment
 
@@ -65,7 +66,7 @@ def bands(nodes: list[Node]) -> list[Band]:
     ordered = sorted(nodes, key=lambda node: (own_s(node), node.node))
     span = time_range(nodes)
     found = []
-    for low, high in zip(_CUTS, _CUTS[1:], strict=False):
+    for low, high in pairwise(_CUTS):
         members = ordered[len(ordered) * low // 100 : len(ordered) * high // 100]
         if members:
             found.append(Band(low, high, members, _majority(members, span)))

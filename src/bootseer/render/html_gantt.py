@@ -12,8 +12,21 @@ from typing import Any
 
 from bootseer.analysis.model import Node, Report, Segment, Straggler
 from bootseer.render.html_fold import FOLD_ABOVE, Band, bands, coalesced, outliers, own_s
-from bootseer.render.html_svg import Palette, Scale, axis, bar, swatch
-from bootseer.render.html_text import cell, clean, esc, head, num, plural, rank_cell, seconds, section, table, term, word_cell
+from bootseer.render.html_svg import Palette, Scale, axis, bar, icon, swatch
+from bootseer.render.html_text import (
+    cell,
+    clean,
+    esc,
+    head,
+    num,
+    plural,
+    rank_cell,
+    seconds,
+    section,
+    table,
+    term,
+    word_cell,
+)
 
 _MAX_LISTED = 60
 
@@ -30,14 +43,16 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
         body += _group("Nodes to look at", "".join(_node_row(node, report, scale, palette) for node in chosen))
         note = (
             f"{plural(len(report.nodes), 'node')} folded into {plural(len(grouped), 'band')} by own time (without "
-            "waiting); a band shows what most of its nodes were doing at each moment. Below: the critical chain, "
+            "waiting); a band shows at each moment what its nodes were most often doing. Below: the critical chain, "
             "stragglers, nodes that did not make it, the slowest. Search finds every node."
         )
     else:
         ordered = sorted(report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node))
         body = _group("", "".join(_node_row(node, report, scale, palette) for node in ordered))
         note = "One row per node, told by the rank that came last. Open a row for its segments."
-    top = f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'
+    top = (
+        f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'
+    )
     found = '<div id="found" class="group" aria-live="polite"></div>'
     chart = f'<div id="gantt" class="gantt" data-folded="{str(folded).lower()}">{top}{found}{body}</div>'
     return section("timeline", "Timeline", _controls(folded) + _legend(palette) + chart, note)
@@ -61,22 +76,21 @@ def _controls(folded: bool) -> str:
         )
     )
     hint = '<span class="hint">or drag across the rows</span>'
-    return f'<div class="controls js">{search}<span class="zoom" role="group" aria-label="Zoom">{zoom}{hint}</span></div>'
+    return (
+        f'<div class="controls js">{search}<span class="zoom" role="group" aria-label="Zoom">{zoom}{hint}</span></div>'
+    )
 
 
 def _legend(palette: Palette) -> str:
-    items = [f"<li>{swatch(palette.css(stage, 'work'))}{esc(stage)}</li>" for stage in palette.stages]
+    items = [(swatch(palette.css(stage, "work")), esc(stage)) for stage in palette.stages]
     items += [
-        f"<li>{swatch('h2')}{term('wait', 'wait')} (hatched)</li>",
-        f"<li>{swatch('cu')}{term('untracked', 'untracked')}</li>",
-        f'<li><svg class="sw" width="14" height="14" aria-hidden="true"><path class="x" d="M3 3L11 11M11 3L3 11"/></svg>'
-        f"{term('truncated', 'truncated')} or failed</li>",
-        f'<li><svg class="sw" width="14" height="14" aria-hidden="true"><line class="bl" x1="7" x2="7" y2="14"/></svg>'
-        f"{term('barrier', 'barrier')} opens</li>",
-        f'<li><svg class="sw" width="14" height="14" aria-hidden="true"><rect class="c2" y="9" width="14" height="3"/></svg>'
-        "in the background</li>",
+        (swatch("h2"), f"{term('wait', 'wait')} (hatched)"),
+        (swatch("cu"), term("untracked", "untracked")),
+        (icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>'), f"{term('truncated', 'truncated')} or failed"),
+        (icon('<line class="bl" x1="7" x2="7" y2="14"/>'), f"{term('barrier', 'barrier')} opens"),
+        (icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"),
     ]
-    return f'<ul class="legend" aria-label="Legend">{"".join(items)}</ul>'
+    return f'<ul class="legend" aria-label="Legend">{"".join(f"<li>{sign}{name}</li>" for sign, name in items)}</ul>'
 
 
 def _group(title: str, rows: str) -> str:
@@ -91,7 +105,7 @@ def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str
     tags += '<b class="tag slow">straggler</b>' if slow else ""
     tags += f'<b class="tag bad">{esc(node.outcome)}</b>' if node.outcome != "ok" else ""
     said = f"{node.node}: {seconds(node.work_s)} work, {seconds(node.wait_s)} wait"
-    rank = f'<span class="rank">rank {node.rank}</span>' if node.rank >= 0 else ""
+    rank = f'<span class="rank" title="rank {node.rank}">r{node.rank}</span>' if node.rank >= 0 else ""
     label = f'<span class="name" title="{esc(node.node)}">{esc(node.node)}</span>{rank}{tags}'
     figures = f"{seconds(node.work_s)}<i>work</i> {seconds(node.wait_s)}<i>wait</i>"
     drawing = bar(node.segments, scale, palette, said, node.background)
@@ -138,7 +152,9 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
     members = band.nodes
     work, wait = median(n.work_s for n in members), median(n.wait_s for n in members)
     said = f"{plural(len(members), 'node')} between percentile {band.low} and {band.high}"
-    label = f'<span class="name">p{band.low}–p{band.high}</span><span class="rank">{plural(len(members), "node")}</span>'
+    label = (
+        f'<span class="name">p{band.low}–p{band.high}</span><span class="rank">{plural(len(members), "node")}</span>'
+    )
     figures = f"{seconds(work)}<i>work</i> {seconds(wait)}<i>wait</i>"
     names = ", ".join(esc(node.node) for node in members[-_MAX_LISTED:])
     more = f" and {len(members) - _MAX_LISTED:,} more" if len(members) > _MAX_LISTED else ""
@@ -151,19 +167,7 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
 
 def nodes_section(report: Report) -> str:
     """A table of all nodes, closed at first when there are many."""
-    rows = []
-    for node in report.nodes:
-        rows.append(
-            word_cell(node.node, css="id")
-            + rank_cell(node.rank)
-            + word_cell(node.outcome)
-            + word_cell(node.last_stage)
-            + cell(node.work_s, seconds)
-            + cell(node.wait_s, seconds)
-            + cell(node.untracked_s, seconds)
-            + cell(node.own_end_s, seconds)
-            + cell(node.clock_offset_s, _signed)
-        )
+    rows = [_node_cells(node) for node in report.nodes]
     columns = head(
         *("node", ">rank", "outcome", "last stage", ">work", ">wait", ">untracked", ">own end", ">clock offset")
     )
@@ -172,6 +176,20 @@ def nodes_section(report: Report) -> str:
     opened = " open" if len(rows) <= FOLD_ABOVE else ""
     total = num(len(rows), lambda v: plural(int(v), "node"), "nodes.length")
     return section("nodes", "Nodes", f"<details{opened}><summary>{total}</summary>{body}</details>")
+
+
+def _node_cells(node: Node) -> str:
+    return (
+        word_cell(node.node, css="id")
+        + rank_cell(node.rank)
+        + word_cell(node.outcome)
+        + word_cell(node.last_stage)
+        + cell(node.work_s, seconds)
+        + cell(node.wait_s, seconds)
+        + cell(node.untracked_s, seconds)
+        + cell(node.own_end_s, seconds)
+        + cell(node.clock_offset_s, _signed)
+    )
 
 
 def payload(report: Report, scale: Scale, palette: Palette) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
     cell,
     count,
+    dotted,
     esc,
     head,
     hours,
@@ -52,7 +53,7 @@ def header(report: Report) -> str:
         f"{startup.kind} startup",
         ", ".join(size),
         f"scale {startup.scale} GPUs" if startup.scale else "",
-        f"began {_moment(startup.zero_ns)}",
+        f"began {_moment(startup.zero_ns)}" if startup.zero_ns > 0 else "",
         _ENDS.get(startup.ended_by, startup.ended_by),
     ]
     meta = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
@@ -80,7 +81,9 @@ def figures(report: Report) -> str:
     all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
     saved = max((group.savings_s for group in report.straggler_groups), default=None)
     tiles = [
-        _tile("startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"),
+        _tile(
+            "startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"
+        ),
         _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
         _tile(
             "node",
@@ -126,7 +129,10 @@ def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
 
 def _shares(report: Report) -> str:
     over = report.overhead
-    work, wait = num(over.work_share, percent, "overhead.work_share"), num(over.wait_share, percent, "overhead.wait_share")
+    work, wait = (
+        num(over.work_share, percent, "overhead.work_share"),
+        num(over.wait_share, percent, "overhead.wait_share"),
+    )
     return work if over.work_share is None and over.wait_share is None else f"{work} / {wait}"
 
 
@@ -134,12 +140,14 @@ def _share_bar(report: Report) -> str:
     work, wait = report.overhead.work_share, report.overhead.wait_share
     if work is None or wait is None:
         return "of the nodes' time"
-    return stacked(work, wait, 1.0, "c2", "h2", "share of work and wait in the nodes' time")
+    return stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
 
 
 def chain(report: Report, palette: Palette) -> str:
     """The critical chain as a sequence of barriers."""
-    note = f"At each {term('barrier', 'barrier')}: who came last, where it lost the time, and what the others paid for it."
+    note = (
+        f"At each {term('barrier', 'barrier')}: who came last, where it lost the time, and what the others paid for it."
+    )
     if not report.critical_chain:
         body = '<p class="empty">No barrier was observed, so nobody can be said to have held the others back.</p>'
     else:
@@ -152,10 +160,13 @@ def _link(i: int, link: Link, palette: Palette) -> str:
     median = num(link.others_median_arrival_s, seconds, key + "others_median_arrival_s")
     lines = [
         ("arrived", f"{num(link.arrival_s, seconds, key + 'arrival_s')} <i>others' median</i> {median}"),
-        ("opened", f"{num(link.release_s, seconds, key + 'release_s')} <i>for</i> {plural(link.num_participants, 'rank')}"),
+        (
+            "opened",
+            f"{num(link.release_s, seconds, key + 'release_s')} <i>for</i> {plural(link.num_participants, 'rank')}",
+        ),
         (
             "lost most in",
-            f"{swatch(palette.css(link.stage, 'work'))}{esc(link.stage) or 'no stage'} "
+            f"{swatch(palette.css(link.stage, 'work'))}{dotted(link.stage) or 'no stage'} "
             f"{num(link.stage_s, seconds, key + 'stage_s')}",
         ),
         ("more than others", num(link.excess_s, seconds, key + "excess_s")),
@@ -164,7 +175,8 @@ def _link(i: int, link: Link, palette: Palette) -> str:
     body = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in lines)
     rank = f" <i>rank {link.rank}</i>" if link.rank >= 0 else ""
     return (
-        f'<li><p class="gate">{esc(link.barrier)}</p><p class="last"><b class="id">{esc(link.node)}</b>{rank} came last</p>'
+        f'<li><p class="gate">{esc(link.barrier)}</p>'
+        f'<p class="last"><b class="id">{esc(link.node)}</b>{rank} came last</p>'
         f"<dl>{body}</dl></li>"
     )
 
@@ -176,7 +188,9 @@ def stragglers(report: Report) -> str:
         "z is the robust z-score of the node's work among the others."
     )
     if not report.stragglers:
-        return section("stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>')
+        return section(
+            "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
+        )
     groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
     columns = head("stage", "barrier", ">nodes", ">sooner without", ">GPU-hours", ">cost")
     body = table(columns, groups, label="Stragglers by stage") if groups else ""
@@ -188,11 +202,12 @@ def stragglers(report: Report) -> str:
 
 def _group_cells(i: int, group: StragglerGroup) -> str:
     key = f"straggler_groups.{i}."
-    names = ", ".join(group.nodes[:200])
+    size = num(len(group.nodes), count, key + "nodes.length")
+    names = esc(", ".join(group.nodes[:200]))
     return (
         word_cell(group.stage, css="id")
         + word_cell(group.barrier)
-        + f'<td class="r" title="{esc(names)}" data-sort="{len(group.nodes)}">{num(len(group.nodes), count, key + "nodes.length")}</td>'
+        + f'<td class="r" title="{names}">{size}</td>'
         + cell(group.savings_s, seconds, key + "savings_s")
         + cell(group.savings_gpu_hours, hours, key + "savings_gpu_hours")
         + cell(group.savings_cost, money, key + "savings_cost")

@@ -19,6 +19,7 @@ from bootseer.render.html_text import esc, ratio, seconds
 KNOWN_STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
 NUM_COLOURS = 10
 ROW_HEIGHT = 22
+_MAX_BARRIER_NAME = 24
 MAX_SEGMENTS = 400
 """More in one row cannot be told apart on a screen; such a row shows top-level stages only."""
 
@@ -39,7 +40,8 @@ class Scale:
 
 def scale_of(report: Report) -> Scale:
     low, high = time_range(report.nodes)
-    inside = [(c.barrier, c.release_s) for c in report.critical_chain if low <= c.release_s <= high]
+    slack = 1e-3 * (high - low)
+    inside = [(c.barrier, c.release_s) for c in report.critical_chain if low - slack <= c.release_s <= high + slack]
     return Scale(low, high, tuple(inside))
 
 
@@ -101,7 +103,8 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
         f'width="{_width(seg, scale)}%" height="3"><title>{esc("background " + describe(seg))}</title></rect>'
         for seg in background
     )
-    return f'<svg class="bar" height="{ROW_HEIGHT}" role="img" aria-label="{esc(label)}">{"".join(parts)}{barrier_lines(scale)}</svg>'
+    parts.append(barrier_lines(scale))
+    return f'<svg class="bar" height="{ROW_HEIGHT}" role="img" aria-label="{esc(label)}">{"".join(parts)}</svg>'
 
 
 def _width(seg: Segment, scale: Scale) -> str:
@@ -133,17 +136,20 @@ def axis(scale: Scale) -> str:
     )
     names = "".join(
         f'<line class="bl" x1="{scale.x(at)}%" x2="{scale.x(at)}%" y1="14" y2="36"/>'
-        f'<text class="b" x="{scale.x(at)}%" y="11" text-anchor="{_anchor(scale, at)}">{esc(name)}</text>'
-        for name, at in _apart(scale)
+        f'<text class="b{" minor" if i else ""}" x="{scale.x(at)}%" y="11" text-anchor="{_anchor(scale, at)}">'
+        f"{esc(name[:_MAX_BARRIER_NAME])}</text>"
+        for i, (name, at) in enumerate(_apart(scale))
     )
-    return f'<svg class="bar axis" height="36" role="img" aria-label="time since the startup\'s zero"><g class="ticks">{ticks}</g>{names}</svg>'
+    return (
+        f'<svg class="bar axis" height="36" role="img" aria-label="time axis"><g class="ticks">{ticks}</g>{names}</svg>'
+    )
 
 
 def _apart(scale: Scale) -> list[tuple[str, float]]:
     """Barriers whose names do not overprint each other; the last one of a crowd keeps its name."""
     kept: list[tuple[str, float]] = []
     for name, at in reversed(scale.barriers):
-        if not kept or kept[-1][1] - at > 0.14 * (scale.high - scale.low):
+        if not kept or kept[-1][1] - at > 0.16 * (scale.high - scale.low):
             kept.append((name, at))
     return kept
 
@@ -181,17 +187,17 @@ def cdf(stage: Stage, css: str) -> str:
     width, height = 224.0, 84.0
     most = max((x for x, _ in points), default=0.0) or 1.0
 
-    def at(x: float, y: float) -> str:
-        return f"{4 + (width - 8) * x / most:.1f} {height - 4 - (height - 8) * y:.1f}"
+    def x_of(value: float) -> str:
+        return f"{4 + (width - 8) * value / most:.1f}"
 
-    path = f"M{at(0, 0)}"
+    path = f"M{x_of(0)} {height - 4:g}"
     for x, y in points:
-        path += f"H{4 + (width - 8) * x / most:.1f}V{height - 4 - (height - 8) * y:.1f}"
+        path += f"H{x_of(x)}V{height - 4 - (height - 8) * y:.1f}"
     marks = ""
     for value, name in ((stage.median_s, "median"), (stage.max_s, "max")):
         if value is not None and math.isfinite(value) and value <= most * 1.0001:
-            x = f"{4 + (width - 8) * value / most:.1f}"
-            marks += f'<line class="{name}" x1="{x}" x2="{x}" y1="4" y2="{height - 4:g}"><title>{name} {seconds(value)}</title></line>'
+            place = f'x1="{x_of(value)}" x2="{x_of(value)}" y1="4" y2="{height - 4:g}"'
+            marks += f'<line class="{name}" {place}><title>{name} {seconds(value)}</title></line>'
     said = f"{stage.stage}: share of nodes done over time"
     if stage.max_over_median is not None:
         said += f"; Max/Median {ratio(stage.max_over_median)}"
@@ -202,10 +208,16 @@ def cdf(stage: Stage, css: str) -> str:
 
 
 def swatch(css: str) -> str:
-    return f'<svg class="sw" width="14" height="14" aria-hidden="true"><rect class="{css}" width="14" height="14" rx="2"/></svg>'
+    """A small square in a stage's colour."""
+    return icon(f'<rect class="{css}" width="14" height="14" rx="2"/>')
 
 
-def stacked(work: float, wait: float, most: float, css: str, hatch: str, label: str) -> str:
+def icon(shapes: str) -> str:
+    """A sign of 14 by 14 pixels for legends and tables."""
+    return f'<svg class="sw" width="14" height="14" aria-hidden="true">{shapes}</svg>'
+
+
+def stacked(work: float, wait: float, *, most: float, css: str, hatch: str, label: str) -> str:
     """A bar of work and wait next to each other; `most` fills the width."""
     most = most if most > 0 else 1.0
     first, second = 100 * work / most, 100 * wait / most

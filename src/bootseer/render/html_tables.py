@@ -49,9 +49,10 @@ def _multiple(stage: Stage, palette: Palette) -> str:
     most = "" if stage.max_over_median is None else f'<b class="r">{ratio(stage.max_over_median)}</b>'
     median = "" if stage.median_s is None else f"median {seconds(stage.median_s)}"
     longest = "" if stage.max_s is None else f"max {seconds(stage.max_s)}"
+    drawing = cdf(stage, palette.css(stage.stage, "work"))
     return (
         f'<figure><figcaption><span title="{esc(stage.stage)}">{esc(stage.stage)}</span>{most}</figcaption>'
-        f'{cdf(stage, palette.css(stage.stage, "work"))}<p class="ends"><span>{median}</span><span>{longest}</span></p></figure>'
+        f'{drawing}<p class="ends"><span>{median}</span><span>{longest}</span></p></figure>'
     )
 
 
@@ -66,13 +67,14 @@ def ledger(report: Report, palette: Palette) -> str:
     for stage in stages:
         total, weight = stage.work_s + stage.wait_s, _weight(stage, in_hours)
         work = weight * stage.work_s / total if total > 0 else 0.0
-        unit = (lambda v: f"{hours(v)} GPU-hours") if in_hours else (lambda v: f"{seconds(v)} of node time")
-        said = f"{stage.stage}: {unit(work)} work, {unit(weight - work)} wait"
+        form = hours if in_hours else seconds
+        said = f"{stage.stage}: {form(work)} work, {form(weight - work)} wait"
         css, hatch = palette.css(stage.stage, "work"), palette.css(stage.stage, "wait")
         rows.append(
             f'<td class="id">{swatch(css)}{esc(stage.stage)}</td>'
-            f'<td class="wide">{stacked(work, weight - work, most, css, hatch, said)}</td>'
-            + (cell(work, hours) + cell(weight - work, hours) if in_hours else cell(work, seconds) + cell(weight - work, seconds))
+            f'<td class="wide">{stacked(work, weight - work, most=most, css=css, hatch=hatch, label=said)}</td>'
+            + cell(work, form)
+            + cell(weight - work, form)
             + cell(stage.cost, money)
         )
     over = report.overhead
@@ -178,7 +180,9 @@ def facts(report: Report) -> str:
     note = "Lines of other programs in the same logs: measured by them, not by BootSeer."
     if left > 0:
         note += f" The first {_MAX_FACTS:,} are shown; {left:,} more are in the JSON report."
-    return section("facts", "Seen in other logs", table(columns, rows, label="Facts from other logs", css="sortable"), note)
+    return section(
+        "facts", "Seen in other logs", table(columns, rows, label="Facts from other logs", css="sortable"), note
+    )
 
 
 def startups(report: Report) -> str:
@@ -188,21 +192,22 @@ def startups(report: Report) -> str:
     shown = report.startups[:_MAX_STARTUPS]
     most = max((one.startup_s for one in shown), default=0.0)
     rows = [_startup_cells(one, most, _is_this(one, report)) for one in shown]
-    columns = head(
-        *("job", ">attempt", ">restart", "kind", "began", "outcome", ">nodes", ">GPUs", ">startup", "")
-    )
+    columns = head(*("job", ">attempt", ">restart", "kind", "began", "outcome", ">nodes", ">GPUs", ">startup", ""))
     note = ""
     share = report.share
     if share is not None:
         note = (
             f"{plural(share.num_startups, 'startup')} took {num(share.startup_s, seconds, 'share.startup_s')} of "
-            f"{num(share.wall_s, seconds, 'share.wall_s')}: <b>{num(share.share, percent, 'share.share')} of the wall time</b>, "
+            f"{num(share.wall_s, seconds, 'share.wall_s')}: "
+            f"<b>{num(share.share, percent, 'share.share')} of the wall time</b>, "
             f"{num(share.gpu_hours, hours, 'share.gpu_hours')} GPU-hours."
         )
     left = len(report.startups) - _MAX_STARTUPS
     if left > 0:
         note += f" The first {_MAX_STARTUPS:,} are shown; {left:,} more are in the JSON report."
-    return section("startups", "All startups in the input", table(columns, rows, label="Startups", css="sortable"), note)
+    return section(
+        "startups", "All startups in the input", table(columns, rows, label="Startups", css="sortable"), note
+    )
 
 
 def _is_this(one: Overview, report: Report) -> bool:
@@ -212,6 +217,7 @@ def _is_this(one: Overview, report: Report) -> bool:
 
 def _startup_cells(one: Overview, most: float, this: bool) -> str:
     css = ' class="this" aria-current="true"' if this else ""
+    drawing = stacked(one.startup_s, 0.0, most=most, css="c2", hatch="h2", label=seconds(one.startup_s))
     return (
         f"<tr{css}>"
         + word_cell(one.job, css="id")
@@ -223,7 +229,7 @@ def _startup_cells(one: Overview, most: float, this: bool) -> str:
         + cell(one.num_nodes, count)
         + cell(one.num_gpus, count)
         + cell(one.startup_s, seconds)
-        + f'<td class="wide">{stacked(one.startup_s, 0.0, most, "c2", "h2", seconds(one.startup_s))}</td></tr>'
+        + f'<td class="wide">{drawing}</td></tr>'
     )
 
 
@@ -237,6 +243,7 @@ def _moment(unix_ns: int) -> str:
 def glossary() -> str:
     """The words of the page, each in a sentence or two."""
     entries = "".join(
-        f'<div id="g-{key}"><dt>{esc(title)}</dt><dd>{esc(meaning)}</dd></div>' for key, (title, meaning) in GLOSSARY.items()
+        f'<div id="g-{key}"><dt>{esc(title)}</dt><dd>{esc(meaning)}</dd></div>'
+        for key, (title, meaning) in GLOSSARY.items()
     )
     return section("words", "Words", f'<dl class="glossary">{entries}</dl>')

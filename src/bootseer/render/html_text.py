@@ -80,6 +80,11 @@ def esc(text: object) -> str:
     return escape(clean(text), quote=True)
 
 
+def dotted(stage: str) -> str:
+    """A stage name as HTML that may break into lines behind its dots."""
+    return esc(stage).replace(".", ".<wbr>")
+
+
 def data_block(value: object) -> str:
     """JSON for a script element: no character of it can end the element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -156,11 +161,22 @@ def seconds(value: float) -> str:
 
 
 def hours(value: float) -> str:
+    if 0 < abs(value) < 1:
+        return _small(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def money(value: float) -> str:
+    if 0 < abs(value) < 0.1:
+        return _small(value)
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}"
+
+
+def _small(value: float) -> str:
+    """Two digits that say something: a small cost must not read as none."""
+    if abs(value) < 0.0001:
+        return "< 0.0001"
+    return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
 
 
 def percent(value: float) -> str:

@@ -12,6 +12,7 @@ Decides and touches nothing: callers bring the clock readings. `trace.sinks` wri
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -37,6 +38,7 @@ NO_RANK: Final = -1
 
 _INT64 = 2**63
 _MAX_NAME = 256
+_MAX_STAGE = 8 * 65  # what the expression below can match: a cut name would be another name
 _MAX_VALUE = 1024
 _STAGE = re.compile(r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}")
 _TAG = re.compile(rb"@bootseer(\d{1,4}) (?=\{)")
@@ -102,7 +104,7 @@ _REQUIRED: Final = ("wall_ns", "mono_ns", "job", "node", "stage", "phase", "span
 _DEFAULTS: Final = Event._field_defaults
 
 
-class Malformed(ValueError):
+class Malformed(ValueError):  # noqa: N818 - a verdict on a text, caught where it is read
     """The text behind a tag is not an event. `reason` is a stable word for counting."""
 
     def __init__(self, reason: str) -> None:
@@ -120,12 +122,15 @@ def stage_name(text: str) -> str:
 
 def encode(event: Event) -> bytes:
     """One line with its newline, never longer than `MAX_LINE_BYTES`; long attributes are cut and marked."""
-    line = _encode(event, event.attrs)
-    if len(line) <= MAX_LINE_BYTES:
+    try:
+        line = _encode(event, event.attrs)
+    except (RecursionError, ValueError):  # unknown keys nested deeper than the stack: the short form has none
+        line = b""
+    if 0 < len(line) <= MAX_LINE_BYTES:
         return line
-    attrs = {key[:64]: _shortened(value) for key, value in list(event.attrs.items())[:24]}
+    attrs = {str(key)[:64]: _shortened(value) for key, value in list(event.attrs.items())[:24]}
     # 96 characters outside the BMP are 1,152 bytes of JSON escapes: two names and the fixed keys always fit.
-    short = event._replace(extra={}, job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_NAME])
+    short = event._replace(extra={}, job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_STAGE])
     while True:
         line = _encode(short, {**attrs, "attrs_cut": True})
         if len(line) <= MAX_LINE_BYTES or not attrs:
@@ -153,17 +158,32 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
 def _plain(value: object) -> object:
     if isinstance(value, float) and not -1e308 < value < 1e308:
         return str(value)
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+    if isinstance(value, int) and not -_INT64 <= value < _INT64:
+        return _huge(value)  # in digits it could be longer than Python agrees to write
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    try:
+        return str(value)
+    except Exception:  # somebody's __str__ must not end a job
+        return f"<{type(value).__name__}>"
+
+
+def _huge(value: int) -> float:
+    return float(min(max(value, -(2**1000)), 2**1000))
 
 
 def _shortened(value: object) -> object:
     plain = _plain(value)
-    if isinstance(plain, int) and abs(plain) >= _INT64:
-        plain = str(plain)[:64]
     return plain[:96] + "…" if isinstance(plain, str) and len(plain) > 96 else plain
 
 
-_decoder = json.JSONDecoder(parse_constant=lambda name: name)
+def _finite(text: str) -> float | str:
+    """`1e999` is a JSON number and no finite float: it stays text, as NaN and Infinity do."""
+    value = float(text)
+    return value if -math.inf < value < math.inf else text
+
+
+_decoder = json.JSONDecoder(parse_constant=lambda name: name, parse_float=_finite)
 
 
 def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
@@ -179,7 +199,7 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
         raise Malformed("version")
     chunk = text[tag.end() : tag.end() + MAX_READ_BYTES]
     line = chunk.partition(b"\n")[0]
-    source = line.decode("utf-8", "replace")
+    source = line.decode("utf-8", "surrogateescape")  # reversible: the offset behind the event is counted from it
     try:
         record, length = _decoder.raw_decode(source)
     except json.JSONDecodeError:
@@ -188,14 +208,18 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
         raise Malformed("not_json" if line.rstrip().endswith(b"}") else "truncated") from None
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
         raise Malformed("not_json") from None
-    end = tag.end() + (length if source.isascii() else len(source[:length].encode()))
-    return _event(record, renamed), min(end, len(text))
+    end = tag.end() + (length if source.isascii() else len(source[:length].encode("utf-8", "surrogateescape")))
+    try:
+        return _event(record, renamed), end
+    except RecursionError:  # deep enough to be read and too deep to be written as text again
+        raise Malformed("not_json") from None
 
 
 def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
     if renamed:
         record = {renamed.get(key, key): value for key, value in record.items()}
-        record["phase"] = _PHASE_V0.get(record.get("phase"), record.get("phase"))
+        phase = record.get("phase")
+        record["phase"] = _PHASE_V0.get(phase, phase) if isinstance(phase, str) else phase
         outcome = record.get("outcome")
         if outcome is None or isinstance(outcome, bool):
             record["outcome"] = _OUTCOME_V0[outcome]
@@ -210,7 +234,7 @@ def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
         elif type(value) is not _TYPES[key]:
             raise Malformed("bad_field")
         elif type(value) is str:
-            fields[key] = _text(value, _MAX_NAME)
+            fields[key] = _text(value, _MAX_STAGE if key == "stage" else _MAX_NAME)
         elif -_INT64 <= value < _INT64:
             fields[key] = value
         else:
@@ -226,7 +250,7 @@ def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
     return event
 
 
-_TYPES: Final[Mapping[str, type]] = {
+_TYPES: Final[Mapping[str, type[Any]]] = {
     name: int if name in ("wall_ns", "mono_ns", "attempt", "restart", "rank", "pid") else str for name in _FIELDS
 }
 
@@ -241,7 +265,7 @@ def _read_value(value: Any) -> Any:
     if type(value) is str:
         return _text(value, _MAX_VALUE)
     if type(value) is int:
-        return value if -_INT64 <= value < _INT64 else float(min(max(value, -(2**1000)), 2**1000))
+        return value if -_INT64 <= value < _INT64 else _huge(value)
     if value is None or type(value) in (bool, float):
         return value
     return _text(json.dumps(value), _MAX_VALUE)

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,9 +20,11 @@ SUFFIX = ".events"
 
 
 class Sink(Protocol):
-    """Takes event lines. `lost` counts those that could not be written."""
+    """Takes event lines."""
 
-    lost: int
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
 
     def write(self, line: bytes) -> None:
         """Take one line that ends in a newline. Never raises, never blocks for long."""
@@ -50,6 +53,12 @@ class SpoolSink:
         self._fd = -1
         self._pid = 0
         self._torn = False
+        self._lock = threading.Lock()
+        # Another thread may hold the lock at the moment of a fork; in the child nobody would ever release it.
+        renew = weakref.WeakMethod(self._renew_lock)
+        os.register_at_fork(after_in_child=lambda: (method := renew()) and method())
+
+    def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
     def write(self, line: bytes) -> None:

@@ -8,15 +8,15 @@ children write through. Everything is off, and free, unless `BOOTSEER_TRACE` nam
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK, Event, encode, stage_name
@@ -27,6 +27,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TRAINING_BEGAN = "training_began"
+_COROUTINE = 0x80  # inspect.CO_COROUTINE
+_GENERATOR = 0x20 | 0x200  # inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _current: ContextVar[str] = ContextVar("bootseer_span", default="")
 
 
@@ -83,7 +85,7 @@ class Tracer:
 
     def span(self, stage: str, attrs: Mapping[str, Any] | None = None) -> Span:
         """A context manager that writes begin and end; exceptions pass and make the outcome `failed`."""
-        return Span(self, stage_name(stage), attrs or {})
+        return Span(self, stage_name(str(stage)), attrs or {})
 
     def environment(self, span: str = "") -> dict[str, str]:
         """The variables that hand this trace to a child process."""
@@ -94,12 +96,13 @@ class Tracer:
 class Span:
     """One stage in progress. `attrs` may be added to until the end."""
 
-    __slots__ = ("_stage", "_token", "_tracer", "attrs", "id")
+    __slots__ = ("_failed", "_stage", "_token", "_tracer", "attrs", "id")
 
     def __init__(self, tracer: Tracer, stage: str, attrs: Mapping[str, Any]) -> None:
         self._tracer = tracer
         self._stage = stage
         self._token: Any = None
+        self._failed = False
         self.attrs = dict(attrs)
         self.id = new_span()
 
@@ -111,7 +114,9 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _current.reset(self._token)
+        # In another context (an async generator that is closed elsewhere) there is nothing to set back.
+        with contextlib.suppress(ValueError):
+            _current.reset(self._token)
         if kind is not None:
             self.attrs["error"] = kind.__name__
         self._tracer.emit(self._stage, END, span=self.id, outcome=FAILED if kind else OK, attrs=self.attrs)
@@ -122,13 +127,18 @@ def new_span() -> str:
     return os.urandom(8).hex()
 
 
+def spool_word(folder: str) -> str:
+    """The word for a spool folder in the list of sinks; its commas must not end it."""
+    return "spool:" + folder.replace("%", "%25").replace(",", "%2C")
+
+
 def open_sink(spec: str, node: str) -> Sink:
     """The sink that a comma-separated list names: `spool:DIR`, `stderr`. Unknown words are passed over."""
     sinks: list[Sink] = []
     for word in spec.split(","):
         name, _, argument = word.strip().partition(":")
         if name == "spool" and argument:
-            sinks.append(SpoolSink(argument, node))
+            sinks.append(SpoolSink(argument.replace("%2C", ",").replace("%25", "%"), node))
         elif name == "stderr":
             sinks.append(StderrSink())
     return sinks[0] if len(sinks) == 1 else FanOut(sinks)
@@ -139,7 +149,7 @@ def from_environment(env: Mapping[str, str]) -> Tracer | None:
     spec = env.get("BOOTSEER_TRACE", "")
     if not spec or env.get("BOOTSEER_DISABLE") == "1":
         return None
-    identity = discover(env, hostname=socket.gethostname())
+    identity = discover(env, hostname=os.uname().nodename)
     if not identity.job:
         identity = identity._replace(job="unnamed")
     parent = traceparent.parse(env.get(traceparent.VARIABLE, ""))
@@ -181,10 +191,25 @@ class _Stage:
             self._span.attrs.update(attrs)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Wrap a function or a coroutine function. Generators come back as they are: their call does no work yet."""
+        flags = getattr(getattr(function, "__code__", None), "co_flags", 0)  # `inspect` would cost its import
+        if flags & _COROUTINE:
+            return cast("Callable[P, R]", self._awaited(cast("Callable[P, Awaitable[Any]]", function)))
+        if flags & _GENERATOR:
+            return function
+
         @functools.wraps(function)
         def staged(*args: P.args, **kwargs: P.kwargs) -> R:
             with _Stage(self._name, self._attrs):
                 return function(*args, **kwargs)
+
+        return staged
+
+    def _awaited(self, function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+        @functools.wraps(function)
+        async def staged(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _Stage(self._name, self._attrs):
+                return await function(*args, **kwargs)
 
         return staged
 
@@ -201,7 +226,7 @@ def stage(name: str, /, **attrs: object) -> _Stage:
 
 
 def training_began(**attrs: object) -> None:
-    """Mark the end of the first training step, for frameworks that the hook does not know. Only the first call counts."""
+    """Mark the end of the first training step, for frameworks without a hook. Only the first call counts."""
     global _began
     with _lock:
         tracer = process_tracer()
@@ -212,6 +237,15 @@ def training_began(**attrs: object) -> None:
 
 
 _lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """A child of `fork` has none of the threads that could release a lock it inherited."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 _began = False
 _resolved = False
 _tracer: Tracer | None = None

@@ -10,15 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from bootseer.analysis.foreign import durations, timestamp
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line
 from bootseer.analysis.model import Fact
-from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, Event
-from bootseer.units import NS_PER_S
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
+from bootseer.units import seconds
 
-MAX_RANK = 10_000_000
+MAX_RANK: Final = 10_000_000
+MAX_LINE: Final = 65_536
+"""Parsers read no further into a line: what they know is short, and a line may be of any length."""
 _MAX_NAME = 256
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}", re.ASCII)
@@ -27,8 +29,8 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 
 
 def plain(text: str) -> str:
-    """The text without colours."""
-    return _ANSI.sub("", text) if "\x1b" in text else text
+    """The text without colours, up to `MAX_LINE`."""
+    return _ANSI.sub("", text[:MAX_LINE])
 
 
 def name(text: str) -> str:
@@ -52,6 +54,19 @@ def image_reference(text: str) -> str:
     return bare + digest if _REFERENCE.fullmatch(bare) else ""
 
 
+class Place(NamedTuple):
+    """Where and in which restart a moment happened, as far as the line tells."""
+
+    node: str = ""
+    """Empty: the node of the file."""
+    restart: int = 0
+    rank: int = NO_RANK
+    pid: int = 0
+
+
+_ANYWHERE: Final = Place()
+
+
 class Builder:
     """Collects what one parser finds in one file."""
 
@@ -62,11 +77,17 @@ class Builder:
         """The job that the file names; given to all its events by `finish`."""
 
     def instant(
-        self, line: Line, stage: str, wall_ns: int | None, *, attrs: Mapping[str, Any] | None = None, **identity: Any
+        self,
+        line: Line,
+        stage: str,
+        wall_ns: int | None,
+        *,
+        place: Place = _ANYWHERE,
+        attrs: Mapping[str, Any] | None = None,
     ) -> None:
         """A moment; dropped when it has no plausible time."""
-        if _plausible(wall_ns):
-            self._event(line, stage, INSTANT, wall_ns or 0, "", attrs, identity)
+        if wall_ns is not None and _plausible(wall_ns):
+            self._add(self._event(line, stage, place, attrs), INSTANT, wall_ns)
 
     def span(
         self,
@@ -75,23 +96,26 @@ class Builder:
         begin_ns: int | None,
         end_ns: int | None,
         *,
-        outcome: str = "ok",
+        place: Place = _ANYWHERE,
+        outcome: str = OK,
         attrs: Mapping[str, Any] | None = None,
-        **identity: Any,
     ) -> bool:
         """A span; without `end_ns` only its begin. Dropped (False) when its times are not plausible."""
-        if not _plausible(begin_ns) or begin_ns is None:
+        if begin_ns is None or not _plausible(begin_ns):
             return False
-        if end_ns is not None and not (_plausible(end_ns) and 0 <= end_ns - begin_ns <= durations.MAX_NS):
+        event = self._event(line, stage, place, attrs)
+        if end_ns is None:
+            self._add(event, BEGIN, begin_ns)
+            return True
+        if not _plausible(end_ns) or not 0 <= end_ns - begin_ns <= durations.MAX_NS:
             return False
-        self._event(line, stage, BEGIN, begin_ns, "", attrs, identity)
-        if end_ns is not None:
-            self._event(line, stage, END, end_ns, outcome, attrs, identity)
+        self._add(event, BEGIN, begin_ns)
+        self._add(event._replace(outcome=outcome), END, end_ns)
         return True
 
     def fact(self, line: Line, stage: str, text: str, duration_ns: int | None, *, node: str = "") -> None:
         """What has no time. `text` must be made of validated parts only: it is shown to people."""
-        duration_s = None if duration_ns is None else duration_ns / NS_PER_S
+        duration_s = None if duration_ns is None else seconds(duration_ns)
         where = f"{line.file}:{line.number}"
         self._findings.facts.append(Fact(self._source, stage, text, duration_s, node or line.node, where))
 
@@ -101,34 +125,25 @@ class Builder:
         events[:] = [event._replace(job=self.job) for event in events]
         return self._findings
 
-    def _event(
-        self,
-        line: Line,
-        stage: str,
-        phase: str,
-        wall_ns: int,
-        outcome: str,
-        attrs: Mapping[str, Any] | None,
-        identity: dict[str, Any],
-    ) -> None:
-        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{identity}"
-        self._findings.events.append(
-            Event(
-                wall_ns=wall_ns,
-                mono_ns=wall_ns,
-                job=UNKNOWN_JOB,
-                node=identity.get("node") or line.node or "unknown",
-                stage=stage,
-                phase=phase,
-                span=blake2b(seed.encode("utf-8", "replace"), digest_size=8).hexdigest(),
-                restart=identity.get("restart", 0),
-                rank=identity.get("rank", NO_RANK),
-                outcome=outcome,
-                pid=identity.get("pid", 0),
-                attrs={"source": self._source, **(attrs or {})},
-            )
+    def _event(self, line: Line, stage: str, place: Place, attrs: Mapping[str, Any] | None) -> Event:
+        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{place}"
+        return Event(
+            wall_ns=0,
+            mono_ns=0,
+            job=UNKNOWN_JOB,
+            node=place.node or line.node or "unknown",
+            stage=stage,
+            phase=INSTANT,
+            span=blake2b(seed.encode("utf-8", "replace"), digest_size=8).hexdigest(),
+            restart=place.restart,
+            rank=place.rank,
+            pid=place.pid,
+            attrs={"source": self._source, **(attrs or {})},
         )
 
+    def _add(self, event: Event, phase: str, wall_ns: int) -> None:
+        self._findings.events.append(event._replace(phase=phase, wall_ns=wall_ns, mono_ns=wall_ns))
 
-def _plausible(wall_ns: int | None) -> bool:
-    return wall_ns is not None and timestamp.EARLIEST_NS <= wall_ns < timestamp.LATEST_NS
+
+def _plausible(wall_ns: int) -> bool:
+    return timestamp.EARLIEST_NS <= wall_ns < timestamp.LATEST_NS

@@ -4,7 +4,7 @@
     node-0:1800:1822 [0] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 0 nranks 8 ... commId 0x5c - Init COMPLETE
     node-0:1800:1822 [0] NCCL INFO Init timings - ncclCommInitRankConfig: rank 0 nranks 8 total 1.16 (kernels 0.18, ...)
 
-The last one exists since NCCL 2.20 (`Init timings: rank`) and has the function's name since 2.23. NCCL stamps no INFO
+Older versions print no timings, or print them without the function's name (`Init timings: rank 0`). NCCL stamps no INFO
 line by default: where a log collector did, the communicator becomes a span, else a fact with the duration.
 
 A rank is one of the communicator, not of the job. It is taken for the job's where the communicator is as large as the
@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 
 from bootseer.analysis.foreign import durations
-from bootseer.analysis.foreign.builder import MAX_RANK, Builder, plain, rank
+from bootseer.analysis.foreign.builder import MAX_RANK, Builder, Place, plain, rank
 from bootseer.analysis.foreign.parser import Findings, Line
 from bootseer.trace.event import NO_RANK
 from bootseer.units import format_seconds, seconds
@@ -58,7 +58,7 @@ class NcclParser:
 
     name = "nccl"
     # Holds in all three kinds of line in every version, and in no line of the steady state.
-    needles = (b" nranks ",)
+    needles: tuple[bytes, ...] = (b" nranks ",)
 
     def __init__(self) -> None:
         self._communicators: list[_Communicator] = []
@@ -113,9 +113,9 @@ class NcclParser:
             begin_ns = comm.begin_ns
             if comm.total_ns is not None and comm.end_ns is not None:
                 begin_ns = comm.end_ns - comm.total_ns
-            global_rank = ranks.get((comm.host, comm.pid), NO_RANK)
+            place = Place(comm.host, rank=ranks.get((comm.host, comm.pid), NO_RANK), pid=comm.pid)
             spanned = (comm.end_ns is not None or not comm.complete) and builder.span(
-                comm.line, STAGE, begin_ns, comm.end_ns, attrs=attrs, node=comm.host, rank=global_rank, pid=comm.pid
+                comm.line, STAGE, begin_ns, comm.end_ns, place=place, attrs=attrs
             )
             if not spanned and comm.total_ns is not None:
                 text = f"NCCL communicator of {comm.size}, rank {comm.comm_rank}"

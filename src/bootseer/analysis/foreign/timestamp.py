@@ -38,27 +38,32 @@ LATEST_NS: Final = 4_102_444_800 * NS_PER_S
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MAX_OFFSET_MINUTES = 14 * 60
-_MONTHS = {name: index for index, name in enumerate("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), 1)}
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_Clock = tuple[int, int, int, int, int]
+"""Month, day, hour, minute, second."""
 
 _LABELS = re.compile(
     r"""(?:
       \s+
     | \x1b\[[0-9;?]*[A-Za-z]                               # colour
     | \[\d+,\d+\]<std(?:out|err)>:                         # mpirun --tag-output
-    | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [default0]: [pod/name/container] [INFO|trainer.py:1]
+    | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [pod/name/container] [INFO|trainer.py:1]
     | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
     | \d{1,6}:(?=\s)                                       # srun --label
     | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=\s))
     )*""",
     re.VERBOSE | re.ASCII,
 )
-_ISO = r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
+_ISO = (
+    r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
+)
 _CRI = r"(?:[ ]std(?:out|err)[ ][FP](?:[ ]|$))?"
 _ISO_LINE = re.compile(rf"(?:<\d{{1,3}}>1[ ])?\[?{_ISO}\]?{_CRI}", re.ASCII)
 _LOGFMT = re.compile(rf'(?:time|ts|t)="?{_ISO}"?', re.ASCII)
 _GLOG = re.compile(r"\[?[IWEFDV](\d{4})?(\d\d)(\d\d)\s+(\d\d):(\d\d):(\d\d)\.(\d{1,9})\d*(?=\s)", re.ASCII)
 _SYSLOG = re.compile(
-    rf"(?:<\d{{1,3}}>)?({'|'.join(_MONTHS)})\s+(\d{{1,2}})\s(\d\d):(\d\d):(\d\d)\s+(\S+\s+[^\s:]{{1,128}}:\s?)?", re.ASCII
+    rf"(?:<\d{{1,3}}>)?({'|'.join(_MONTHS)})\s+(\d{{1,2}})\s(\d\d):(\d\d):(\d\d)\s+(\S+\s+[^\s:]{{1,128}}:\s?)?",
+    re.ASCII,
 )
 
 
@@ -73,23 +78,9 @@ def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
     if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
         return _prefix(_from_iso(found, zone), found.end())
     if found := _GLOG.match(text, start):
-        year, month, day, hour, minute, second, fraction = found.groups()
-        clock = (int(month), int(day), int(hour), int(minute), int(second))
-        if year:
-            return _prefix(_wall_ns(int(year), *clock, fraction, zone), found.end())
-        return _prefix(_nearest_year(*clock, fraction, reference_ns, zone), found.end())
+        return _prefix(_from_glog(found, reference_ns, zone), found.end())
     if found := _SYSLOG.match(text, start):
-        month, day, hour, minute, second, _ = found.groups()
-        clock = (_MONTHS[month], int(day), int(hour), int(minute), int(second))
-        outer = _prefix(_nearest_year(*clock, "", reference_ns, zone), found.end())
-        if outer.wall_ns is None:
-            return outer
-        # Syslog knows whole seconds only; klog and containerd behind it know more.
-        if inner := _GLOG.match(text, found.end()) or _LOGFMT.match(text, found.end()):
-            behind = parse_prefix(text[inner.start() :], reference_ns=outer.wall_ns, zone=zone)
-            if behind.wall_ns is not None:
-                return Prefix(behind.wall_ns, behind.rest + inner.start())
-        return outer
+        return _behind_syslog(text, found, reference_ns, zone)
     return Prefix(None, 0)
 
 
@@ -108,26 +99,47 @@ def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
         if minutes > _MAX_OFFSET_MINUTES or int(offset[-2:]) > 59:
             return None
         zone = timezone(timedelta(minutes=-minutes if offset[0] == "-" else minutes))
-    return _wall_ns(int(year), int(month), int(day), int(hour), int(minute), int(second), fraction, zone)
+    return _wall_ns(int(year), (int(month), int(day), int(hour), int(minute), int(second)), fraction, zone)
 
 
-def _wall_ns(
-    year: int, month: int, day: int, hour: int, minute: int, second: int, fraction: str | None, zone: tzinfo
-) -> int | None:
+def _from_glog(found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | None:
+    year, month, day, hour, minute, second, fraction = found.groups()
+    clock = (int(month), int(day), int(hour), int(minute), int(second))
+    if year:
+        return _wall_ns(int(year), clock, fraction, zone)
+    return _nearest_year(clock, fraction, reference_ns, zone)
+
+
+def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> Prefix:
+    """Syslog knows whole seconds only; klog and containerd behind it know more."""
+    month, day, hour, minute, second, _ = found.groups()
+    clock = (_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second))
+    outer = _prefix(_nearest_year(clock, None, reference_ns, zone), found.end())
+    if outer.wall_ns is None:
+        return outer
+    if inner := _GLOG.match(text, found.end()):
+        wall_ns = _from_glog(inner, outer.wall_ns, zone)
+    elif inner := _LOGFMT.match(text, found.end()):
+        wall_ns = _from_iso(inner, zone)
+    else:
+        return outer
+    better = _prefix(wall_ns, inner.end())
+    return outer if better.wall_ns is None else better
+
+
+def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo) -> int | None:
     try:
-        since = datetime(year, month, day, hour, minute, second, tzinfo=zone) - _EPOCH
+        since = datetime(year, *clock, tzinfo=zone) - _EPOCH
     except (ValueError, OverflowError):
         return None
     return (since.days * 86_400 + since.seconds) * NS_PER_S + int((fraction or "").ljust(9, "0"))
 
 
-def _nearest_year(
-    month: int, day: int, hour: int, minute: int, second: int, fraction: str, reference_ns: int, zone: tzinfo
-) -> int | None:
+def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: tzinfo) -> int | None:
     if not EARLIEST_NS <= reference_ns < LATEST_NS:
         return None
     near = (_EPOCH + timedelta(seconds=reference_ns // NS_PER_S)).year
-    # 29 February exists in one year of four, and once in eight around a century.
-    years = (near - 1, near, near + 1) if (month, day) != (2, 29) else range(near - 8, near + 9)
-    walls = (_wall_ns(year, month, day, hour, minute, second, fraction, zone) for year in years)
+    # 29 February exists in one year of four, and in none of eight around most centuries.
+    years = range(near - 8, near + 9) if clock[:2] == (2, 29) else (near - 1, near, near + 1)
+    walls = (_wall_ns(year, clock, fraction, zone) for year in years)
     return min((wall for wall in walls if wall is not None), key=lambda wall: abs(wall - reference_ns), default=None)

@@ -6,7 +6,13 @@ beside this file is made importable under its own name, behind whatever the envi
 sitecustomize that would have run without us runs. A failure here may cost the trace, never the program.
 """
 
+from __future__ import annotations
+
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def _watch_imports() -> None:
@@ -22,7 +28,7 @@ def _watch_imports() -> None:
         """First on the meta path: tells `bootseer.hook.watch` of the first import that concerns it, then leaves."""
 
         @classmethod
-        def find_spec(cls, name: str, path: object = None, target: object = None) -> object:
+        def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
             if name not in ("torch", "safetensors"):
                 return None
             sys.meta_path.remove(cls)
@@ -39,7 +45,7 @@ def _watch_imports() -> None:
         """Last on the meta path: finds `bootseer` where this file lies, if the environment has none of its own."""
 
         @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> object:
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
             if name != "bootseer":
                 return None
             from importlib.util import spec_from_file_location
@@ -67,6 +73,6 @@ def _run_next_sitecustomize() -> None:
 
 try:
     _watch_imports()
-except Exception:  # noqa: S110 - a trace is not worth a job
+except Exception:  # a trace is not worth a job
     pass
 _run_next_sitecustomize()

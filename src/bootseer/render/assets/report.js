@@ -131,8 +131,14 @@
   };
 
   // Search: any node of a folded page, drawn as the page draws its own rows.
+  const segments = (lines) => {
+    const cells = (tag, texts) => html("tr", "", ...texts.map((text, i) => html(tag, i ? "r" : "", text)));
+    const body = html("tbody", "", ...lines.map((texts) => cells("td", texts)));
+    return html("div", "scroll", html("table", "", html("thead", "", cells("th", ["segment", "from", "takes"])), body));
+  };
   const row = ([name, rank, work, wait, outcome, start, cuts]) => {
     const shapes = [];
+    const lines = [];
     let from = start;
     for (let i = 0; i < cuts.length; i += 2) {
       const [css, text] = data.looks[cuts[i]];
@@ -140,15 +146,17 @@
       const title = svg("title", {}, `${text}: ${words(to - from)} (${words(from)} to ${words(to)})`);
       const width = `${(100 * Math.max(to - from, 0)) / (high - low)}%`;
       shapes.push(svg("rect", { class: css, x: percent(from), y: 4, width, height: 14 }, title));
+      lines.push([text, words(from), words(to - from)]);
       from = to;
     }
     for (const at of data.barriers) shapes.push(svg("line", { class: "bl", x1: percent(at), x2: percent(at), y1: 0, y2: 22 }));
     const bar = svg("svg", { class: "bar", height: 22, role: "img", "aria-label": `${name}: ${work} work, ${wait} wait` }, ...shapes);
     const who = html("span", "who", html("span", "name", name));
-    if (rank >= 0) who.append(html("span", "rank", `rank ${rank}`));
+    if (rank >= 0) who.append(html("span", "rank", `r${rank}`));
     if (outcome !== "ok") who.append(html("b", "tag bad", outcome));
     const figures = html("span", "fig", work, html("i", "", "work"), ` ${wait}`, html("i", "", "wait"));
-    return html("div", "row", who, html("div", "plot", bar), figures);
+    const summary = html("summary", "row", who, html("div", "plot", bar), figures);
+    return html("details", "node", summary, html("div", "detail", segments(lines)));
   };
   const startSearch = () => {
     const input = document.getElementById("find");

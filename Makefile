@@ -1,0 +1,35 @@
+# `make` lists the targets. Everything runs from .venv, which `make setup` fills; PYTHON= chooses its interpreter.
+
+BIN := .venv/bin
+export PYTHON ?= python3
+# Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo check test bench docs help
+
+setup: ## Install what is needed: system packages and .venv (quick when it is all there)
+	@scripts/setup.sh
+
+demo: setup ## Start a real training job twice and show where its startup time went
+	@examples/demo.sh $(ARGS)
+
+check: setup ## Lint, types, import rules and module sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+
+# -ra (pyproject.toml) ends the run with what was skipped and why.
+test: setup ## Run the tests
+	PYTHONPATH=scripts $(BIN)/python -m pytest -p pytest_ran $(ARGS)
+
+bench: setup ## Measure the claims; results go to benchmarks/results
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: setup ## Check that links and commands in the documents exist
+	$(BIN)/python scripts/check_docs.py
+
+help: ## Show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'

@@ -1,0 +1,24 @@
+"""A pytest plugin: a run in which no test was executed has failed, even when every test was skipped with a reason.
+
+`make test` loads it; `pytest` alone behaves as always.
+"""
+
+import pytest
+
+
+class _Ran:
+    def __init__(self) -> None:
+        self.any_test = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not report.skipped:
+            self.any_test = True
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and not self.any_test and not session.config.option.collectonly:
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Ran())

@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Takes a bare Debian 12 to everything that `make demo`, `make check` and `make test` need: system packages, and
+# .venv with BootSeer, its tools and PyTorch. Says what it installs; quick when there is nothing to do.
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv. Safe to interrupt and to run twice at once.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PATH="$PATH:/usr/sbin:/sbin"
+python="${PYTHON:-python3}"
+venv="$PWD/.venv"
+stamp="$venv/.setup-stamp"
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# One setup at a time. The lock is on this file, so that nothing has to be cleaned up after an interrupt.
+exec 9<scripts/setup.sh
+flock --nonblock 9 || { say "another setup is running, waiting for it"; flock 9; }
+
+check_python() {
+  [[ -x $venv/bin/python ]] && return
+  "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null ||
+    die "$python is not Python 3.11, 3.12 or 3.13; install one and run PYTHON=/path/to/python make setup"
+}
+
+# Program to look for, Debian package, what it is for.
+packages_needed() {
+  cat <<'LIST'
+chromium chromium the test that opens the HTML report in a browser
+runc runc starting containers as Kubernetes nodes do
+mkfs.erofs erofs-utils making EROFS images
+fusermount3 fuse3 mounting FUSE file systems
+LIST
+}
+
+install_packages() {
+  local missing=() program package reason
+  while read -r program package reason; do
+    command -v "$program" >/dev/null && continue
+    say "missing: $package ($reason)"
+    missing+=("$package")
+  done < <(packages_needed)
+  if [[ ! -x $venv/bin/python ]] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    say "missing: python3-venv (making .venv)"
+    missing+=(python3-venv)
+  fi
+  [[ ${#missing[@]} -eq 0 ]] && return
+  local by_hand="install by hand what you need: apt-get install ${missing[*]}"
+  local as_root=()
+  if ! command -v apt-get >/dev/null; then
+    say "this is not Debian; $by_hand"
+    return
+  elif [[ $EUID -ne 0 ]]; then
+    command -v sudo >/dev/null || { say "neither root nor sudo; $by_hand"; return; }
+    as_root=(sudo)
+    # Nobody is there to type a password.
+    [[ -t 0 ]] || as_root=(sudo --non-interactive)
+  fi
+  say "installing with apt: ${missing[*]}"
+  as_root+=(env DEBIAN_FRONTEND=noninteractive)
+  local apt=("${as_root[@]}" apt-get --quiet --yes -o DPkg::Lock::Timeout=300)
+  {
+    # Ends what an interrupted run left half done.
+    "${as_root[@]}" dpkg --configure -a &&
+      "${apt[@]}" update &&
+      "${apt[@]}" install --no-install-recommends "${missing[@]}"
+  } </dev/null >&2 9<&- || say "apt failed; $by_hand"
+}
+
+wanted() {
+  sha256sum pyproject.toml scripts/setup.sh scripts/requirements.txt examples/moe/requirements.txt
+  printf '%s\n' "$PWD"
+}
+
+make_venv() {
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv" >&2 ||
+    die "cannot make .venv; on Debian: apt-get install python3-venv, then make setup again"
+}
+
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" >&2; }
+
+# The default build of PyTorch for x86 brings gigabytes of CUDA libraries. What pip is configured to look at may hold
+# the CPU build; if not, uv knows where it is.
+install_torch() {
+  local pin
+  pin="$(grep '^torch==' scripts/requirements.txt)"
+  "$venv/bin/python" - "${pin#torch==}" <<'CHECK' && return
+import sys
+from importlib import metadata
+try:
+    sys.exit(metadata.version("torch").partition("+")[0] != sys.argv[1])
+except metadata.PackageNotFoundError:
+    sys.exit(1)
+CHECK
+  say "installing $pin (CPU build, about 200 MB)"
+  pip_install --quiet "$pin+cpu" 2>/dev/null && return
+  { pip_install --quiet uv && "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend cpu "$pin" >&2; } ||
+    die "cannot get the CPU build of $pin; install it into .venv by hand, then make setup again"
+}
+
+check_python
+install_packages
+if [[ -e $stamp && "$(<"$stamp")" == "$(wanted)" && -x $venv/bin/bootseer ]]; then
+  exit 0
+fi
+make_venv
+install_torch
+say "installing BootSeer with its tools and the demo job's requirements into .venv"
+pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
+wanted >"$stamp"
+say "done"

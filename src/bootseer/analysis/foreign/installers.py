@@ -1,0 +1,133 @@
+"""pip and uv: how long a burst of installation took, and how many packages it brought.
+
+pip prints no durations: with times at its lines (`pip --log`, or a log collector) the burst from the first `Collecting`
+to `Successfully installed` is a span, without them the count is a fact. `Requirement already satisfied`, `Downloading`
+and `Using cached` are not looked for: they come by the thousand and say nothing that these do not; so a burst whose
+first packages were there or came from local files begins late: at its first `Collecting` or `... collected packages`.
+When pip builds a package, an inner pip prints the same words two blanks further right: they may begin a burst, they
+never end it.
+
+    Resolved 8 packages in 264ms          uv; then `Prepared`, `Uninstalled`, `Installed`
+    Checked 2 packages in 42ms            uv when all is there; `Audited` before 0.9
+
+uv prints a duration for each phase: with line times a span that reaches back before the first, else a fact with their
+sum. Package names and URLs are never repeated: a requirement may hold a token. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from bootseer.analysis.foreign import durations
+from bootseer.analysis.foreign.builder import Builder, plain
+from bootseer.analysis.foreign.parser import Findings, Line
+
+STAGE = "environment_setup.install"
+
+_START = r"(?:^|(?<=[\s\]:|]))"
+_BEGINS = re.compile(
+    _START
+    + r"(?:(Collecting) \S+(?:\s*$|\s*@ \S| \(from )|(Building wheels|Installing)[a-z ]{0,5} collected packages: \S)",
+    re.MULTILINE,
+)
+_INSTALLED = re.compile(_START + r"Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE)
+_UV = re.compile(
+    r"(?:^|(?<=\s))(Resolved|Prepared|Uninstalled|Installed|Checked|Audited) (\d{1,7}) packages? in "
+    rf"({durations.PATTERN})",
+    re.MULTILINE,
+)
+
+
+class PipParser:
+    """See the module's docstring."""
+
+    name = "pip"
+    # ` package` is shared with uv, `Successful` with Kubernetes.
+    needles: tuple[bytes, ...] = (b"Collecting ", b" package", b"Successful")
+
+    def __init__(self) -> None:
+        self._builder = Builder(self.name)
+        self._first: Line | None = None
+        self._collected = 0
+        self._installing = False
+
+    def feed(self, line: Line) -> None:
+        # Progress bars draw over themselves: each stretch between carriage returns is a line.
+        text = plain(line.text).replace("\r", "\n")
+        if begins := _BEGINS.search(text):
+            nested = text.endswith("  ", 0, begins.start())
+            if self._installing and not nested and begins[2] != "Building wheels":
+                self._close()  # a good burst says that it ended before the next begins
+            self._first = self._first or line
+            if not nested:
+                self._collected += begins[1] is not None
+                self._installing |= begins[2] == "Installing"
+        elif (installed := _INSTALLED.search(text)) and not text.endswith("  ", 0, installed.start()):
+            packages = installed[1].split(" ")
+            if all("-" in package for package in packages):  # name-version; else another program's sentence
+                self._installed(line, len(packages))
+
+    def _installed(self, line: Line, count: int) -> None:
+        first = self._first or line
+        begin_ns = first.wall_ns if self._first else None
+        attrs = {"packages": count}
+        if line.wall_ns is None or not self._builder.span(first, STAGE, begin_ns, line.wall_ns, attrs=attrs):
+            self._builder.fact(line, STAGE, f"pip installed {_packages(count)}", None)
+        self._reset()
+
+    def _close(self) -> None:
+        """A burst whose end is not in the log. One `Collecting` alone may be another program's word."""
+        if self._first is not None and (self._installing or self._collected > 1):
+            self._builder.span(self._first, STAGE, self._first.wall_ns, None)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._first, self._collected, self._installing = None, 0, False
+
+    def finish(self) -> Findings:
+        self._close()
+        return self._builder.finish()
+
+
+class UvParser:
+    """See the module's docstring."""
+
+    name = "uv"
+    needles: tuple[bytes, ...] = (b" package",)
+
+    def __init__(self) -> None:
+        self._builder = Builder(self.name)
+        self._phases: list[tuple[Line, str, int, int]] = []
+
+    def feed(self, line: Line) -> None:
+        for found in _UV.finditer(plain(line.text).replace("\r", "\n")):
+            duration_ns = durations.parse(found[3].rstrip())
+            if duration_ns is None:
+                continue
+            if found[1] == "Resolved":
+                self._close()
+            self._phases.append((line, found[1].lower(), int(found[2]), duration_ns))
+            if found[1] in ("Installed", "Checked", "Audited"):
+                self._close()
+
+    def _close(self) -> None:
+        if not self._phases:
+            return
+        first, _, _, reach_back_ns = self._phases[0]
+        last, phase, count, _ = self._phases[-1]
+        spanned = False
+        if first.wall_ns is not None and last.wall_ns is not None:
+            attrs = {"packages": count if phase == "installed" else 0}
+            spanned = self._builder.span(first, STAGE, first.wall_ns - reach_back_ns, last.wall_ns, attrs=attrs)
+        if not spanned:
+            text = ", ".join(f"{word} {_packages(number)}" for _, word, number, _ in self._phases)
+            self._builder.fact(last, STAGE, f"uv {text}", sum(phase[3] for phase in self._phases))
+        self._phases = []
+
+    def finish(self) -> Findings:
+        self._close()
+        return self._builder.finish()
+
+
+def _packages(count: int) -> str:
+    return f"{count} package" if count == 1 else f"{count} packages"

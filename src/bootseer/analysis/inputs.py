@@ -1,0 +1,148 @@
+"""Open what the user points at: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
+
+Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks to
+terabytes costs time and no memory; one that is cut short gives what it holds. Called by `analysis.scan`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bootseer.errors import PermanentError, UsageError
+
+STDIN = "-"
+_READ_BYTES = 4 << 20
+_ZSTD_STEP_BYTES = 4096
+"""Fed to the unpacker at once. A block of 3 bytes can stand for 128 KiB, so that this bounds memory at 180 MB."""
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_HINT = "give log files, folders with logs, or - for standard input"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One stream of log bytes."""
+
+    name: str
+    """As it is shown to the user."""
+    path: Path | None
+    """None for standard input."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size on disk, 0 when it is not known."""
+        return self.path.stat().st_size if self.path is not None and self.path.is_file() else 0
+
+    @property
+    def modified_ns(self) -> int:
+        """When the log was last written: near the times in it that name no year."""
+        return self.path.stat().st_mtime_ns if self.path is not None else time.time_ns()
+
+
+def sources(places: Sequence[str]) -> list[Source]:
+    """The streams behind what the user named; folders are walked, hidden files left out.
+
+    Raises `UsageError` for what does not exist and for folders without any file.
+    """
+    found: list[Source] = []
+    for place in places:
+        path = Path(place)
+        if place == STDIN:
+            found.append(Source("(standard input)", None))
+        elif path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            if not inside:
+                raise UsageError(f"{place}: the folder holds no files", hint=_HINT, exit_code=1)
+            found += [Source(str(p), p) for p in inside]
+        elif path.exists():
+            found.append(Source(place, path))
+        else:
+            raise UsageError(f"{place}: no such file or folder", hint=_HINT)
+    return found
+
+
+class Cut(Exception):  # noqa: N818 - it is a condition that the reader counts, not an error of the program
+    """An archive ended before its own end."""
+
+
+def blocks(source: Source) -> Iterator[bytes]:
+    """The bytes of a source, unpacked, in blocks of a few MiB.
+
+    Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
+    """
+    try:
+        if source.path is None:
+            yield from _unpacked(sys.stdin.buffer)
+        else:
+            with source.path.open("rb", buffering=0) as file:
+                yield from _unpacked(file)
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:
+    block = raw.read(_READ_BYTES) or b""
+    while 0 < len(block) < 4:  # a pipe may bring the magic number in pieces
+        more = raw.read(_READ_BYTES)
+        if not more:
+            break
+        block += more
+    if block.startswith(_GZIP):
+        yield from _gzip(raw, block)
+    elif block.startswith(_ZSTD):
+        yield from _zstd(raw, block)
+    else:
+        while block:
+            yield block
+            block = raw.read(_READ_BYTES) or b""
+
+
+def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj(wbits=31)
+    while True:
+        if not block:
+            block = raw.read(_READ_BYTES) or b""
+            if not block:
+                if not unpacker.eof:
+                    raise Cut
+                return
+        if unpacker.eof:  # log rotation appends one member to another; padding behind the last one is none
+            if not block.startswith(_GZIP[: len(block)]):
+                return
+            unpacker = zlib.decompressobj(wbits=31)
+        try:
+            data = unpacker.decompress(block, _READ_BYTES)
+        except zlib.error as error:
+            raise Cut from error
+        block = unpacker.unconsumed_tail or unpacker.unused_data
+        if data:
+            yield data
+
+
+def _zstd(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+    while block:
+        for start in range(0, len(block), _ZSTD_STEP_BYTES):
+            piece = block[start : start + _ZSTD_STEP_BYTES]
+            while piece:
+                if unpacker.eof:
+                    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+                try:
+                    data = unpacker.decompress(piece)
+                except zstandard.ZstdError as error:
+                    raise Cut from error
+                piece = unpacker.unused_data if unpacker.eof else b""
+                if data:
+                    yield data
+        block = raw.read(_READ_BYTES) or b""
+    if not unpacker.eof:
+        raise Cut

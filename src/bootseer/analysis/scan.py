@@ -1,0 +1,252 @@
+"""Find events, and what other programs said, in logs of any kind and size.
+
+Logs are scanned as raw bytes for a few needles, so that the lines of a job which say nothing of its startup are never
+split, decoded or matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's
+JSON, CRI's partial lines) and handed to the event decoder or to the parser whose needle it was.
+Nothing here raises on bad content: what cannot be read is counted by reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
+
+from bootseer.analysis import inputs
+from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Line, Parser
+from bootseer.analysis.foreign.registry import parsers
+from bootseer.analysis.foreign.timestamp import parse_prefix
+from bootseer.analysis.model import Fact, Input
+from bootseer.trace.event import INSTANT, TAG_STEM, Event, Malformed, decode
+from bootseer.trace.sinks import SUFFIX
+
+_MAX_LINE = 1 << 20
+"""Bytes of a line without end that are kept while waiting for its newline."""
+_MAX_PARTS = 64
+_CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr)) ([PF])(?::\S*)? ")
+_DOCKER = b'{"log":"'
+
+
+@dataclass(slots=True)
+class Scanned:
+    """What the logs held."""
+
+    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    files: int = 0
+    bytes: int = 0
+    lines: int = 0
+
+    def input(self, duplicates: int = 0) -> Input:
+        """The counters, for the report."""
+        return Input(self.files, self.bytes, self.lines, len(self.events), duplicates, dict(sorted(self.skipped.items())))
+
+
+Progress = Callable[[int], None]
+
+
+def scan(
+    sources: Iterable[inputs.Source],
+    *,
+    zone: tzinfo = UTC,
+    began_pattern: re.Pattern[bytes] | None = None,
+    progress: Progress | None = None,
+) -> Scanned:
+    """Everything that the sources tell. `zone` is that of times in foreign logs which name none.
+
+    The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
+    `progress` is called with the bytes read so far.
+
+    Raises `PermanentError` when a file cannot be read at all.
+    """
+    result = Scanned()
+    for source in sources:
+        result.files += 1
+        # A spool holds events and nothing else.
+        reader = _FileScan(source, result, [] if source.name.endswith(SUFFIX) else parsers(), zone, began_pattern)
+        try:
+            for block in inputs.blocks(source):
+                reader.feed(block)
+                result.bytes += len(block)
+                if progress is not None:
+                    progress(result.bytes)
+        except inputs.Cut:
+            result.skipped["archive_cut"] += 1
+        reader.finish()
+    _name_jobs(result)
+    return result
+
+
+def _name_jobs(result: Scanned) -> None:
+    """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
+    own = [event for event in result.events if "source" not in event.attrs]
+    jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
+    if len(jobs) != 1 or len(own) == len(result.events):
+        return
+    job, nodes, stages = jobs.pop(), {event.node for event in own}, {event.stage for event in own}
+    attempt = max(event.attempt for event in result.events if event.job == job)
+    events = []
+    for event in result.events:
+        if "source" not in event.attrs:
+            events.append(event)
+        elif event.stage not in stages:  # the hook saw it itself, and better
+            node = next(iter(nodes)) if len(nodes) == 1 else event.node
+            events.append(event._replace(job=job, attempt=attempt, node=node))
+    result.events = events
+
+
+class _FileScan:
+    """One file's scan: keeps the unfinished last line between blocks."""
+
+    def __init__(
+        self,
+        source: inputs.Source,
+        result: Scanned,
+        file_parsers: Sequence[Parser],
+        zone: tzinfo,
+        began_pattern: re.Pattern[bytes] | None,
+    ) -> None:
+        self.source = source
+        self.zone = zone
+        self.began_pattern = began_pattern
+        self.result = result
+        self.parsers = file_parsers
+        self.needles = [(needle, parser) for parser in file_parsers for needle in parser.needles]
+        self.rest = b""
+        self.lines = 0
+        # The usual layout of collected logs is one file, or one folder, for each node.
+        self.node = source.path.name.split(".")[0] if source.path is not None else "stdin"
+        self.near_ns = source.modified_ns
+
+    def feed(self, block: bytes) -> None:
+        text = self.rest + block if self.rest else block
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) < _MAX_LINE:
+            self.rest = text
+            return
+        if not end:  # a line without end: progress bars of a day
+            end = len(text) - 4096
+        # A CRI record that goes on in the next line must not be torn from it.
+        if len(text) - end < _MAX_LINE and (last := text.rfind(b"\n", 0, end - 1) + 1) < end - 1:
+            match = _CRI.match(text, last)
+            if match is not None and match[2] == b"P" and last > 0:
+                end = last
+        self.rest = text[end:]
+        self._scan(text[:end])
+
+    def finish(self) -> None:
+        if self.rest:
+            self._scan(self.rest)
+            self.lines += not self.rest.endswith(b"\n")
+        self.rest = b""
+        self.result.lines += self.lines
+        for parser in self.parsers:
+            findings = parser.finish()
+            self.result.events += findings.events
+            self.result.facts += findings.facts
+
+    def _scan(self, text: bytes) -> None:
+        """All needles in a block of whole lines, in the order of their lines."""
+        hits: dict[int, list[Parser]] = {}
+        for needle, parser in self.needles:
+            for begin in _line_starts(text, needle):
+                found = hits.setdefault(begin, [])
+                if parser not in found:
+                    found.append(parser)
+        own = list(_line_starts(text, TAG_STEM))
+        events = set(own)
+        began = -1
+        if self.began_pattern is not None and (match := self.began_pattern.search(text)):
+            self.began_pattern = None
+            began = text.rfind(b"\n", 0, match.start()) + 1
+            hits.setdefault(began, [])
+        counted = 0
+        for begin in sorted(events | hits.keys()):
+            self.lines += text.count(b"\n", counted, begin)
+            counted = begin
+            raw = _unwrapped(text, begin)
+            if begin in events:
+                self._events(raw)
+            if begin == began:
+                self._training_began(self._line(raw))
+            wanted = hits.get(begin)
+            # What an event says of itself is no foreign log.
+            if wanted and TAG_STEM not in raw:
+                line = self._line(raw)
+                for parser in wanted:
+                    parser.feed(line)
+        self.lines += text.count(b"\n", counted)
+
+    def _line(self, raw: bytes) -> Line:
+        text = raw.decode("utf-8", "replace")
+        wall_ns, _ = parse_prefix(text, reference_ns=self.near_ns, zone=self.zone)
+        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
+
+    def _training_began(self, line: Line) -> None:
+        if line.wall_ns is None:
+            self.result.skipped["began_without_time"] += 1
+            return
+        attrs = {"by": "pattern", "source": "pattern", "line": line.text[:200]}
+        place = f"{line.file}:{line.number}".encode("utf-8", "replace")
+        span = hashlib.blake2b(place, digest_size=8).hexdigest()
+        self.result.events.append(
+            Event(line.wall_ns, line.wall_ns, UNKNOWN_JOB, line.node, "training_began", INSTANT, span, attrs=attrs)
+        )
+
+    def _events(self, raw: bytes) -> None:
+        start = raw.find(TAG_STEM)
+        while start >= 0:
+            try:
+                event, end = decode(raw, start)
+            except Malformed as error:
+                # A tag that is quoted in prose is no damaged event.
+                if error.reason != "no_tag":
+                    self.result.skipped[error.reason] += 1
+                end = start + len(TAG_STEM)
+            else:
+                self.result.events.append(event)
+            start = raw.find(TAG_STEM, end)
+
+
+def _line_starts(text: bytes, needle: bytes) -> Iterable[int]:
+    """Offsets of the lines that hold the needle, each once."""
+    place = text.find(needle)
+    while place >= 0:
+        yield text.rfind(b"\n", 0, place) + 1
+        after = text.find(b"\n", place)
+        if after < 0:
+            return
+        place = text.find(needle, after)
+
+
+def _unwrapped(text: bytes, begin: int) -> bytes:
+    """The line at `begin` as the program wrote it."""
+    end = text.find(b"\n", begin)
+    line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
+    if line.startswith(_DOCKER):
+        try:
+            log = json.loads(line)["log"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return line
+        return log.encode("utf-8", "replace") if isinstance(log, str) else line
+    match = _CRI.match(line)
+    if match is None or match[2] == b"F":
+        return line
+    parts = [line]
+    for _ in range(_MAX_PARTS):
+        if end < 0:
+            break
+        begin, end = end + 1, text.find(b"\n", end + 1)
+        part = text[begin : end if end >= 0 else len(text)]
+        more = _CRI.match(part)
+        if more is None or more[1].rpartition(b" ")[2] != match[1].rpartition(b" ")[2]:
+            continue
+        parts.append(part[more.end() :])
+        if more[2] == b"F":
+            break
+    return b"".join(parts)

@@ -1,0 +1,102 @@
+"""`bootseer report`: where the time of a startup went."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command("report", short_help="Show where a startup's time went.")
+@click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
+@click.option("--job", help="The job to tell of, when the logs hold several.")
+@click.option("--attempt", type=click.IntRange(0), help="The attempt to tell of (default: the last).")
+@click.option("--restart", type=click.IntRange(0), help="The restart within the attempt (default: the last).")
+@click.option("--nodes", type=click.IntRange(1), help="How many nodes the job has, when the logs do not tell.")
+@click.option("--gpus-per-node", type=click.IntRange(0), help="GPUs of each node, when the logs do not tell.")
+@click.option("--price", type=click.FloatRange(0), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
+@click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
+@click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+def command(
+    logs: tuple[str, ...],
+    job: str | None,
+    attempt: int | None,
+    restart: int | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    price: float | None,
+    began_pattern: str | None,
+    html: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+    color: str,
+) -> None:
+    """Show where a startup's time went, node by node.
+
+    LOG is a file (plain, gzip, zstd), a folder, or - for standard input: event spools, job logs, or both. JOB is the
+    name of a job that ran on this machine. Without either, the last job of this machine is told.
+
+    \b
+    bootseer report                                    the last `bootseer run` here
+    bootseer report logs/ --gpus-per-node 8 --price 2
+    kubectl logs -l job-name=moe --tail=-1 | bootseer report -
+    """
+    from bootseer.analysis.report import Options
+    from bootseer.launch.reading import read_report
+
+    options = Options(
+        job=job,
+        attempt=attempt,
+        restart=restart,
+        num_nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        price_per_gpu_hour=price,
+    )
+    pattern = None
+    if began_pattern is not None:
+        try:
+            pattern = re.compile(began_pattern.encode(), re.MULTILINE)
+        except re.error as error:
+            raise click.BadParameter(f"not a regular expression: {error}", param_hint="--began-pattern") from error
+    report = read_report(logs, options, os.environ, began_pattern=pattern)
+    if html is not None:
+        from bootseer.render.html import render as render_html
+
+        _write(html, render_html(report))
+    if perfetto is not None:
+        from bootseer.render.perfetto import render as render_perfetto
+
+        _write(perfetto, render_perfetto(report))
+    if as_json:
+        import json
+
+        json.dump(report.to_json(), sys.stdout, ensure_ascii=False)
+        sys.stdout.write("\n")
+        return
+    from rich.console import Console
+
+    from bootseer.render.terminal import render
+
+    # Piped output has no width of its own; 80 columns fit everywhere.
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
+    colour = {"auto": None, "always": True, "never": False}[color]
+    console = Console(width=width, force_terminal=colour, no_color=colour is False, highlight=False, markup=False)
+    render(report, console)
+    for path in (html, perfetto):
+        if path is not None:
+            sys.stderr.write(f"bootseer: wrote {path}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    from bootseer.errors import PermanentError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PermanentError(f"{path}: cannot be written: {error.strerror or error}") from error

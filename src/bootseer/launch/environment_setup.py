@@ -1,0 +1,83 @@
+"""The environment setup before the command, as a measured stage: a script, a requirements file, or both.
+
+What the setup writes to standard output goes to standard error, so that the job's own output stays clean. Called by
+`launch.run`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import UsageError
+from bootseer.launch.supervise import CannotStart, spawn, wait
+from bootseer.trace.tracer import Tracer
+
+STAGE = "environment_setup"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command of the setup."""
+
+    stage: str
+    command: Sequence[str]
+    what: str
+    """For the user: the file it came from."""
+
+
+def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
+    """The commands that a setup consists of. Raises `UsageError` for files that are not there."""
+    found = []
+    for path in ([script] if script else []) + list(requirements):
+        if not Path(path).is_file():
+            raise UsageError(f"{path}: no such file", hint="give --setup and --requirements a file that exists")
+    if script:
+        # An executable script names its own interpreter.
+        command = [os.path.abspath(script)] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
+        found.append(Step(f"{STAGE}.script", command, script))
+    if requirements:
+        # The job's Python is the one on PATH, not the one that BootSeer runs on.
+        python = shutil.which("python3") or shutil.which("python") or sys.executable
+        files = [word for path in requirements for word in ("-r", path)]
+        found.append(Step(f"{STAGE}.install", [python, "-m", "pip", "install", *files], ", ".join(requirements)))
+    return found
+
+
+def run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> tuple[int, str]:
+    """Run the steps until one fails; returns its exit code, or 0, and what failed.
+
+    Signals must be blocked. A signal that arrives meanwhile goes to the step and ends the setup with it.
+    """
+    if tracer is None:
+        return _run(steps, env, None, own_group=own_group)
+    with tracer.span(STAGE) as span:
+        code, what = _run(steps, env, tracer, own_group=own_group)
+        if code:
+            span.fail(f"exit code {code}")
+    return code, what
+
+
+def _run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> tuple[int, str]:
+    for step in steps:
+        span = tracer.span(step.stage, {"file": os.path.basename(step.what)}) if tracer is not None else None
+        extra = {}
+        if span is not None and tracer is not None:
+            span.__enter__()
+            extra = tracer.environment()
+        try:
+            code = wait(spawn(step.command, {**env, **extra}, own_group=own_group, stdout=2), own_group=own_group)
+            what = step.what
+        except CannotStart as error:
+            code, what = error.code, str(error)
+        if span is not None:
+            if code:
+                span.fail(f"exit code {code}")
+            span.__exit__(None, None, None)
+        if code:
+            return code, what
+    return 0, ""

@@ -1,0 +1,115 @@
+"""From what the user names on a command line to a report: find the logs, scan them, analyse.
+
+Called by the verbs `report` and `diff`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from bootseer.analysis import inputs
+from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.model import Report
+from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.scan import Scanned, scan
+from bootseer.errors import UsageError
+from bootseer.launch import spools
+
+_PROGRESS_EVERY_S = 0.5
+
+
+def read_report(
+    places: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    *,
+    began_pattern: re.Pattern[bytes] | None = None,
+) -> Report:
+    """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
+
+    Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
+    """
+    paths = [_resolve(place, env) for place in places] or [_latest(env)]
+    zone = datetime.now().astimezone().tzinfo
+    assert zone is not None
+    progress = _Progress()
+    found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
+    progress.clear()
+    if not found.events:
+        raise _nothing(found)
+    if {event.job for event in found.events} == {UNKNOWN_JOB}:
+        found.events = [event._replace(job="unnamed") for event in found.events]
+    return analyse(found.events, options, facts=found.facts, read=found.input())
+
+
+def _resolve(place: str, env: Mapping[str, str]) -> str:
+    if place == inputs.STDIN or Path(place).exists():
+        return place
+    job = spools.find_job(spools.default_root(env), place)
+    if job is None:
+        raise UsageError(
+            f"{place}: no such file, and no job of this name has run on this machine",
+            hint="give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
+        )
+    return str(job)
+
+
+def _latest(env: Mapping[str, str]) -> str:
+    root = spools.default_root(env)
+    folder = spools.latest(root)
+    if folder is None:
+        raise UsageError(
+            "no job has run under `bootseer run` on this machine yet",
+            hint="name a log to read, or start a job: bootseer run -- python train.py",
+        )
+    return str(folder)
+
+
+def _nothing(found: Scanned) -> UsageError:
+    newer = found.skipped.get("version", 0)
+    if newer:
+        return UsageError(
+            f"{newer} events were written by a newer BootSeer, and none by one that this version can read",
+            hint="upgrade: pip install -U bootseer",
+            exit_code=1,
+        )
+    read = f"{found.files} file{'s' if found.files != 1 else ''}, {found.lines:,} lines"
+    damaged = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items()))
+    if found.facts:
+        said = "; ".join(f"{fact.source}: {fact.text}" for fact in found.facts[:3])
+        return UsageError(
+            f"read {read}: nothing in them has a time ({said})",
+            hint="collect logs with time stamps, or start the job with `bootseer run`",
+            exit_code=1,
+        )
+    return UsageError(
+        f"read {read}: no event and nothing that BootSeer knows{f' ({damaged})' if damaged else ''}",
+        hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",
+        exit_code=1,
+    )
+
+
+class _Progress:
+    """How far the reading is, on a terminal, when it takes long."""
+
+    def __init__(self) -> None:
+        self._shown_s = time.monotonic() + _PROGRESS_EVERY_S
+        self._used = False
+
+    def show(self, count: int) -> None:
+        now = time.monotonic()
+        if now - self._shown_s >= _PROGRESS_EVERY_S and sys.stderr.isatty():
+            self._shown_s, self._used = now, True
+            sys.stderr.write(f"\rbootseer: read {count / 1e6:,.0f} MB ")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._used:
+            sys.stderr.write("\r\033[K")
+
+

@@ -1,0 +1,91 @@
+"""Watch the command's output for a pattern, for frameworks whose first step only a log line tells.
+
+Only used when the user asks for it (`--began-pattern`): the command then writes into a pipe, or into a pseudo terminal
+where it had a terminal, and every byte is passed on at once and unchanged. Called by `launch.run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import signal
+import termios
+import threading
+import tty
+from collections.abc import Callable
+
+_READ_BYTES = 1 << 16
+_KEEP_BYTES = 1 << 13
+"""A line is matched when its newline comes; of one without end this much is kept."""
+
+
+class Relay:
+    """Stands between the command and one of our output descriptors."""
+
+    def __init__(self, target: int, pattern: re.Pattern[bytes], found: Callable[[str], None]) -> None:
+        self._target = target
+        self._pattern: re.Pattern[bytes] | None = pattern
+        self._found = found
+        self._terminal = os.isatty(target)
+        if self._terminal:
+            self._read, self.write = pty.openpty()
+            tty.setraw(self.write)  # the real terminal behind us does the line editing
+            self.resize()
+        else:
+            self._read, self.write = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._pass_on, name=f"relay-{target}", daemon=True)
+
+    def resize(self) -> None:
+        """Give the pseudo terminal the size of the real one."""
+        if self._terminal:
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(self._target, termios.TIOCGWINSZ, b"\0" * 8)
+                fcntl.ioctl(self.write if self.write >= 0 else self._read, termios.TIOCSWINSZ, size)
+
+    def start(self) -> None:
+        """Begin to pass on; the command has been started, so that our end for writing is closed."""
+        os.close(self.write)
+        self.write = -1
+        self._thread.start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything is passed on. A daemon that keeps the pipe open is not waited for."""
+        self._thread.join(timeout_s)
+
+    def _pass_on(self) -> None:
+        line = b""
+        while True:
+            try:
+                data = os.read(self._read, _READ_BYTES)
+            except OSError:  # EIO: the last writer has closed the pseudo terminal
+                data = b""
+            if not data:
+                return
+            view = memoryview(data)
+            with contextlib.suppress(OSError):  # our reader is gone: the command must still be able to write
+                while view:
+                    view = view[os.write(self._target, view) :]
+            if self._pattern is not None:
+                line = self._match(line + data)
+
+    def _match(self, text: bytes) -> bytes:
+        *lines, rest = re.split(rb"[\r\n]", text)
+        for line in lines:
+            if self._pattern is not None and self._pattern.search(line):
+                self._pattern = None
+                self._found(line.decode("utf-8", "replace")[:200])
+        return rest[-_KEEP_BYTES:]
+
+
+def follow_window_size(relays: list[Relay]) -> None:
+    """Pass changes of the terminal's size on to the pseudo terminals."""
+
+    def changed(signum: int, frame: object) -> None:
+        for relay in relays:
+            relay.resize()
+
+    if any(os.isatty(fd) for fd in (1, 2)):
+        signal.signal(signal.SIGWINCH, changed)

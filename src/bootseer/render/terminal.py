@@ -1,0 +1,283 @@
+"""The report in a terminal: verdict, warnings, waterfall, stages, critical chain, stragglers.
+
+Fits 80 columns, reads without colour, and shows `unobserved` where nothing was measured. Every string that came
+from a log is cleaned of control characters first: a log must not drive the reader's terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
+from bootseer.units import format_bytes, format_seconds
+
+_COLOURS = {
+    "image_loading": "blue",
+    "environment_setup": "yellow",
+    "model_initialization": "magenta",
+    "first_step": "green",
+}
+_OTHER_COLOUR = "cyan"
+_SIGNS = {"image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
+_LABEL_WIDTH = 18
+_MAX_NODES = 12
+_MAX_ROWS = 8
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_UNOBSERVED = "unobserved"
+
+
+def render(report: Report, console: Console) -> None:
+    """Print the report on the console; `console.width` is obeyed down to 60 columns."""
+    console.print(Text(clean(report.verdict), style="bold"))
+    for line in report.headlines:
+        console.print(Text(f"! {clean(line)}", style="bold red"))
+    console.print()
+    _print_facts(report, console)
+    _print_waterfall(report, console)
+    _print_stages(report, console)
+    _print_chain(report, console)
+    _print_stragglers(report, console)
+    _print_said(report, console)
+    _print_foot(report, console)
+
+
+def clean(text: str) -> str:
+    """The text without anything that could move a cursor or reverse its direction."""
+    return _CONTROL.sub("�", text)
+
+
+def _seconds(value: float | None) -> str:
+    return _UNOBSERVED if value is None else format_seconds(value)
+
+
+def _job_level(value: float | None) -> str:
+    if value is None:
+        return "unobserved: nobody told when the job was submitted, or it did not begin"
+    return f"{format_seconds(value)} (submission to first step's end)"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _fit(text: str, width: int) -> str:
+    text = clean(text)
+    # The end of a node's name tells nodes apart, its beginning is the cluster's.
+    return text if len(text) <= width else "…" + text[-(width - 1) :]
+
+
+def _print_facts(report: Report, console: Console) -> None:
+    startup, overhead, coverage = report.startup, report.overhead, report.coverage
+    began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
+    restart = f", restart {startup.restart}" if startup.restart else ""
+    rows = [
+        ("job", f"{clean(startup.job)}, attempt {startup.attempt}{restart}, {startup.kind}, {began:%Y-%m-%d %H:%M:%S} UTC"),
+        ("job-level", _job_level(overhead.job_level_s)),
+        (
+            "node-level",
+            f"median {_seconds(overhead.node_level_median_s)}, max {_seconds(overhead.node_level_max_s)} "
+            "(node bound to first step's end)",
+        ),
+    ]
+    if overhead.work_share is not None and startup.num_nodes > 1:
+        rows.append(("work / wait", f"{overhead.work_share:.0%} / {overhead.wait_share or 0:.0%} of the nodes' time"))
+    if startup.num_gpus == 0:
+        rows.append(("GPU time", "none: these nodes have no GPUs"))
+    elif overhead.gpu_hours is None:
+        rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
+    else:
+        money = f" = ${overhead.cost:,.2f}, waiting ${overhead.wait_cost or 0:,.2f}" if overhead.cost is not None else ""
+        hours = f"{overhead.gpu_hours:,.3g} GPU-hours, {overhead.wait_gpu_hours or 0:,.3g} of them waiting{money}"
+        rows.append(("GPU time", hours))
+    expected = coverage.nodes_expected or _UNOBSERVED
+    ranks = f", ranks {coverage.ranks_heard} of {coverage.ranks_expected or _UNOBSERVED}" if coverage.ranks_heard else ""
+    rows.append(("heard of", f"nodes {coverage.nodes_heard} of {expected}{ranks}"))
+    if report.share is not None:
+        share = report.share
+        rows.append(
+            (
+                "all startups",
+                f"{share.num_startups} took {format_seconds(share.startup_s)} of {format_seconds(share.wall_s)}: "
+                f"{share.share:.1%} of the job's wall time",
+            )
+        )
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+    console.print()
+
+
+def _top(stage: str) -> str:
+    return stage.partition(".")[0]
+
+
+def _cell(kind: str, stage: str) -> tuple[str, str]:
+    if kind == WAIT:
+        return "·", "dim"
+    if kind == UNTRACKED and stage == "untracked":
+        return "╌", "dim"
+    return _SIGNS.get(_top(stage), "▪"), _COLOURS.get(_top(stage), _OTHER_COLOUR)
+
+
+def _bar(node: Node, width: int, total_s: float) -> Text:
+    """One character for each slice of time: the stage that owned the middle of it."""
+    bar = Text()
+    segments = iter(node.segments)
+    segment = next(segments, None)
+    for column in range(width):
+        middle = (column + 0.5) * total_s / width
+        while segment is not None and segment.end_s <= middle:
+            segment = next(segments, None)
+        if segment is None or segment.start_s > middle:
+            bar.append(" ")
+        else:
+            bar.append(*_cell(segment.kind, segment.stage))
+    if node.outcome in ("truncated", "failed"):
+        bar.append("✗", "bold red")
+    return bar
+
+
+def _shown(report: Report) -> list[tuple[str, Node]]:
+    """All nodes when they are few; else the middle, the tails and the stragglers."""
+    nodes = report.nodes
+    if len(nodes) <= _MAX_NODES:
+        return [(node.node + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
+    ordered = sorted(nodes, key=lambda node: (node.outcome != "ok", node.work_s))
+    picked = {f"p{share} of {len(nodes)}": ordered[min(share * len(ordered) // 100, len(ordered) - 1)] for share in (1, 50, 90)}
+    worst = [row.node for row in report.stragglers] + [n.node for n in nodes if n.outcome in ("truncated", "failed")]
+    by_name = {node.node: node for node in nodes}
+    for name in list(dict.fromkeys(worst))[:_MAX_ROWS]:
+        picked[name] = by_name[name]
+    return list(picked.items())
+
+
+def _print_waterfall(report: Report, console: Console) -> None:
+    total_s = max((node.end_s for node in report.nodes), default=0.0)
+    if total_s <= 0:
+        return
+    width = max(console.width - _LABEL_WIDTH - 3, 30)
+    scale = f"{'0 s':<{width // 2 - 4}}{format_seconds(total_s / 2):^8}{format_seconds(total_s):>{width - width // 2 - 4}}"
+    console.print(Text(" " * (_LABEL_WIDTH + 1) + scale, style="dim"))
+    for name, node in _shown(report):
+        line = Text(f"{_fit(name, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
+        console.print(line.append_text(_bar(node, width, total_s)))
+    used = {(_cell(s.kind, s.stage), s.kind, _top(s.stage)) for node in report.nodes for s in node.segments}
+    legend = Text(" " * (_LABEL_WIDTH + 1))
+    names = sorted({(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2])
+    for sign, style, name in names:
+        legend.append(f"{sign} ", style).append(f"{name}  ", "dim")
+    console.print(legend)
+    console.print()
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _print_stages(report: Report, console: Console) -> None:
+    many = len(report.nodes) > 1
+    gpus = any(row.gpu_hours for row in report.stages)
+    columns = ["stage", "median s", "p90", "max", "max/med", "wait s"] if many else ["stage", "seconds", "share"]
+    table = _table(*columns, *(["GPU-h"] if gpus else []), "")
+    total = sum(node.end_s - node.start_s for node in report.nodes)
+    for row in report.stages:
+        if row.stage == "wait_for_others" and row.wait_s < 0.005 * total:
+            continue
+        name = "  " * row.depth + clean(row.stage.rpartition(".")[2])
+        marks = [f"{n} {word}" for n, word in ((row.num_truncated, "truncated"), (row.num_failed, "failed")) if n]
+        if many:
+            per_node_wait = row.wait_s / row.num_nodes if row.num_nodes else 0.0
+            cells = [_short(row.median_s), _short(row.p90_s), _short(row.max_s), _short(row.max_over_median)]
+            cells.append(_short(per_node_wait) if row.wait_s else "")
+        else:
+            spent = row.work_s + row.wait_s
+            cells = [f"{spent:.2f}", f"{spent / total:.0%}" if total and row.num_nodes else ""]
+        if gpus:
+            cells.append(f"{row.gpu_hours:.3g}" if row.gpu_hours else "")
+        style = "bold" if row.depth == 0 else "" if not row.stage.endswith("untracked") else "dim"
+        table.add_row(Text(name, style), *cells, Text(", ".join(marks), "red"))
+    console.print(table)
+    if report.unobserved:
+        console.print(Text(f"unobserved: {', '.join(report.unobserved)}", style="dim"))
+    console.print()
+
+
+def _print_chain(report: Report, console: Console) -> None:
+    links = [link for link in report.critical_chain if link.num_participants > 1]
+    if not links:
+        return
+    console.print(Text("Critical chain: who came last, and where it lost the time", style="bold"))
+    table = _table("barrier", "at", "last to come", "stage", "there", "excess")
+    for link in links:
+        rank = f" r{link.rank}" if link.rank >= 0 else ""
+        table.add_row(
+            _fit(link.barrier, 24),
+            format_seconds(link.release_s),
+            _fit(link.node + rank, 16),
+            _fit(link.stage.rpartition(".")[2], 16),
+            _short(link.stage_s),
+            _short(link.excess_s),
+        )
+    console.print(table)
+    console.print()
+
+
+def _print_stragglers(report: Report, console: Console) -> None:
+    if not report.stragglers:
+        return
+    console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
+    for group in report.straggler_groups[:4]:
+        hours = f", {group.savings_gpu_hours:.3g} GPU-hours" if group.savings_gpu_hours is not None else ""
+        plural = "s" if len(group.nodes) > 1 else ""
+        console.print(
+            Text(
+                f"  without the {len(group.nodes)} node{plural} slow in {clean(group.stage)}: "
+                f"{format_seconds(group.savings_s)} sooner{hours}"
+            )
+        )
+    table = _table("node", "late by s", "z", "alone saves s", "stage")
+    for row in report.stragglers[:_MAX_ROWS]:
+        z = "-" if row.z is None else f"{row.z:.0f}"
+        table.add_row(_fit(row.node, 24), _short(row.delay_s), z, _short(row.savings_s), _fit(row.stage, 28))
+    console.print(table)
+    if len(report.stragglers) > _MAX_ROWS:
+        console.print(Text(f"  and {len(report.stragglers) - _MAX_ROWS} more (--json has all)", style="dim"))
+    console.print()
+
+
+def _print_said(report: Report, console: Console) -> None:
+    if not report.facts:
+        return
+    console.print(Text("What other programs said in the logs", style="bold"))
+    for fact in report.facts[:_MAX_ROWS]:
+        took = f", {format_seconds(fact.duration_s)}" if fact.duration_s is not None else ""
+        console.print(Text(f"  {fact.source}: {clean(fact.text)}{took}"), overflow="ellipsis", no_wrap=True)
+    if len(report.facts) > _MAX_ROWS:
+        console.print(Text(f"  and {len(report.facts) - _MAX_ROWS} more (--json has all)", style="dim"))
+    console.print()
+
+
+def _print_foot(report: Report, console: Console) -> None:
+    read, clock = report.input, report.clock
+    parts = [f"read {read.files} files, {format_bytes(read.bytes)}, {read.lines:,} lines, {read.events:,} events"]
+    if read.duplicates:
+        parts.append(f"{read.duplicates:,} of them twice")
+    if read.skipped:
+        parts.append("skipped " + ", ".join(f"{count:,} {reason}" for reason, count in read.skipped.items()))
+    if len(report.nodes) > 1:
+        error = "unknown" if clock.max_error_s is None else f"within {clock.max_error_s:.3f} s"
+        parts.append(f"clocks agree {error}")
+    console.print(Text("; ".join(parts), style="dim"))
+
+

@@ -1,0 +1,112 @@
+"""Pair begin and end events into spans, ready for an exporter.
+
+Begin and end of one span meet by trace and span id; the duration comes from the monotonic clock alone. Decides and
+touches nothing, and knows nothing of OpenTelemetry: `trace.otlp` turns `Finished` into its spans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from bootseer.trace.event import BEGIN, END, INSTANT, Event
+
+MAX_OPEN: Final = 10_000
+"""Spans that may be open at once. Beyond it a new begin is forgotten: the outermost stages came first and stay."""
+MAX_NODES: Final = 10_000
+
+_TRACE: Final = re.compile(r"(?!0{32})[0-9a-f]{32}")
+_SPAN: Final = re.compile(r"(?!0{16})[0-9a-f]{16}")
+
+
+class Finished(NamedTuple):
+    """A span that will not change any more."""
+
+    event: Event
+    """The begin, or the only event there is: gives name, ids and identity."""
+    start_ns: int
+    """ns since 1970, as is `end_ns`."""
+    end_ns: int
+    outcome: str
+    attrs: Mapping[str, Any]
+    """Of begin and end together; the end's word counts."""
+    truncated: bool
+    """Begin or end was never seen."""
+
+
+def trace_id(event: Event) -> int:
+    """The W3C trace id, never 0. Without a valid one, all events of an attempt share one made from its name."""
+    if _TRACE.fullmatch(event.trace):
+        return int(event.trace, 16)
+    return _made_id(f"{event.job}\0{event.attempt}", 16)
+
+
+def span_id(text: str) -> int:
+    """The span id, never 0. A text that is none gives the same made id each time, so that parents are still found."""
+    return int(text, 16) if _SPAN.fullmatch(text) else _made_id(text, 8)
+
+
+def _made_id(text: str, num_bytes: int) -> int:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:num_bytes], "big") or 1
+
+
+class Pairing:
+    """Holds the open spans, at most `MAX_OPEN` of them."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Event] = {}
+        self._last_ns: dict[tuple[str, int, str], int] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def feed(self, events: Iterable[Event]) -> list[Finished]:
+        """The spans that these events finish, in the order of their ends."""
+        finished = []
+        for event in events:
+            self._saw(event)
+            key = (event.trace, event.span)
+            if event.phase == INSTANT:
+                finished.append(_zero_length(event, truncated=False))
+            elif event.phase == BEGIN:
+                if len(self._open) < MAX_OPEN:
+                    self._open.setdefault(key, event)
+            elif event.phase == END:
+                begin = self._open.pop(key, None)
+                finished.append(_paired(begin, event) if begin else _zero_length(event, truncated=True))
+        return finished
+
+    def finish(self) -> list[Finished]:
+        """Close what is open at the last moment that its node was heard of."""
+        finished = []
+        for begin in self._open.values():
+            last_ns = self._last_ns.get(_place(begin), begin.mono_ns)
+            end_ns = begin.wall_ns + max(0, last_ns - begin.mono_ns)
+            finished.append(Finished(begin, begin.wall_ns, end_ns, "", begin.attrs, truncated=True))
+        self._open.clear()
+        return finished
+
+    def _saw(self, event: Event) -> None:
+        place = _place(event)
+        known_ns = self._last_ns.get(place)
+        if known_ns is None and len(self._last_ns) >= MAX_NODES:
+            return
+        self._last_ns[place] = event.mono_ns if known_ns is None else max(known_ns, event.mono_ns)
+
+
+def _place(event: Event) -> tuple[str, int, str]:
+    """A node within an attempt: the extent of one monotonic clock."""
+    return event.job, event.attempt, event.node
+
+
+def _paired(begin: Event, end: Event) -> Finished:
+    end_ns = begin.wall_ns + max(0, end.mono_ns - begin.mono_ns)
+    return Finished(begin, begin.wall_ns, end_ns, end.outcome, {**begin.attrs, **end.attrs}, truncated=False)
+
+
+def _zero_length(event: Event, *, truncated: bool) -> Finished:
+    return Finished(event, event.wall_ns, event.wall_ns, event.outcome, event.attrs, truncated)

@@ -1,0 +1,115 @@
+"""Follow a spool folder: the events that were written since the last look.
+
+Files appear and grow while we read; their last line may be half written. `bootseer run` polls from a thread and feeds
+`trace.otlp` with what comes. No file is held open between two looks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from bootseer.trace.event import MAX_READ_BYTES, Event, Malformed, decode
+from bootseer.trace.sinks import SUFFIX
+
+_MAX_BYTES_PER_LOOK = 1 << 20
+"""Of one file: a look stays short however much was written meanwhile; the rest comes with the next one."""
+
+
+@dataclass(slots=True)
+class _Position:
+    """How far one file was read. `inode` tells a new file of the same name."""
+
+    inode: int
+    offset: int
+    skipping: bool = False
+    """Inside a line too long to be an event, up to its newline."""
+
+
+class SpoolTail:
+    """New events of a folder. `malformed` counts lines that were no event; `unreadable` failed tries to read a file."""
+
+    def __init__(self, folder: str, *, skip_existing: bool = False) -> None:
+        """With `skip_existing`, what stands in the folder now (earlier attempts) is not delivered."""
+        self.malformed = 0
+        self.unreadable = 0
+        self._folder = folder
+        self._files: dict[str, _Position] = {}
+        if skip_existing:
+            self._files = {name: _Position(inode, size) for name, inode, size in self._listing()}
+
+    def poll(self, *, last: bool = False) -> list[Event]:
+        """Events of the lines completed since the last call, file by file; empty when there are none.
+
+        A folder or file that is not there (yet) gives nothing. With `last` everything is read to its end, lines
+        without a newline too: their writers are gone. Never raises.
+        """
+        events: list[Event] = []
+        listing = self._listing()
+        gone = self._files.keys() - {name for name, _, _ in listing}
+        for name in gone:
+            del self._files[name]
+        for name, inode, size in listing:
+            position = self._files.get(name)
+            if position is None or position.inode != inode or size < position.offset:
+                position = self._files[name] = _Position(inode, 0)
+            while position.offset < size:
+                before = position.offset
+                self._read(name, position, events, last=last)
+                if not last or position.offset == before:
+                    break
+        return events
+
+    def _listing(self) -> list[tuple[str, int, int]]:
+        """Name, inode and size of the spool files. Links, pipes and folders of that name are none."""
+        found = []
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append((entry.name, status.st_ino, status.st_size))
+        except OSError:
+            return found
+        return sorted(found)
+
+    def _read(self, name: str, position: _Position, events: list[Event], *, last: bool) -> None:
+        try:
+            data = self._bytes(name, position.offset)
+        except OSError:
+            self.unreadable += 1
+            return
+        complete = data.rfind(b"\n") + 1
+        at_end = len(data) < _MAX_BYTES_PER_LOOK
+        if not complete:
+            if len(data) > MAX_READ_BYTES:
+                self.malformed += not position.skipping
+                position.skipping = True
+                position.offset += len(data)
+                return
+            if not (last and at_end):
+                return
+        if last and at_end:
+            complete = len(data)
+        position.offset += complete
+        lines = data[:complete].split(b"\n")
+        if position.skipping:
+            del lines[0]
+            position.skipping = False
+        for line in lines:
+            if line:
+                self._decode(line, events)
+
+    def _bytes(self, name: str, offset: int) -> bytes:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(os.path.join(self._folder, name), flags)
+        try:
+            return os.pread(fd, _MAX_BYTES_PER_LOOK, offset)
+        finally:
+            os.close(fd)
+
+    def _decode(self, line: bytes, events: list[Event]) -> None:
+        try:
+            events.append(decode(line)[0])
+        except Malformed:
+            self.malformed += 1

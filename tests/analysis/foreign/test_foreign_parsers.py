@@ -1,0 +1,257 @@
+"""What the parsers make of single lines: other versions, bad values, secrets. Whole logs: test_foreign_golden.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bootseer.analysis.foreign.builder import image_reference
+from bootseer.analysis.foreign.parser import Line
+from bootseer.analysis.foreign.registry import parsers
+from bootseer.trace.event import decode, encode
+
+AT = "2026-11-20T17:54:26.500000000Z stderr F "
+AGENT = "I1120 17:54:2{second}.000000 {pid} torch/distributed/elastic/agent/server/api.py:707] "
+
+
+def _events(found: dict[str, Any], source: str) -> list[tuple[str, str]]:
+    return [(event["phase"], event["stage"]) for event in found[source]["events"]]
+
+
+def test_the_needles_are_few_long_and_each_parser_is_fresh() -> None:
+    first, second = parsers(), parsers()
+    needles = {needle for parser in first for needle in parser.needles}
+    assert len(needles) <= 8
+    assert min(map(len, needles)) >= 8
+    assert not set(map(id, first)) & set(map(id, second))
+    assert len({parser.name for parser in first}) == len(first)
+
+
+def test_events_survive_the_event_format(read: Any) -> None:
+    parser = parsers()[1]
+    parser.feed(Line("node-0:1:2 [0] NCCL INFO Init timings: rank 0 nranks 8 total 1.5 (x)", "a b.log", 7, 10**18, "n"))
+    events = parser.finish().events
+    assert [decode(encode(event))[0] for event in events] == events
+    assert {event.span for event in events} == {events[0].span}
+
+
+def test_reading_twice_gives_the_same_spans_and_other_lines_give_others(read: Any) -> None:
+    line = AT + "node-0:1:2 [0] NCCL INFO Init timings: rank 0 nranks 8 total 1.50 (kernels 0.10)"
+    once, again, twice = read(line), read(line), read(f"{line}\n{line}")
+    assert once == again
+    assert len({event["span"] for event in twice["nccl"]["events"]}) == 2
+
+
+# torchelastic ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[2026-11-20 17:54:26,000] torch.distributed.elastic.agent.server.api: [INFO] ",
+        "2026-11-20 17:54:26,000 INFO:torch.distributed.elastic.agent.server.api:",
+        "[default0]:[2026-11-20 17:54:26,000] torch.distributed.elastic.agent.server.api: [INFO] ",
+    ],
+)
+def test_torch_before_2_3(read: Any, prefix: str) -> None:
+    found = read(
+        f"{prefix}[default] Rendezvous'ing worker group\n"
+        f"{prefix}[default] Rendezvous complete for workers. Result:\n"
+        f"{prefix}  restart_count=2\n"
+        f"{prefix}[default] Starting worker group\n"
+    )
+    assert [(event["phase"], event["restart"]) for event in found["torchelastic"]["events"]] == [
+        ("begin", 2),
+        ("end", 2),
+        ("instant", 2),
+    ]
+    assert found["torchelastic"]["events"][0]["attrs"]["barrier"] == "launcher_rendezvous:2"
+
+
+def test_a_rendezvous_that_never_completes_stays_open(read: Any) -> None:
+    found = read(AGENT.format(second=1, pid=7) + "[default] Rendezvous'ing worker group")
+    assert _events(found, "torchelastic") == [("begin", "model_initialization.launcher_rendezvous")]
+
+
+def test_agents_that_srun_merged_are_kept_apart(read: Any) -> None:
+    begin, end = "[default] Rendezvous'ing worker group", "[default] Rendezvous complete for workers. Result:"
+    lines = [
+        "0: " + AGENT.format(second=1, pid=7) + begin,
+        "1: " + AGENT.format(second=2, pid=7) + begin,
+        "1: " + AGENT.format(second=3, pid=7) + end,
+        "0: " + AGENT.format(second=4, pid=7) + end,
+    ]
+    events = read("\n".join(lines))["torchelastic"]["events"]
+    assert [(events[i + 1]["wall_ns"] - events[i]["wall_ns"]) / 1e9 for i in (0, 2)] == [3.0, 1.0]
+
+
+def test_an_announced_restart_counts_before_its_rendezvous_completes(read: Any) -> None:
+    lines = [
+        AGENT.format(second=1, pid=7) + "[default] Worker group FAILED. 3/3 attempts left; will restart worker group",
+        AGENT.format(second=2, pid=7) + "[default] Rendezvous'ing worker group",
+    ]
+    assert read("\n".join(lines))["torchelastic"]["events"][0]["restart"] == 1
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"run_id": 5, "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": -1.0},
+        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": 1e300},
+        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": float("nan")},
+        {"run_id": "a", "state": "RENDEZVOUS", "agent_restarts": 0, "duration_ms": "12"},
+        {"state": "RENDEZVOUS", "duration_ms": 12.0},
+        "not an object",
+        None,
+    ],
+)
+def test_events_with_absurd_values_are_dropped(read: Any, metadata: object) -> None:
+    record = {"name": "torchelastic.worker.status.RENDEZVOUS", "source": "AGENT", "timestamp": 0, "metadata": metadata}
+    assert read(AT + json.dumps(record)) == {}
+
+
+@pytest.mark.parametrize("run_id", ["none", "0127649f-4eb9-4c0f-82f0-e554a9f7c3e8"])
+def test_a_run_id_that_nobody_gave_names_no_job(read: Any, run_id: str) -> None:
+    line = "W1120 17:54:26.000000 1 torch/distributed/launcher/api.py:254]   run_id                   : " + run_id
+    assert read(line)["torchelastic"]["events"][0]["job"] == "(unknown)"
+    assert read(line.replace(run_id, "moe"))["torchelastic"]["events"][0]["job"] == "moe"
+
+
+# nccl -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Init timings: rank 8 nranks 8 total 1.00 (x)",
+        "Init timings: rank 0 nranks 99999999 total 1.00 (x)",
+        "Init timings: rank 0 nranks 8 total 99999999.00 (x)",
+        "Init timings: rank 0 nranks 8 total -1.00 (x)",
+        "Init timings: rank 0 nranks 8 total nan (x)",
+        "Init timings: rank 0 nranks ",
+        "comm 0x1 rank 9 nranks 8 cudaDev 0 - Init COMPLETE",
+    ],
+)
+def test_absurd_nccl_lines_are_dropped(read: Any, said: str) -> None:
+    assert read(f"{AT}node-0:1:2 [0] NCCL INFO {said}") == {}
+
+
+def test_a_rank_of_a_small_communicator_is_not_the_jobs(read: Any) -> None:
+    line = "{at}node-0:{pid}:2 [0] NCCL INFO Init timings - ncclCommSplit: rank {rank} nranks {size} total 1.00"
+    text = "\n".join(
+        line.format(at=AT, pid=pid, rank=rank, size=size) for pid, rank, size in [(1, 5, 16), (1, 0, 2), (2, 1, 2)]
+    )
+    events = [event for event in read(text)["nccl"]["events"] if event["phase"] == "end"]
+    assert [(event["pid"], event["rank"], event["attrs"]["comm_rank"]) for event in events] == [
+        (1, 5, 5),
+        (1, 5, 0),
+        (2, -1, 1),
+    ]
+
+
+# kubernetes, containerd -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nginx", "nginx"),
+        ("registry.example:5000/a/b:1.0", "registry.example:5000/a/b:1.0"),
+        ("a/b@sha256:" + "0" * 64, "a/b@sha256:" + "0" * 64),
+        ("https://user:pa/ss@registry.example/a:1?token=x", "registry.example/a:1"),
+        ("user:p@ss@registry.example/a@sha256:" + "f" * 64, "registry.example/a@sha256:" + "f" * 64),
+        ("user:pass@", ""),
+        ("a b", ""),
+        ("", ""),
+    ],
+)
+def test_image_references_lose_their_credentials(text: str, expected: str) -> None:
+    assert image_reference(text) == expected
+
+
+def test_no_credential_reaches_the_findings(read: Any) -> None:
+    image = "user:hunter2@registry.example/a:1?token=hunter2"
+    lines = [
+        f'{AT}level=info msg="PullImage \\"{image}\\""',
+        f'{AT}level=info msg="PullImage \\"{image}\\" failed" error="http://user:hunter2@registry.example"',
+        f'pod/a Successfully pulled image "{image}" in 3s',
+        f'{AT}Successfully pulled image "{image}" in 3s',
+        f"{AT}Collecting git+https://user:hunter2@registry.example/x (from -r requirements.txt (line 1))",
+        f"{AT}Successfully installed x-1.0",
+    ]
+    found = read("\n".join(lines))
+    assert set(found) == {"containerd", "kubelet", "pip"}
+    assert "hunter2" not in json.dumps(found)
+
+
+def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
+    lines = [
+        'time="2026-11-20T17:54:26Z" level=info msg="PullImage \\"busybox:1\\""',
+        'time="2026-11-20T17:54:29Z" level=info msg="Pulled image \\"docker.io/library/busybox:1\\" with image id '
+        '\\"sha256:1\\", size \\"42\\" in 2.9s"',
+    ]
+    events = read("\n".join(lines))["containerd"]["events"]
+    assert [event["phase"] for event in events] == ["begin", "end"]
+    assert (events[1]["wall_ns"] - events[0]["wall_ns"]) / 1e9 == 3.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Successfully assigned device to cuda",
+        "Successfully pulled image",
+        'Successfully pulled image "a" in -3s',
+        'Back-off pulling image \\"a\\"',
+    ],
+)
+def test_other_words_bind_and_pull_nothing(read: Any, message: str) -> None:
+    assert read(AT + message) == {}
+
+
+# pip, uv --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_bursts_of_pip_are_two_spans(read: Any) -> None:
+    lines = [
+        f"2026-11-20T17:54:2{second}Z {said}"
+        for second, said in enumerate(
+            ["Collecting a", "Successfully installed a-1.0", "Collecting b", "Successfully installed b-1.0 c-2.0"]
+        )
+    ]
+    events = read("\n".join(lines))["pip"]["events"]
+    assert [(event["phase"], event["attrs"]["packages"]) for event in events] == [
+        ("begin", 1),
+        ("end", 1),
+        ("begin", 2),
+        ("end", 2),
+    ]
+
+
+def test_an_install_that_was_killed_stays_open_and_the_next_is_its_own(read: Any) -> None:
+    lines = ["Collecting a", "Installing collected packages: a", "Collecting a", "Successfully installed a-1.0"]
+    events = read("\n".join(f"2026-11-20T17:54:2{i}Z {said}" for i, said in enumerate(lines)))["pip"]["events"]
+    assert [event["phase"] for event in events] == ["begin", "begin", "end"]
+    assert len({event["span"] for event in events}) == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Collecting environment information...",
+        "Collecting metrics",
+        "Successfully installed the new driver",
+        "Resolved 3 packages in no time",
+        "Installed 3 packages in 99999999h",
+    ],
+)
+def test_other_programs_words_install_nothing(read: Any, said: str) -> None:
+    assert read(AT + said) == {}
+
+
+def test_progress_bars_and_colours_do_no_harm(read: Any) -> None:
+    text = "Downloading 10%\rDownloading 100%\r\x1b[2mInstalled \x1b[1m3 packages\x1b[0m \x1b[2min 1.50s\x1b[0m"
+    assert [(fact["text"], fact["duration_s"]) for fact in read(text)["uv"]["facts"]] == [
+        ("uv installed 3 packages", 1.5)
+    ]

@@ -1,0 +1,185 @@
+"""A fleet whose truth is known: writes the event lines that a large job's nodes would write.
+
+The generator decides how long each node works in each stage and plays the barriers itself, in plain floating-point
+seconds; the analysis must find the same numbers from the lines alone. Nothing here imports `bootseer.analysis`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event, encode
+
+NS = 1_000_000_000
+EPOCH_NS = 1_790_000_000 * NS
+INSTALL = "environment_setup.install"
+RELEASE_S = 0.05
+
+# Stage, seconds of work, jitter in seconds. The ones with a barrier wait for everybody at their end.
+DEFAULT_WORK: tuple[tuple[str, float, float], ...] = (
+    ("image_loading", 30.0, 0.3),
+    (INSTALL, 60.0, 0.3),
+    ("model_initialization.import_torch", 8.0, 0.3),
+    ("model_initialization.process_group", 2.0, 0.1),
+    ("model_initialization.checkpoint_read", 20.0, 0.3),
+    ("model_initialization.first_collective", 0.5, 0.1),
+    ("first_step", 6.0, 0.2),
+)
+BARRIERS = {
+    "model_initialization.process_group": "process_group",
+    "model_initialization.first_collective": "first_collective",
+}
+RANK_STAGES = ("model_initialization", "first_step")
+
+
+@dataclass
+class Fleet:
+    """One startup of a job."""
+
+    num_nodes: int
+    gpus_per_node: int = 8
+    ranks_per_node: int = 1
+    job: str = "fleet"
+    attempt: int = 0
+    seed: int = 0
+    begin_s: float = 0.0
+    queue_s: float = 12.0
+    work: tuple[tuple[str, float, float], ...] = DEFAULT_WORK
+    work_of: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """(node, stage) to seconds, in the place of the default."""
+    clock_off_s: Mapping[int, float] = field(default_factory=dict)
+    clock_step: Mapping[int, tuple[str, float]] = field(default_factory=dict)
+    """Node to (stage, seconds): its wall clock jumps when this stage begins."""
+    silent: frozenset[int] = frozenset()
+    """Nodes that write nothing at all; the others still wait for them."""
+    killed_in: Mapping[int, str] = field(default_factory=dict)
+    """Node to the stage in which SIGKILL hits it; then nobody gets past the next barrier."""
+    end_s: float = field(default=0.0, init=False)
+    """When the first step ended everywhere: known once the lines were made."""
+    waited_s: dict[int, float] = field(default_factory=dict, init=False)
+
+    def name(self, node: int) -> str:
+        return f"node-{node:04d}"
+
+    def lines(self) -> list[bytes]:
+        """The event lines of all nodes; fills `end_s` and `waited_s`."""
+        return [encode(event) for event in self.events()]
+
+    def events(self) -> list[Event]:
+        rng = random.Random(self.seed)
+        writers = {node: _Writer(self, node) for node in range(self.num_nodes)}
+        now = {node: self.begin_s + self.queue_s for node in writers}
+        self.waited_s = dict.fromkeys(writers, 0.0)
+        alive = set(writers)
+        for node, writer in writers.items():
+            if node == 0:
+                writer.at(self.begin_s, "queue", BEGIN)
+                writer.at(now[node], "queue", END)
+            facts = {"gpus": self.gpus_per_node, "num_nodes": self.num_nodes}
+            writer.at(now[node], "run", BEGIN, attrs=facts)
+        stuck = False
+        for stage, base_s, jitter_s in self.work:
+            # A parent around the install, as `bootseer run --requirements` writes it.
+            for node, writer in writers.items():
+                if stage == INSTALL:
+                    writer.at(now[node], "environment_setup", BEGIN)
+                if stage in self.killed_in.get(node, ()) and stage == self.killed_in.get(node):
+                    writer.begin(now[node], stage)
+                    alive.discard(node)
+                    stuck = True
+                elif node in alive:
+                    writer.begin(now[node], stage)
+            arrived = {}
+            for node in sorted(alive):
+                length = self.work_of.get((node, stage), base_s + rng.uniform(-jitter_s, jitter_s))
+                barrier = stage in BARRIERS
+                arrived[node] = now[node] + (0.0 if barrier else length)
+            if stage in BARRIERS:
+                if stuck:
+                    return self._written(writers)
+                # Whoever comes to a barrier has done the work before it; the barrier itself takes the release.
+                opened = max(arrived.values()) + RELEASE_S
+                for node in alive:
+                    self.waited_s[node] += max(arrived.values()) - arrived[node]
+                    arrived[node] = opened
+            for node in sorted(alive):
+                writers[node].end(arrived[node], stage)
+                if stage == INSTALL:
+                    writers[node].at(arrived[node], "environment_setup", END)
+                now[node] = arrived[node]
+        self.end_s = max(now[node] for node in alive)
+        for node in alive:
+            writers[node].began(now[node])
+            self.waited_s[node] += self.end_s - now[node]
+        return self._written(writers)
+
+    def _written(self, writers: Mapping[int, _Writer]) -> list[Event]:
+        return [event for node, writer in writers.items() if node not in self.silent for event in writer.events]
+
+
+class _Writer:
+    """One node's clocks and event lines."""
+
+    def __init__(self, fleet: Fleet, node: int) -> None:
+        self.fleet = fleet
+        self.node = node
+        self.events: list[Event] = []
+        self.spans: dict[tuple[str, int], str] = {}
+        self.count = 0
+        self.wall_off_s = fleet.clock_off_s.get(node, 0.0)
+        # Each machine booted some other day.
+        self.mono_off_s = 1000.0 + 37.0 * node
+
+    def ranks(self, stage: str) -> Iterator[int]:
+        if stage.partition(".")[0] in RANK_STAGES:
+            first = self.node * self.fleet.ranks_per_node
+            yield from range(first, first + self.fleet.ranks_per_node)
+        else:
+            yield NO_RANK
+
+    def at(self, now_s: float, stage: str, phase: str, *, rank: int = NO_RANK, attrs: dict[str, object] | None = None) -> None:
+        if phase == BEGIN or phase == INSTANT:
+            self.count += 1
+            self.spans[stage, rank] = f"{self.fleet.attempt:04x}{self.node:06x}{self.count:06x}"
+        self.events.append(
+            Event(
+                wall_ns=EPOCH_NS + round((now_s + self.wall_off_s) * NS),
+                mono_ns=round((now_s + self.mono_off_s) * NS),
+                job=self.fleet.job,
+                attempt=self.fleet.attempt,
+                node=self.fleet.name(self.node),
+                rank=rank,
+                pid=1000 + rank if rank >= 0 else 1,
+                stage=stage,
+                phase=phase,
+                span=self.spans[stage, rank],
+                outcome=OK if phase == END else "",
+                attrs=attrs or {},
+            )
+        )
+
+    def begin(self, now_s: float, stage: str) -> None:
+        step = self.fleet.clock_step.get(self.node)
+        if step is not None and step[0] == stage:
+            self.wall_off_s += step[1]
+        attrs: dict[str, object] = {"barrier": BARRIERS[stage]} if stage in BARRIERS else {}
+        for rank in self.ranks(stage):
+            self.at(now_s, stage, BEGIN, rank=rank, attrs=attrs)
+
+    def end(self, now_s: float, stage: str) -> None:
+        for rank in self.ranks(stage):
+            self.at(now_s, stage, END, rank=rank)
+
+    def began(self, now_s: float) -> None:
+        for rank in self.ranks("first_step"):
+            self.at(now_s, "training_began", INSTANT, rank=rank, attrs={"by": "optimizer_step"})
+
+
+def slow_installs(num_nodes: int = 1440, slow_share: float = 0.01, *, ranks_per_node: int = 1) -> Fleet:
+    """The paper's job: the last 1 % of the installs ends at 92 s, the rest by 60 s."""
+    rng = random.Random(7)
+    slow = set(range(num_nodes - round(num_nodes * slow_share), num_nodes))
+    work = {(n, INSTALL): 92.0 if n in slow else 60.0 - rng.uniform(0, 0.4) for n in range(num_nodes)}
+    return Fleet(num_nodes, ranks_per_node=ranks_per_node, work_of=work, job="slow-installs")

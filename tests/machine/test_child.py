@@ -1,0 +1,55 @@
+"""A program with a deadline: it ends, it fails, it hangs, it does not exist."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bootseer.machine import child
+
+
+def test_output_and_code() -> None:
+    ended = child.run(
+        [sys.executable, "-c", "import sys; print('a'); sys.stderr.write('b'); sys.exit(3)"], deadline_s=20
+    )
+    assert (ended.code, ended.output, ended.error) == (3, "a\nb", "")
+
+
+def test_missing_program() -> None:
+    ended = child.run(["/nonexistent/program"], deadline_s=5)
+    assert ended.code is None
+    assert ended.error == "cannot run program: No such file or directory"
+
+
+def test_hanging_child_and_its_children_are_killed(tmp_path: Path) -> None:
+    """The grandchild holds the output open and ignores SIGTERM: only its end removes its entry in /proc."""
+    note = tmp_path / "pids"
+    script = f"trap '' TERM; sh -c 'trap \"\" TERM; echo $$ >> {note}; sleep 600' & echo $$ >> {note}; wait"
+    ended = child.run(["sh", "-c", script], deadline_s=1.0)
+    assert ended.code is None
+    assert ended.error == "no answer within 1 s"
+    pids = [int(line) for line in note.read_text().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"  # an orphan may wait for its new parent to collect it
+
+
+def test_output_is_bounded() -> None:
+    ended = child.run([sys.executable, "-c", "print('x' * 10_000_000)"], deadline_s=20)
+    assert len(ended.output) <= 2 * 65_536
+
+
+def test_descriptors_are_given_back() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        child.run(["true"], deadline_s=5)
+        child.run(["/nonexistent"], deadline_s=5)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -1,0 +1,44 @@
+"""`bootseer doctor` as a user sees it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+from rich.console import Console
+
+from bootseer.cli.doctor import command, show
+from bootseer.machine.check import Check
+
+
+def test_json(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["--json", "--spool", str(tmp_path)])
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert (answer["schema"], answer["ok"]) == ("bootseer.doctor/1", True)
+    rows = {row["name"]: row for row in answer["checks"]}
+    assert set(rows["spool"]) == {"name", "status", "found", "why", "install", "opens", "required"}
+    assert rows["spool"]["required"]
+    assert not rows["FUSE"]["required"]
+
+
+def test_unusable_spool_is_exit_1_and_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(command, ["--spool", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "is not a folder" in result.stdout.replace("\n", "").replace(" " * 26, "")
+    assert "BootSeer cannot measure here" in result.stdout
+
+
+def test_table_fits_80_columns() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=80, highlight=False)
+    path = "/very/long/" + "folder/" * 20
+    opens = ("lazy image mount", "checkpoint mount", "environment snapshots")
+    show([Check("user namespaces", "limited", path, path, "apt-get install [some] package", opens)], console)
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "to do: apt-get install [some] package" in text.getvalue()  # square brackets are not markup here
+    assert "".join(map(str.strip, lines)).count("folder/") == 40  # folded, never cut

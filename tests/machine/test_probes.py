@@ -1,0 +1,214 @@
+"""The doctor's probes on this very machine, on machines made poorer by PATH, and among misbehaving probes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from bootseer.machine import kernel, mounts, programs, surroundings
+from bootseer.machine.check import REQUIRED, Check, usable
+from bootseer.machine.probes import run_checks, run_probes
+
+
+def test_every_check_answers_and_nothing_is_left(tmp_path: Path) -> None:
+    mounted = Path("/proc/self/mountinfo").read_text()
+    spool = tmp_path / "a" / "spool"
+    checks = {check.name: check for check in run_checks(spool)}
+    assert set(checks) > REQUIRED
+    for check in checks.values():
+        assert (check.why == "") == (check.status == "ok"), check
+        assert "the probe failed" not in check.why, check
+        assert check.opens
+    assert usable(list(checks.values()))
+    assert Path("/proc/self/mountinfo").read_text() == mounted
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_that_raises_or_hangs_is_a_broken_check() -> None:
+    release = threading.Event()
+
+    def raises() -> Check:
+        raise RuntimeError("surprise")
+
+    def hangs() -> Check:
+        release.wait(60)
+        return Check("hangs", "ok", "")
+
+    try:
+        raised, hung, fine = run_probes(
+            [("raises", raises), ("hangs", hangs), ("fine", lambda: Check("fine", "ok", "1"))], deadline_s=1.0
+        )
+    finally:
+        release.set()
+    assert (raised.status, raised.why) == ("broken", "the probe failed: RuntimeError: surprise")
+    assert (hung.status, hung.why) == ("broken", "no answer within 1 s")
+    assert fine.status == "ok"
+
+
+def test_usable_needs_only_the_required() -> None:
+    good = [Check(name, "ok", "") for name in sorted(REQUIRED)]
+    assert usable([*good, Check("FUSE", "missing", "", "no")])
+    assert usable([*good[1:], Check(good[0].name, "limited", "", "old")])
+    assert not usable([*good[1:], Check(good[0].name, "broken", "", "no")])
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [("6.18.44-fc", (6, 18)), ("5.10.0-26-amd64", (5, 10)), ("6.1", (6, 1)), ("odd", None), ("", None)],
+)
+def test_kernel_version(release: str, version: tuple[int, int] | None) -> None:
+    assert kernel.kernel_version(release) == version
+
+
+def _program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("HADOOP_HOME", raising=False)
+    for probe in (programs.check_runc, programs.check_mkfs_erofs, programs.check_java, programs.check_hdfs):
+        check = probe()
+        assert check.status == "missing"
+        assert check.install
+    assert programs.check_torch().status == "missing"
+    # Without mkfs.erofs the answer comes from the kernel's word alone, and says so.
+    assert kernel.check_erofs().status in ("limited", "missing")
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "found"),
+    [
+        ("runc", "echo 'runc version 1.2.3'", "1.2.3"),
+        ("java", "echo 'openjdk version \"21.0.1\" 2023-10-17' >&2", "21.0.1"),
+        ("mkfs.erofs", "echo 'mkfs.erofs (erofs-utils) 1.8.2'", "1.8.2"),
+        ("mkfs.erofs", "echo 'bad option' >&2; echo 'mkfs.erofs 1.5'; exit 1", "1.5"),
+        ("hdfs", "echo 'Hadoop 3.4.1'", "3.4.1"),
+    ],
+)
+def test_version_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str, found: str
+) -> None:
+    _program(tmp_path, name, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("HADOOP_HOME", raising=False)
+    probes = {
+        "runc": programs.check_runc,
+        "java": programs.check_java,
+        "mkfs.erofs": programs.check_mkfs_erofs,
+        "hdfs": programs.check_hdfs,
+    }
+    check = probes[name]()
+    assert (check.status, check.found) == ("ok", found)
+
+
+def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _program(tmp_path, "runc", "echo 'cannot allocate memory' >&2; exit 137")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = programs.check_runc()
+    assert check.status == "broken"
+    assert "code 137" in check.why
+
+
+def test_hadoop_home_without_hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADOOP_HOME", str(tmp_path))
+    check = programs.check_hdfs()
+    assert (check.status, check.why) == ("broken", "HADOOP_HOME has no bin/hdfs")
+
+
+@pytest.mark.torch
+def test_torch_of_the_python_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    _program(tmp_path, "python3", f'exec "{sys.executable}" "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    check = programs.check_torch()
+    assert check.status == "ok"
+    assert check.found.startswith(torch.__version__)
+    assert f"{torch.cuda.device_count()} GPUs" in check.found
+
+
+def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    _program(tmp_path, "python3", f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    check = programs.check_torch()
+    assert check.status == "broken"
+    assert "OSError: libcudart.so.12" in check.why
+
+
+def test_spool_folder(tmp_path: Path) -> None:
+    good = surroundings.check_spool(tmp_path / "new" / "spool")
+    assert good.status == "ok"
+    assert " free" in good.found
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert surroundings.check_spool(tmp_path / "file").why == f"{tmp_path}/file is not a folder"
+    assert surroundings.check_spool(tmp_path / "file" / "below").status == "broken"
+
+
+def test_spool_folder_that_takes_no_files() -> None:
+    """/proc refuses files even from root."""
+    assert surroundings.check_spool(Path("/proc/bootseer")).status == "broken"
+
+
+_SYSTEM_PYTHON = "/usr/bin/python3"  # the one that runs the tests may lie in a folder that nobody cannot enter
+_AS_NOBODY = """
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(3)
+from bootseer.machine import kernel
+for check in (kernel.check_fuse(), kernel.check_erofs(), kernel.check_loop(), kernel.check_overlayfs()):
+    assert check.status == "ok" or check.why, check
+    print(check.name, check.status, sep="=")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or not Path(_SYSTEM_PYTHON).exists(), reason="needs root and a system python3")
+def test_an_ordinary_user_gets_answers_too() -> None:
+    """As nobody the same probes say `limited` or `missing` with a reason, and none of them fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(Path(mounts.__file__).parents[1], Path(folder, "bootseer"))
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        answer = subprocess.run(
+            [_SYSTEM_PYTHON, "-B", "-c", _AS_NOBODY],
+            env={"PYTHONPATH": folder, "PATH": os.environ["PATH"]},
+            user=65_534,
+            group=65_534,
+            extra_groups=[],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    if answer.returncode == 3:
+        pytest.skip("the system's python3 is older than 3.11")
+    assert answer.returncode == 0, answer.stderr
+    states = dict(line.split("=") for line in answer.stdout.splitlines())
+    assert set(states) == {"FUSE", "EROFS", "loop device", "overlayfs"}
+    assert states["EROFS"] in ("limited", "missing")  # only root mounts EROFS
+
+
+def test_a_trial_that_dies_is_an_answer() -> None:
+    trial = mounts.attempt("erofs", "too", "few")
+    assert not trial.worked
+    assert "ended with code" in trial.reason
+
+
+def test_mount_of_a_file_that_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"\0" * 8192)
+    trial = mounts.attempt("erofs", str(tmp_path / "image"), str(tmp_path), "file", "content")
+    assert not trial.worked
+    assert trial.errno

@@ -1,0 +1,113 @@
+"""Who is starting: the order in which launchers are believed, and what damaged variables do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.trace.event import KINDS
+from bootseer.trace.identity import discover, number
+
+VARIABLES = [
+    "BOOTSEER_JOB",
+    "BOOTSEER_ATTEMPT",
+    "BOOTSEER_RESTART",
+    "BOOTSEER_KIND",
+    "BOOTSEER_NODE",
+    "BOOTSEER_GPUS",
+    "BOOTSEER_NUM_NODES",
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_NNODES",
+    "SLURMD_NODENAME",
+    "PET_RDZV_ID",
+    "PET_NNODES",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SKYPILOT_TASK_ID",
+    "NODE_NAME",
+    "POD_UID",
+    "RANK",
+    "WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+]
+
+
+def test_nothing_told() -> None:
+    who = discover({}, hostname="box")
+    assert (who.job, who.attempt, who.restart, who.kind, who.node, who.rank) == ("", None, 0, "full", "box", -1)
+    assert (who.num_nodes, who.world_size, who.gpus, who.source) == (None, None, None, "host")
+    assert discover({}, hostname="").node == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("env", "job", "source"),
+    [
+        ({"BOOTSEER_JOB": "a", "SLURM_JOB_ID": "5"}, "a", "flag"),
+        ({"SLURM_JOB_ID": "5", "TORCHELASTIC_RUN_ID": "x"}, "5", "slurm"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "9"}, "7_3", "slurm"),
+        ({"PET_RDZV_ID": "k", "TORCHELASTIC_RUN_ID": "x"}, "k", "kubeflow"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SKYPILOT_TASK_ID": "s"}, "s", "skypilot"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "x", "torchrun"),
+        ({"BOOTSEER_JOB": "  "}, "", "host"),
+    ],
+)
+def test_job(env: dict[str, str], job: str, source: str) -> None:
+    who = discover(env, hostname="box")
+    assert (who.job, who.source) == (job, source)
+
+
+def test_a_pod_made_again_is_another_node() -> None:
+    first = discover({"NODE_NAME": "w-0", "POD_UID": "u1"}, hostname="box")
+    second = discover({"NODE_NAME": "w-0", "POD_UID": "u2"}, hostname="box")
+    assert first.node != second.node
+    assert discover({"BOOTSEER_NODE": "mine", "POD_UID": "u1"}, hostname="box").node == "mine"
+
+
+@pytest.mark.parametrize(
+    ("env", "kind"),
+    [
+        ({}, "full"),
+        ({"BOOTSEER_KIND": "hot_update"}, "hot_update"),
+        ({"BOOTSEER_KIND": "unheard of"}, "full"),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, "restart"),
+        ({"TORCHELASTIC_RESTART_COUNT": "2", "BOOTSEER_KIND": "hot_update"}, "hot_update"),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, "full"),
+    ],
+)
+def test_kind(env: dict[str, str], kind: str) -> None:
+    assert discover(env, hostname="box").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,"}, 2),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        ({"BOOTSEER_GPUS": "4", "CUDA_VISIBLE_DEVICES": "0"}, 4),
+    ],
+)
+def test_gpus(env: dict[str, str], gpus: int | None) -> None:
+    assert discover(env, hostname="box").gpus == gpus
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "0x10", "٣", "1e3", "9" * 19, "abc", "1 2"])
+def test_what_is_no_count_is_not_told(text: str) -> None:
+    assert number({"RANK": text}, "RANK") is None
+
+
+def test_first_number_that_is_one() -> None:
+    assert number({"A": "x", "B": " 7 ", "C": "8"}, "A", "B", "C") == 7
+
+
+@given(st.dictionaries(st.sampled_from(VARIABLES), st.text()), st.text())
+def test_no_environment_raises(env: dict[str, str], hostname: str) -> None:
+    who = discover(env, hostname=hostname)
+    assert who.node
+    assert who.kind in KINDS
+    assert who.restart >= 0
