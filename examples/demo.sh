@@ -40,13 +40,13 @@ train=(torchrun --standalone --nproc-per-node 2 "$root/examples/moe/train.py" --
 options=(--job demo --requirements "$root/examples/moe/requirements.txt")
 
 start() { # number, arguments of the job...
-  local spool="$out/start-$1"
+  local spool="$out/start-$1" attempt=$(($1 - 1))
   shift
   fresh_environment
   VIRTUAL_ENV="$out/venv" PATH="$out/venv/bin:$PATH" \
     OMP_NUM_THREADS=1 \
     PIP_IGNORE_INSTALLED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off \
-    "$bootseer" run "${options[@]}" --spool "$spool" -- "${train[@]}" "$@" >&2
+    "$bootseer" run "${options[@]}" --attempt "$attempt" --spool "$spool" -- "${train[@]}" "$@" >&2
 }
 
 say "start 1 of 2: install the requirements, train 8 steps, save a checkpoint of 300 MB"
@@ -56,7 +56,6 @@ say "start 2 of 2: the same job resumes; this startup is the measured one"
 start 2 --steps 4
 
 say "where the time of start 2 went"
-"$bootseer" report "$out/start-2"
-"$bootseer" report --html "$out/report.html" "$out/start-2" >/dev/null
+"$bootseer" report --html "$out/report.html" "$out/start-2"
 
 say "the same as a page, with all ranks: $out/report.html"

@@ -70,7 +70,7 @@ class Fleet:
     def events(self) -> list[Event]:
         rng = random.Random(self.seed)
         writers = {node: _Writer(self, node) for node in range(self.num_nodes)}
-        now = {node: self.begin_s + self.queue_s for node in writers}
+        now = dict.fromkeys(writers, self.begin_s + self.queue_s)
         self.waited_s = dict.fromkeys(writers, 0.0)
         alive = set(writers)
         for node, writer in writers.items():
@@ -85,7 +85,7 @@ class Fleet:
             for node, writer in writers.items():
                 if stage == INSTALL:
                     writer.at(now[node], "environment_setup", BEGIN)
-                if stage in self.killed_in.get(node, ()) and stage == self.killed_in.get(node):
+                if stage == self.killed_in.get(node):
                     writer.begin(now[node], stage)
                     alive.discard(node)
                     stuck = True
@@ -139,8 +139,10 @@ class _Writer:
         else:
             yield NO_RANK
 
-    def at(self, now_s: float, stage: str, phase: str, *, rank: int = NO_RANK, attrs: dict[str, object] | None = None) -> None:
-        if phase == BEGIN or phase == INSTANT:
+    def at(
+        self, now_s: float, stage: str, phase: str, *, rank: int = NO_RANK, attrs: dict[str, object] | None = None
+    ) -> None:
+        if phase in (BEGIN, INSTANT):
             self.count += 1
             self.spans[stage, rank] = f"{self.fleet.attempt:04x}{self.node:06x}{self.count:06x}"
         self.events.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from bootseer.analysis.model import Node, Report, Segment
 from bootseer.render.html_fold import bands, coalesced, outliers, own_s, time_range, top
-from bootseer.render.html_svg import Palette, clock, tick_times
+from bootseer.render.html_svg import Palette, Scale, axis, clock, tick_times
 from bootseer.render.html_text import clean, data_block, esc, hours, money, num, raw, seconds
 
 
@@ -139,3 +140,16 @@ def test_a_stage_of_the_user_gets_a_colour_of_its_own(small: Report) -> None:
     assert palette.css(mine.stage, "work") == "c6"
     assert palette.css(mine.stage, "wait") == "h6"
     assert palette.css("environment_setup.untracked", "untracked") == "cu"
+
+
+def test_each_barrier_has_its_number_and_a_name_where_there_is_room() -> None:
+    drawn = axis(Scale(0, 100, (("process_group", 84.6), ("first_collective", 96.5), ("training_began", 100.0))))
+    labels = re.findall(r'<text class="b".*?>(.*?)</text>', drawn)
+    assert [re.sub("<.*?>", "", label).strip() for label in labels] == ["process_group 1", "2", "3"]
+
+
+def test_a_stage_of_nothing_but_waiting_is_hatched_in_the_legend(small: Report) -> None:
+    only = replace(small.stages[0], stage="wait_for_others", work_s=0.0, wait_s=5.0)
+    palette = Palette(replace(small, stages=[*small.stages, only]))
+    assert palette.sign("wait_for_others") == "h6"
+    assert palette.sign("image_loading") == "c2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def test_decorated_coroutine_is_measured_to_its_end(spool: Spool) -> None:
         await asyncio.sleep(0)
         return "done"
 
-    assert asyncio.iscoroutinefunction(outer)
+    assert inspect.iscoroutinefunction(outer)
     assert asyncio.run(outer()) == "done"
     assert spool.story() == ["begin outer", "begin inner", "end inner ok", "end outer ok"]
     assert spool.events()[1].parent == spool.events()[0].span

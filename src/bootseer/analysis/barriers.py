@@ -1,7 +1,7 @@
 """Who waited for whom: the startup as an exact max-plus model of its barriers.
 
-A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival is the
-opening of the barrier before it plus its own work. With these two rules a startup without some node can be computed
+A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival
+is the opening of the barrier before it plus its own work. With these two rules a startup without some node can be computed
 instead of guessed: leaving out one slow node may only move the wait to the next one.
 
     arrival(i, k) = open(previous barrier of i) + work(i, k)
@@ -74,7 +74,7 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
                 barrier.left_ns.append(arrival.left_ns)
             barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns))
     shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
-    shared.sort(key=lambda barrier: (median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns))
+    shared.sort(key=lambda barrier: median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns)
     place = {barrier.name: index for index, barrier in enumerate(shared)}
     left: dict[int, tuple[int, int]] = {}
     for index, barrier in enumerate(shared):

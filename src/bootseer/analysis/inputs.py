@@ -1,7 +1,7 @@
 """Open what the user points at: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
 
-Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks to
-terabytes costs time and no memory; one that is cut short gives what it holds. Called by `analysis.scan`.
+Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks
+to terabytes costs time and no memory; one that is cut short gives what it holds. Called by `analysis.scan`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.analysis.clock import Offset
-from bootseer.analysis.spans import PROCESS_STAGES, COMMAND, RUN, TRUNCATED, NodeSpans, Span
+from bootseer.analysis.spans import COMMAND, PROCESS_STAGES, RUN, TRUNCATED, NodeSpans, Span
 from bootseer.trace.event import FAILED, NO_RANK, OK
 
 SCHEDULER = ("queue", "allocation")
@@ -142,7 +142,9 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     steps = [span for span in spans if span.stage == FIRST_STEP and span.outcome == OK]
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
-    moments = [span.end_ns for span in spans] + [mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK)]
+    moments = [span.end_ns for span in spans] + [
+        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK)
+    ]
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):
         outcome = FAILED
@@ -166,5 +168,3 @@ def _model_initialization(node: NodeSpans, common: list[Span], spans: list[Span]
     if until <= begin_ns:
         return []
     return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min(begin_ns, min(inner)), until, OK, {})]
-
-

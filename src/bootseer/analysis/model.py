@@ -24,7 +24,7 @@ UNTRACKED_STAGE = "untracked"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a node's timeline that belongs to one stage alone; a node's segments do not overlap and have no holes."""
+    """A piece of a node's timeline that belongs to one stage alone; a node's segments leave no holes and do not overlap."""
 
     stage: str
     start_s: float
@@ -280,16 +280,17 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""
-        return {"schema": SCHEMA, **_plain(self)}
+        return {"schema": SCHEMA, **plain(self)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dataclasses as plain dicts and lists, floats rounded to a microsecond."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, (str, int)) or value is None:
         return value
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value]
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value]

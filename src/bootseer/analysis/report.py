@@ -272,11 +272,12 @@ class _Builder:
             outcome = "truncated"
         end_ns = self.ready.end_ns if outcome in (OK, UNOBSERVED) else lane.end_ns
         segments = [
-            model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome) for p in self.pieces_of(lane)
+            model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
+            for p in self.pieces_of(lane)
         ]
         if end_ns > lane.end_ns:
             segments.append(model.Segment(WAIT_FOR_OTHERS, self.at(lane.end_ns), self.at(end_ns), model.WAIT, ""))
-        totals = {kind: 0.0 for kind in (model.WORK, model.WAIT, model.UNTRACKED)}
+        totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
         for segment in segments:
             totals[segment.kind] += segment.end_s - segment.start_s
         clock = self.ready.clocks[lane.node]
@@ -315,7 +316,9 @@ class _Builder:
             if spans:
                 length = seconds(max(span.end_ns - span.begin_ns for span in spans))
                 rows.append(
-                    model.Stage(stage, 0, 0, 0, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)])
+                    model.Stage(
+                        stage, 0, 0, 0, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
+                    )
                 )
         return rows
 
@@ -395,4 +398,3 @@ def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 facts[name] = value
     return facts
-

@@ -1,7 +1,7 @@
 """The paper's seven buckets of job size, and its medians to compare with.
 
-Source of the medians: box plot on the first author's public project page of BootSeer (arXiv 2507.12619), digitised, about
-±3 s. Decides and touches nothing.
+Source of the medians: box plot on the first author's public project page of BootSeer (arXiv 2507.12619), digitised,
+about ±3 s. Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class Scanned:
 
     def input(self, duplicates: int = 0) -> Input:
         """The counters, for the report."""
-        return Input(self.files, self.bytes, self.lines, len(self.events), duplicates, dict(sorted(self.skipped.items())))
+        return Input(
+            self.files, self.bytes, self.lines, len(self.events), duplicates, dict(sorted(self.skipped.items()))
+        )
 
 
 Progress = Callable[[int], None]

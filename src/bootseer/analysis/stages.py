@@ -40,7 +40,9 @@ def stage_order(nodes: Sequence[Node]) -> list[str]:
                 first[name] = min(first.get(name, segment.start_s), segment.start_s)
 
     def key(name: str) -> list[tuple[int, float, str]]:
-        return [(part.endswith(UNTRACKED_STAGE) or part == WAIT_FOR_OTHERS, first[part], part) for part in enclosing(name)]
+        return [
+            (part.endswith(UNTRACKED_STAGE) or part == WAIT_FOR_OTHERS, first[part], part) for part in enclosing(name)
+        ]
 
     return sorted(first, key=key)
 

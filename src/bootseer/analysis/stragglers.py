@@ -1,7 +1,7 @@
 """Which nodes held the others back, and what would have been without them.
 
-A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured on
-the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
+A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured
+on the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
 there the clock error counts. Decides and touches nothing.
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bootseer.analysis.model import UNTRACKED, UNTRACKED_STAGE, WAIT, WORK, Kind
 from bootseer.analysis.spans import Span
@@ -49,7 +50,7 @@ def cut(spans: Sequence[Span], begin_ns: int, end_ns: int, last_arrival_ns: dict
     running: list[tuple[int, Span]] = []  # heap, the innermost first
     coming = 0
     marks = sorted(edges)
-    for left, right in zip(marks, marks[1:], strict=False):
+    for left, right in pairwise(marks):
         while coming < len(inside) and inside[coming].begin_ns <= left:
             heapq.heappush(running, (-coming, inside[coming]))
             coming += 1

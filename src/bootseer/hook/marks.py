@@ -113,7 +113,10 @@ def start(tracer: Tracer, started_ns: int) -> None:
     global _state
     _state = _State(tracer)
     span = new_span()
-    attrs: dict[str, Any] = {"python": sys.version.split()[0], "argv0": os.path.basename(sys.argv[0]) if sys.argv else ""}
+    attrs: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",
+    }
     if tracer.identity.world_size is not None:
         attrs["world_size"] = tracer.identity.world_size
     name = _STAGE + "interpreter"
@@ -170,7 +173,9 @@ def _replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Calla
     return undo
 
 
-def _spanned(stage: str, describe: Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+def _spanned(
+    stage: str, describe: Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]
+) -> Callable[..., Any]:
     """A wrapper maker: the original runs exactly as called, between a begin and an end event."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,9 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
             raise UsageError(f"{path}: no such file", hint="give --setup and --requirements a file that exists")
     if script:
         # An executable script names its own interpreter.
-        command = [os.path.abspath(script)] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
+        command = (
+            [str(Path(script).absolute())] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
+        )
         found.append(Step(f"{STAGE}.script", command, script))
     if requirements:
         # The job's Python is the one on PATH, not the one that BootSeer runs on.
@@ -64,7 +66,7 @@ def run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *,
 
 def _run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> tuple[int, str]:
     for step in steps:
-        span = tracer.span(step.stage, {"file": os.path.basename(step.what)}) if tracer is not None else None
+        span = tracer.span(step.stage, {"file": Path(step.what).name}) if tracer is not None else None
         extra = {}
         if span is not None and tracer is not None:
             span.__enter__()

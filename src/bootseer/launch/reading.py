@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from bootseer.analysis import inputs
@@ -35,8 +35,7 @@ def read_report(
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
     paths = [_resolve(place, env) for place in places] or [_latest(env)]
-    zone = datetime.now().astimezone().tzinfo
-    assert zone is not None
+    zone = datetime.now().astimezone().tzinfo or UTC
     progress = _Progress()
     found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
     progress.clear()
@@ -45,6 +44,14 @@ def read_report(
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
         found.events = [event._replace(job="unnamed") for event in found.events]
     return analyse(found.events, options, facts=found.facts, read=found.input())
+
+
+def read_one(place: str, env: Mapping[str, str]) -> Report:
+    """The report of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`."""
+    name, sign, number = place.rpartition("@")
+    if sign and name and number.isascii() and number.isdecimal() and not Path(place).exists():
+        return read_report([name], Options(attempt=int(number)), env)
+    return read_report([place], Options(), env)
 
 
 def _resolve(place: str, env: Mapping[str, str]) -> str:
@@ -111,5 +118,3 @@ class _Progress:
     def clear(self) -> None:
         if self._used:
             sys.stderr.write("\r\033[K")
-
-

@@ -7,7 +7,6 @@ Nothing here may fail the job: without a spool the command runs unmeasured, and 
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import re
@@ -26,7 +25,7 @@ from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
 
 _EXIT_FLUSH_S = 2.0
-_HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
+_HOOK_FOLDER = str(Path(__file__).absolute().parents[1] / "hook" / "path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def _run_command(
 ) -> int:
     span = ""
     if session is not None:
-        span = session.tracer.emit("command", BEGIN, parent=session.span, attrs={"program": os.path.basename(command[0])})
+        span = session.tracer.emit("command", BEGIN, parent=session.span, attrs={"program": Path(command[0]).name})
         env.update(session.tracer.environment(span))
     relays = []
     if options.began_pattern is not None and session is not None:
@@ -109,13 +108,18 @@ def _run_command(
         for relay in relays:
             relay.start()
         if session is not None:
-            session.start_beside(env)
+            session.start_beside(env)  # behind the spawn: the job does not wait for it
         code = supervise.wait(pid, own_group=own_group)
         for relay in relays:
             relay.finish(_EXIT_FLUSH_S)
     if session is not None:
         session.tracer.emit(
-            "command", END, span=span, parent=session.span, outcome=OK if code == 0 else FAILED, attrs={"exit_code": code}
+            "command",
+            END,
+            span=span,
+            parent=session.span,
+            outcome=OK if code == 0 else FAILED,
+            attrs={"exit_code": code},
         )
     return code
 
@@ -224,7 +228,8 @@ class Session:
     def _export(self) -> None:
         from bootseer.launch.export import export_spool
 
-        export_spool(str(self.folder), self.otlp or "", self._ended, say)
+        url = (self.otlp or "").partition("=")[2]
+        export_spool(str(self.folder), self.tracer.identity.node, url or None, self._ended, say)
 
     def close(self, code: int) -> None:
         """Write the end, and give what runs beside a moment to finish."""
@@ -244,8 +249,8 @@ def _job_of(command: Sequence[str]) -> str:
     """A job without a name is called after its program: the script, where an interpreter or launcher runs one."""
     for word in command:
         if word.endswith((".py", ".sh")):
-            return safe_name(os.path.basename(word).rpartition(".")[0])
-    return safe_name(os.path.basename(command[0]))
+            return safe_name(Path(word).stem)
+    return safe_name(Path(command[0]).name)
 
 
 def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict[str, object]:
@@ -254,10 +259,10 @@ def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict
 
     gpus = identity.gpus
     if gpus is None:
-        gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+        gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     facts: dict[str, object] = {
         "bootseer": __version__,
-        "program": os.path.basename(command[0]),
+        "program": Path(command[0]).name,
         "command_digest": hashlib.blake2b("\0".join(command).encode("utf-8", "replace"), digest_size=8).hexdigest(),
         "gpus": gpus,
         "launcher": identity.source,
@@ -267,7 +272,7 @@ def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict
     if identity.num_nodes:
         facts["num_nodes"] = identity.num_nodes
     for path in options.requirements:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
         facts["requirements_digest"] = digest
     return facts

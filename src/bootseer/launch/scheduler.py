@@ -39,10 +39,8 @@ def asks_slurm(env: Mapping[str, str]) -> bool:
 def times(env: Mapping[str, str]) -> Times:
     """What the schedulers around us tell; never raises, takes at most ten seconds."""
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
-    if env.get("SLURM_JOB_ID"):
-        found = _slurm(env)
-    else:
-        found = _kubernetes(Path(env.get("BOOTSEER_PODINFO", _PODINFO)))
+    podinfo = Path(env.get("BOOTSEER_PODINFO", _PODINFO))
+    found = _slurm(env) if env.get("SLURM_JOB_ID") else _kubernetes(podinfo)
     found = found._replace(submitted_ns=given or found.submitted_ns)
     # A job cannot start before it was submitted, nor after now: such a pair comes from two clocks.
     if found.submitted_ns and found.started_ns and not found.submitted_ns <= found.started_ns <= time.time_ns():

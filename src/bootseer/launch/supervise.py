@@ -3,8 +3,8 @@
 The command gets its arguments, environment, standard streams and terminal untouched. Signals that we receive are passed
 on once; its exit code is ours, 128+N when signal N killed it. As PID 1 we reap what the job orphans.
 
-Two cases decide who gets signals. In the foreground of a terminal the command stays in our process group, so that Ctrl-C
-and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is passed on.
+Two cases decide who gets signals. In the foreground of a terminal the command stays in our process group, so that
+Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is passed on.
 Everywhere else it leads its own group, and the whole group gets what we get.
 
 One thread: signals are blocked and taken with `sigwaitinfo`, so that no handler runs and none is lost.
@@ -78,11 +78,18 @@ def spawn(
 ) -> int:
     """Start the command and return its pid. Raises `CannotStart`."""
     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdout, 1), (stderr, 2)) if fd is not None]
-    group = {"setpgroup": 0} if own_group else {}
+    # A group of 0 makes the command the leader of its own; its present group is ours.
+    group = 0 if own_group else os.getpgrp()
 
     def start(words: Sequence[str]) -> int:
         return os.posix_spawnp(
-            words[0], list(words), env, file_actions=actions, setsigmask=[], setsigdef=_PYTHON_IGNORES, **group
+            words[0],
+            list(words),
+            env,
+            file_actions=actions,
+            setpgroup=group,
+            setsigmask=[],
+            setsigdef=_PYTHON_IGNORES,
         )
 
     try:

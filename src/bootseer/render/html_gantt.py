@@ -82,12 +82,15 @@ def _controls(folded: bool) -> str:
 
 
 def _legend(palette: Palette) -> str:
-    items = [(swatch(palette.css(stage, "work")), esc(stage)) for stage in palette.stages]
+    items = [(swatch(palette.sign(stage)), esc(stage)) for stage in palette.stages]
     items += [
         (swatch("h2"), f"{term('wait', 'wait')} (hatched)"),
         (swatch("cu"), term("untracked", "untracked")),
         (icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>'), f"{term('truncated', 'truncated')} or failed"),
-        (icon('<line class="bl" x1="7" x2="7" y2="14"/>'), f"{term('barrier', 'barrier')} opens"),
+        (
+            icon('<line class="bl" x1="7" x2="7" y2="14"/>'),
+            f"{term('barrier', 'barrier')} opens, numbered as in the critical chain",
+        ),
         (icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"),
     ]
     return f'<ul class="legend" aria-label="Legend">{"".join(f"<li>{sign}{name}</li>" for sign, name in items)}</ul>'

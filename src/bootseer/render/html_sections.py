@@ -97,13 +97,7 @@ def figures(report: Report) -> str:
             num(over.gpu_hours, hours, "overhead.gpu_hours"),
             f"{num(over.wait_gpu_hours, hours, 'overhead.wait_gpu_hours')} of them waiting",
         ),
-        _tile(
-            "",
-            "Cost",
-            num(over.cost, money, "overhead.cost"),
-            f"{num(over.wait_cost, money, 'overhead.wait_cost')} of it waiting; "
-            f"{num(over.price_per_gpu_hour, money, 'overhead.price_per_gpu_hour')} per GPU-hour",
-        ),
+        _tile("", "Cost", num(over.cost, money, "overhead.cost"), _cost_note(report)),
         _tile("wait", "Work / wait", _shares(report), _share_bar(report)),
         _tile(
             "coverage",
@@ -120,6 +114,14 @@ def figures(report: Report) -> str:
         ),
     ]
     return f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>'
+
+
+def _cost_note(report: Report) -> str:
+    over = report.overhead
+    price = num(over.price_per_gpu_hour, money, "overhead.price_per_gpu_hour")
+    if over.cost is None:
+        return f"price per GPU-hour: {price}"
+    return f"{num(over.wait_cost, money, 'overhead.wait_cost')} of it waiting; {price} per GPU-hour"
 
 
 def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
@@ -228,6 +230,11 @@ def _straggler_cells(i: int, one: Straggler) -> str:
     )
 
 
+def _scheduler(_: float) -> str:
+    """What stands for the number of nodes when the scheduler, not a node, went through a stage."""
+    return "job"
+
+
 def stages(report: Report, palette: Palette) -> str:
     """The stage table."""
     if not report.stages:
@@ -237,12 +244,12 @@ def stages(report: Report, palette: Palette) -> str:
         key = f"stages.{i}."
         depth = min(max(stage.depth, 0), 4)
         name = stage.stage.rpartition(".")[2] if depth else stage.stage
-        mark = "" if depth else swatch(palette.css(stage.stage, "work"))
+        mark = "" if depth else swatch(palette.sign(stage.stage))
         bad = stage.num_truncated + stage.num_failed
         ended = f"{stage.num_truncated} / {stage.num_failed}" if bad else "–"
         rows.append(
             f'<tr class="d{depth}"><td class="id" title="{esc(stage.stage)}">{mark}{esc(name)}</td>'
-            + cell(stage.num_nodes, count, key + "num_nodes")
+            + cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
             + cell(stage.median_s, seconds, key + "median_s")
             + cell(stage.p90_s, seconds, key + "p90_s")
             + cell(stage.max_s, seconds, key + "max_s")

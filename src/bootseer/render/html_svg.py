@@ -12,14 +12,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bootseer.analysis.model import UNTRACKED, WAIT, Report, Segment, Stage
+from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Report, Segment, Stage
 from bootseer.render.html_fold import coalesced, time_range, top
-from bootseer.render.html_text import esc, ratio, seconds
+from bootseer.render.html_text import clean, esc, ratio, seconds
 
 KNOWN_STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
 NUM_COLOURS = 10
 ROW_HEIGHT = 22
 _MAX_BARRIER_NAME = 24
+_CHARACTER = 0.0082
+"""Width of a character as a share of the plot, on the smallest screen that shows all names."""
 MAX_SEGMENTS = 400
 """More in one row cannot be told apart on a screen; such a row shows top-level stages only."""
 
@@ -57,6 +59,7 @@ class Palette:
         first = len(KNOWN_STAGES)
         self._index |= {stage: first + i % (NUM_COLOURS - first) for i, stage in enumerate(others)}
         self.stages = [stage for stage in KNOWN_STAGES if stage in seen] + others
+        self._waiting = {s.stage for s in report.stages if s.work_s == 0 and s.wait_s > 0}
 
     def css(self, stage: str, kind: str) -> str:
         """Class of a segment."""
@@ -64,6 +67,10 @@ class Palette:
         if index is None or kind == UNTRACKED:
             return "cu"
         return f"{'h' if kind == WAIT else 'c'}{index}"
+
+    def sign(self, stage: str) -> str:
+        """Class of the stage's sign in legends and tables: hatched if it is nothing but waiting."""
+        return self.css(stage, WAIT if stage in self._waiting else WORK)
 
 
 def patterns() -> str:
@@ -136,22 +143,26 @@ def axis(scale: Scale) -> str:
     )
     names = "".join(
         f'<line class="bl" x1="{scale.x(at)}%" x2="{scale.x(at)}%" y1="14" y2="36"/>'
-        f'<text class="b{" minor" if i else ""}" x="{scale.x(at)}%" y="11" text-anchor="{_anchor(scale, at)}">'
-        f"{esc(name[:_MAX_BARRIER_NAME])}</text>"
-        for i, (name, at) in enumerate(_apart(scale))
+        f'<text class="b" x="{scale.x(at)}%" y="11" text-anchor="{"end" if number > 1 or shown else "middle"}">'
+        f'<tspan class="minor">{esc(shown)} </tspan>{number}</text>'
+        for number, shown, at in _labels(scale)
     )
     return (
         f'<svg class="bar axis" height="36" role="img" aria-label="time axis"><g class="ticks">{ticks}</g>{names}</svg>'
     )
 
 
-def _apart(scale: Scale) -> list[tuple[str, float]]:
-    """Barriers whose names do not overprint each other; the last one of a crowd keeps its name."""
-    kept: list[tuple[str, float]] = []
-    for name, at in reversed(scale.barriers):
-        if not kept or kept[-1][1] - at > 0.16 * (scale.high - scale.low):
-            kept.append((name, at))
-    return kept
+def _labels(scale: Scale) -> list[tuple[int, str, float]]:
+    """Number, name and place of each barrier; the name is empty where it would cover the barrier before."""
+    labels = []
+    free = scale.low
+    for number, (name, at) in enumerate(scale.barriers, 1):
+        shown = clean(name)[:_MAX_BARRIER_NAME]
+        room = (at - free) / (scale.high - scale.low)
+        if room > _CHARACTER * 2 or number == len(scale.barriers):
+            labels.append((number, shown if room > _CHARACTER * (len(shown) + 3) else "", at))
+            free = at
+    return labels
 
 
 def _anchor(scale: Scale, at: float) -> str:

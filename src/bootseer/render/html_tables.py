@@ -71,7 +71,7 @@ def ledger(report: Report, palette: Palette) -> str:
         said = f"{stage.stage}: {form(work)} work, {form(weight - work)} wait"
         css, hatch = palette.css(stage.stage, "work"), palette.css(stage.stage, "wait")
         rows.append(
-            f'<td class="id">{swatch(css)}{esc(stage.stage)}</td>'
+            f'<td class="id">{swatch(palette.sign(stage.stage))}{esc(stage.stage)}</td>'
             f'<td class="wide">{stacked(work, weight - work, most=most, css=css, hatch=hatch, label=said)}</td>'
             + cell(work, form)
             + cell(weight - work, form)

@@ -76,7 +76,10 @@ def _print_facts(report: Report, console: Console) -> None:
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
-        ("job", f"{clean(startup.job)}, attempt {startup.attempt}{restart}, {startup.kind}, {began:%Y-%m-%d %H:%M:%S} UTC"),
+        (
+            "job",
+            f"{clean(startup.job)}, attempt {startup.attempt}{restart}, {startup.kind}, {began:%Y-%m-%d %H:%M:%S} UTC",
+        ),
         ("job-level", _job_level(overhead.job_level_s)),
         (
             "node-level",
@@ -91,11 +94,15 @@ def _print_facts(report: Report, console: Console) -> None:
     elif overhead.gpu_hours is None:
         rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
     else:
-        money = f" = ${overhead.cost:,.2f}, waiting ${overhead.wait_cost or 0:,.2f}" if overhead.cost is not None else ""
+        money = (
+            f" = ${overhead.cost:,.2f}, waiting ${overhead.wait_cost or 0:,.2f}" if overhead.cost is not None else ""
+        )
         hours = f"{overhead.gpu_hours:,.3g} GPU-hours, {overhead.wait_gpu_hours or 0:,.3g} of them waiting{money}"
         rows.append(("GPU time", hours))
     expected = coverage.nodes_expected or _UNOBSERVED
-    ranks = f", ranks {coverage.ranks_heard} of {coverage.ranks_expected or _UNOBSERVED}" if coverage.ranks_heard else ""
+    ranks = (
+        f", ranks {coverage.ranks_heard} of {coverage.ranks_expected or _UNOBSERVED}" if coverage.ranks_heard else ""
+    )
     rows.append(("heard of", f"nodes {coverage.nodes_heard} of {expected}{ranks}"))
     if report.share is not None:
         share = report.share
@@ -151,7 +158,10 @@ def _shown(report: Report) -> list[tuple[str, Node]]:
     if len(nodes) <= _MAX_NODES:
         return [(node.node + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
     ordered = sorted(nodes, key=lambda node: (node.outcome != "ok", node.work_s))
-    picked = {f"p{share} of {len(nodes)}": ordered[min(share * len(ordered) // 100, len(ordered) - 1)] for share in (1, 50, 90)}
+    picked = {
+        f"p{share} of {len(nodes)}": ordered[min(share * len(ordered) // 100, len(ordered) - 1)]
+        for share in (1, 50, 90)
+    }
     worst = [row.node for row in report.stragglers] + [n.node for n in nodes if n.outcome in ("truncated", "failed")]
     by_name = {node.node: node for node in nodes}
     for name in list(dict.fromkeys(worst))[:_MAX_ROWS]:
@@ -164,14 +174,18 @@ def _print_waterfall(report: Report, console: Console) -> None:
     if total_s <= 0:
         return
     width = max(console.width - _LABEL_WIDTH - 3, 30)
-    scale = f"{'0 s':<{width // 2 - 4}}{format_seconds(total_s / 2):^8}{format_seconds(total_s):>{width - width // 2 - 4}}"
+    scale = (
+        f"{'0 s':<{width // 2 - 4}}{format_seconds(total_s / 2):^8}{format_seconds(total_s):>{width - width // 2 - 4}}"
+    )
     console.print(Text(" " * (_LABEL_WIDTH + 1) + scale, style="dim"))
     for name, node in _shown(report):
         line = Text(f"{_fit(name, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
         console.print(line.append_text(_bar(node, width, total_s)))
     used = {(_cell(s.kind, s.stage), s.kind, _top(s.stage)) for node in report.nodes for s in node.segments}
     legend = Text(" " * (_LABEL_WIDTH + 1))
-    names = sorted({(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2])
+    names = sorted(
+        {(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2]
+    )
     for sign, style, name in names:
         legend.append(f"{sign} ", style).append(f"{name}  ", "dim")
     console.print(legend)
@@ -279,5 +293,3 @@ def _print_foot(report: Report, console: Console) -> None:
         error = "unknown" if clock.max_error_s is None else f"within {clock.max_error_s:.3f} s"
         parts.append(f"clocks agree {error}")
     console.print(Text("; ".join(parts), style="dim"))
-
-

@@ -112,9 +112,10 @@ class OtlpExporter:
                 self._enqueue(self._pairing.feed(events))
 
     def flush(self, deadline_s: float) -> bool:
-        """Deliver what is finished, within `deadline_s` seconds; whether nothing is left to deliver."""
+        """Deliver what is finished, within `deadline_s` seconds; whether all of it was delivered."""
         end = time.monotonic() + deadline_s
         with self._changed:
+            failed_before = self.failed
             self._hurry = True
             self._changed.notify_all()
             while self._queue or self._num_in_flight:
@@ -123,7 +124,7 @@ class OtlpExporter:
                     break
                 self._changed.wait(left_s)
             self._hurry = False
-            return not self._queue and not self._num_in_flight
+            return not self._queue and not self._num_in_flight and self.failed == failed_before
 
     def close(self, deadline_s: float = CLOSE_S) -> bool:
         """Export open spans as truncated, flush and end; what is not delivered by then counts as failed."""

@@ -188,6 +188,6 @@ def _text(text: str) -> str:
 def _value(value: Any) -> str | int | float | bool:
     if isinstance(value, (bool, float)):
         return value
-    if isinstance(value, int) and -_INT64 <= value < _INT64:
-        return value
+    if isinstance(value, int):
+        return value if -_INT64 <= value < _INT64 else float(min(max(value, -(2**1000)), 2**1000))
     return _text(value if isinstance(value, str) else repr(value))

@@ -111,6 +111,11 @@ class Span:
         self._token = _current.set(self.id)
         return self
 
+    def fail(self, why: str) -> None:
+        """Make the outcome `failed` without an exception."""
+        self._failed = True
+        self.attrs["error"] = why
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -118,8 +123,9 @@ class Span:
         with contextlib.suppress(ValueError):
             _current.reset(self._token)
         if kind is not None:
-            self.attrs["error"] = kind.__name__
-        self._tracer.emit(self._stage, END, span=self.id, outcome=FAILED if kind else OK, attrs=self.attrs)
+            self.fail(kind.__name__)
+        outcome = FAILED if self._failed else OK
+        self._tracer.emit(self._stage, END, span=self.id, outcome=outcome, attrs=self.attrs)
 
 
 def new_span() -> str:

@@ -26,7 +26,9 @@ from bootseer.units import format_seconds, seconds
 
 STAGE = "model_initialization.nccl_init"
 
-_ORIGIN = re.compile(r"([A-Za-z0-9][\w.-]{0,252}):(\d{1,9}):\d{1,9} (?:\[-?\d{1,4}\] )?NCCL INFO ", re.ASCII)
+_INFO = " NCCL INFO "
+_ORIGIN = re.compile(r"([A-Za-z0-9][\w.-]{0,252}):(\d{1,9}):\d{1,9}(?: \[-?\d{1,4}\])?$", re.ASCII)
+_MAX_ORIGIN = 300
 _MARK = re.compile(
     r"comm (0x[0-9a-fA-F]{1,16}) rank (\d{1,8}) nranks (\d{1,8}) [^\n]{0,400}?- ?Init (START|COMPLETE)", re.ASCII
 )
@@ -66,11 +68,11 @@ class NcclParser:
         self._untimed: dict[tuple[str, int, int, int], _Communicator] = {}
 
     def feed(self, line: Line) -> None:
-        text = plain(line.text)
-        origins = list(_ORIGIN.finditer(text))
-        for index, origin in enumerate(origins):
-            end = origins[index + 1].start() if index + 1 < len(origins) else len(text)
-            self._piece(line, origin[1].partition(".")[0], int(origin[2]), text[origin.end() : end])
+        before, *pieces = plain(line.text).split(_INFO)
+        for piece in pieces:
+            if origin := _ORIGIN.search(before[-_MAX_ORIGIN:]):
+                self._piece(line, origin[1].partition(".")[0], int(origin[2]), piece)
+            before = piece
 
     def _piece(self, line: Line, host: str, pid: int, piece: str) -> None:
         if mark := _MARK.match(piece, piece.find("comm 0x")):

@@ -51,7 +51,7 @@ _LABELS = re.compile(
     | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
     | \d{1,6}:(?=\s)                                       # srun --label
     | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=\s))
-    )*""",
+    ){0,16}""",
     re.VERBOSE | re.ASCII,
 )
 _ISO = (

@@ -1,0 +1,46 @@
+"""The comparison of two startups in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bootseer.analysis.diff import FASTER, SLOWER, Difference
+from bootseer.render.terminal import clean
+from bootseer.units import format_seconds
+
+_MAX_FACTS = 20
+_STYLES = {SLOWER: "bold red", FASTER: "bold green"}
+
+
+def render(difference: Difference, console: Console) -> None:
+    """Print verdict, warnings, stages and changed facts."""
+    console.print(Text(clean(difference.verdict), style="bold"))
+    for line in difference.headlines:
+        console.print(Text(f"! {clean(line)}", style="bold red"))
+    console.print(Text(f"A: {clean(difference.a)}, {format_seconds(difference.a_s)}"))
+    console.print(Text(f"B: {clean(difference.b)}, {format_seconds(difference.b_s)}"))
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for index, column in enumerate(("stage", "A s", "B s", "change", "", "p", "")):
+        table.add_column(column, justify="left" if index in (0, 6) else "right", no_wrap=True)
+    for stage in difference.stages:
+        name = "  " * stage.stage.count(".") + clean(stage.stage.rpartition(".")[2])
+        table.add_row(
+            name,
+            "-" if stage.a_s is None else f"{stage.a_s:.2f}",
+            "-" if stage.b_s is None else f"{stage.b_s:.2f}",
+            "" if stage.delta_s is None else f"{stage.delta_s:+.2f}",
+            "" if stage.share is None else f"{stage.share:+.0%}",
+            "" if stage.p is None else f"{stage.p:.1g}",
+            Text(stage.verdict if stage.verdict in _STYLES else "", _STYLES.get(stage.verdict, "")),
+        )
+    console.print(table)
+    if difference.changed:
+        console.print()
+        console.print(Text("What changed", style="bold"))
+        for fact in difference.changed[:_MAX_FACTS]:
+            console.print(Text(f"  {clean(fact.fact)}: {clean(fact.a)} -> {clean(fact.b)}"))
+        if len(difference.changed) > _MAX_FACTS:
+            console.print(Text(f"  and {len(difference.changed) - _MAX_FACTS} more (--json has all)", style="dim"))

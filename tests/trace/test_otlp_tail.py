@@ -1,0 +1,138 @@
+"""Following a spool folder while its files appear, grow, tear and go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.trace import otlp_tail
+from bootseer.trace.event import Event, encode
+from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.sinks import SpoolSink
+
+
+def line(number: int, size: int = 0) -> bytes:
+    return encode(Event(1, number, "j", "n", "s", "instant", "a", attrs={"x": "y" * size} if size else {}))
+
+
+def numbers(tail: SpoolTail, *, last: bool = False) -> list[int]:
+    return [event.mono_ns for event in tail.poll(last=last)]
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def test_a_real_writer_is_followed(tmp_path: Path) -> None:
+    tail = SpoolTail(str(tmp_path / "spool"))
+    assert tail.poll() == []
+    first, second = SpoolSink(str(tmp_path / "spool"), "n0"), SpoolSink(str(tmp_path / "spool"), "n1")
+    first.write(line(0))
+    assert numbers(tail) == [0]
+    second.write(line(1))
+    first.write(line(2))
+    assert sorted(numbers(tail)) == [1, 2]
+    assert numbers(tail) == []
+    first.close()
+    second.close()
+
+
+def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
+    tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
+    text = line(1)
+    for at in range(0, len(text), 10):
+        append(path, text[at : at + 10])
+        assert numbers(tail) == ([1] if at + 10 >= len(text) else [])
+    assert tail.malformed == 0
+
+
+def test_the_last_look_takes_a_line_without_newline(tmp_path: Path) -> None:
+    tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
+    append(path, line(1) + line(2).rstrip(b"\n"))
+    append(tmp_path / "b.events", line(3)[:40])
+    assert numbers(tail) == [1]
+    assert numbers(tail, last=True) == [2]
+    assert tail.malformed == 1
+    assert numbers(tail, last=True) == []
+
+
+def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:
+    tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
+    append(path, line(1)[:30] + b"\n" + line(2) + b"noise\n\n" + line(3))
+    assert numbers(tail) == [2, 3]
+    assert tail.malformed == 2
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_much_at_once_comes_in_bounded_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
+    monkeypatch.setattr(otlp_tail, "_MAX_BYTES_PER_LOOK", 10_000)
+    tail = SpoolTail(str(tmp_path))
+    append(tmp_path / "a.events", b"".join(line(number, 500) for number in range(200)))
+    first = numbers(tail, last=last)
+    if last:
+        assert first == list(range(200))
+        return
+    assert 0 < len(first) < 20
+    found = first
+    while more := numbers(tail):
+        found += more
+    assert found == list(range(200))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_endless_line_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
+    monkeypatch.setattr(otlp_tail, "_MAX_BYTES_PER_LOOK", 100_000)
+    tail = SpoolTail(str(tmp_path))
+    append(tmp_path / "a.events", line(1) + b"x" * 1_000_000 + b"\n" + line(2))
+    found = []
+    for _ in range(20):
+        found += numbers(tail, last=last)
+    assert found == [1, 2]
+    assert tail.malformed == 1
+
+
+def test_what_was_there_before_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.events"
+    append(path, line(1))
+    tail = SpoolTail(str(tmp_path), skip_existing=True)
+    assert numbers(tail) == []
+    append(path, line(2))
+    append(tmp_path / "b.events", line(3))
+    assert numbers(tail) == [2, 3]
+    assert numbers(SpoolTail(str(tmp_path))) == [1, 2, 3]
+
+
+def test_files_that_go_shrink_or_are_replaced(tmp_path: Path) -> None:
+    tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
+    append(path, line(1) + line(2))
+    assert numbers(tail) == [1, 2]
+    path.write_bytes(line(3))
+    assert numbers(tail) == [3]
+    path.unlink()
+    assert numbers(tail) == []
+    append(path, line(4))
+    assert numbers(tail) == [4]
+
+
+def test_only_regular_spool_files_are_opened(tmp_path: Path) -> None:
+    """A pipe of that name would hang the reader, a link could lead anywhere."""
+    os.mkfifo(tmp_path / "pipe.events")
+    (tmp_path / "folder.events").mkdir()
+    append(tmp_path / "elsewhere", line(1))
+    (tmp_path / "link.events").symlink_to(tmp_path / "elsewhere")
+    append(tmp_path / "other.log", line(2))
+    tail = SpoolTail(str(tmp_path))
+    assert tail.poll(last=True) == []
+    assert tail.unreadable == 0
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    tail = SpoolTail(str(tmp_path))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(20):
+        append(tmp_path / f"{number}.events", line(number))
+    assert len(tail.poll()) == 20
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
