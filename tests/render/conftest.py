@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import sample
 
 from bootseer.analysis.model import Report
+from render import sample
 
 
 @pytest.fixture(scope="session")

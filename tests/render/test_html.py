@@ -9,16 +9,15 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-import sample
 
 from bootseer.analysis.model import Report
 from bootseer.render import html
+from render import sample
+from render.page import Page, look_up
 
-_VOID = {"meta", "input", "br", "wbr", "img"}
 _SECTIONS = (
     "timeline",
     "chain",
@@ -31,54 +30,6 @@ _SECTIONS = (
     "unobserved",
     "input",
 )
-
-
-class Page(HTMLParser):
-    """What a browser would see: elements with attributes and text, and whether the tags match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.text: dict[int, str] = {}
-        self.open: list[tuple[str, int]] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {key: value or "" for key, value in attrs}))
-        if tag not in _VOID and not self.get_starttag_text().endswith("/>"):  # type: ignore[union-attr]
-            self.open.append((tag, len(self.elements) - 1))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {key: value or "" for key, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        for _, index in self.open:
-            self.text[index] = self.text.get(index, "") + data
-
-    def with_key(self) -> list[tuple[str, str, str]]:
-        """Key, raw value and text of each number that says where it comes from."""
-        return [
-            (attrs["data-key"], attrs["data-value"], self.text.get(i, ""))
-            for i, (_, attrs) in enumerate(self.elements)
-            if "data-key" in attrs
-        ]
-
-
-def look_up(document: Any, key: str) -> Any:
-    """The number at `a.0.b` in the JSON; `length` is the length of a list."""
-    for part in key.split("."):
-        if part == "length":
-            document = len(document)
-        elif isinstance(document, list):
-            document = document[int(part)]
-        else:
-            document = document[part]
-    return document
 
 
 @pytest.mark.parametrize("name", ["small", "big", "empty"])
@@ -218,11 +169,13 @@ def test_marks_of_a_truncated_node(small: Report) -> None:
 
 def test_what_is_not_a_number_is_unobserved(small: Report) -> None:
     node = replace(small.nodes[0], work_s=math.nan, end_s=math.inf, start_s=-math.inf, clock_offset_s=math.nan)
+    node = replace(node, background=[replace(node.background[0], end_s=math.inf)])
     over = replace(small.overhead, startup_s=math.inf, gpu_hours=math.nan)
-    numbers = Page(html.render(replace(small, overhead=over, nodes=[node, *small.nodes[1:]]))).with_key()
-    shown = {key: (raw, text) for key, raw, text in numbers}
+    text = html.render(replace(small, overhead=over, nodes=[node, *small.nodes[1:]]))
+    shown = {key: (raw, said) for key, raw, said in Page(text).with_key()}
     assert shown["overhead.startup_s"] == ("null", "unobserved")
     assert shown["overhead.gpu_hours"] == ("null", "unobserved")
+    assert not re.search(r'="-?(nan|inf)', text)
 
 
 def test_the_bars_cover_the_time_axis(small: Report) -> None:

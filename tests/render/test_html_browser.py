@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_html import Page, look_up
 
 from bootseer.analysis.model import Report
 from bootseer.render import html
+from render.page import Page, look_up
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

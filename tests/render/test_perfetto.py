@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import sample
 
 from bootseer.analysis.model import Report
 from bootseer.render import perfetto
+from render import sample
 
 _REQUIRED = {
     "M": {"name", "pid", "args"},
@@ -87,6 +87,7 @@ def test_arrows_lead_from_the_last_node_to_those_that_waited(small: Report, big:
         starts, ends = events_of(report, "s"), events_of(report, "f")
         assert len(starts) == len(ends) == len({event["id"] for event in starts}) > 0
         assert len(starts) <= perfetto.MAX_FLOWS_PER_BARRIER * len(report.critical_chain)
+        assert {event["name"] for event in starts} == {f"waited for {link.node}" for link in report.critical_chain}
         slices = events_of(report, "X")
         for start, end in zip(sorted(starts, key=lambda e: e["id"]), sorted(ends, key=lambda e: e["id"]), strict=True):
             assert start["id"] == end["id"]
@@ -94,6 +95,13 @@ def test_arrows_lead_from_the_last_node_to_those_that_waited(small: Report, big:
             assert start["pid"] != end["pid"]
             assert [e["cat"] for e in slices if _covers(e, end)][-1] == "wait"
             assert any(_covers(e, start) for e in slices)
+
+
+def test_an_arrow_ends_with_the_wait_when_the_release_takes_time(small: Report) -> None:
+    link = small.critical_chain[0]
+    late = replace(small, critical_chain=[replace(link, release_s=link.release_s + 0.05)])
+    (end,) = events_of(late, "f")
+    assert end["ts"] == round(link.arrival_s * 1e6) - 1
 
 
 def _covers(event: dict[str, Any], point: dict[str, Any]) -> bool:

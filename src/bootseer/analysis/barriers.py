@@ -1,8 +1,8 @@
 """Who waited for whom: the startup as an exact max-plus model of its barriers.
 
 A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival
-is the opening of the barrier before it plus its own work. With these two rules a startup without some node can be computed
-instead of guessed: leaving out one slow node may only move the wait to the next one.
+is the opening of the barrier before it plus its own work. With these two rules a startup without some node can be
+computed instead of guessed: leaving out one slow node may only move the wait to the next one.
 
     arrival(i, k) = open(previous barrier of i) + work(i, k)
     open(k)       = max over i of arrival(i, k) + release(k)

@@ -1,7 +1,7 @@
 """How far the nodes' clocks are apart, told from the barriers that all of them left together.
 
-A barrier releases everybody at the same moment, so that the differences of the times at which nodes say
-they left it are differences of their clocks, up to the time that a release takes. Durations never need this: they come from each
+A barrier releases everybody at the same moment, so that the differences of the times at which nodes say they left it
+are differences of their clocks, up to the time that a release takes. Durations never need this: they come from each
 node's monotonic clock. Called by `analysis.report`. Decides and touches nothing.
 """
 

@@ -1,9 +1,9 @@
 """Compare two startups: what changed, which stage moved, and whether that is more than noise.
 
-Startups on shared machines differ from run to run, and a fleet of a thousand nodes makes any difference "significant". So
-a stage counts as moved only when the difference is large enough to matter (share and seconds), and, where there are nodes
-enough to test, when a Mann-Whitney test over the nodes agrees after Holm's correction for the number of stages. With
-fewer nodes the bar is higher instead. docs/adr/0004 has the measurements behind the limits.
+Startups on shared machines differ from run to run, and a fleet of a thousand nodes makes any difference
+"significant". So a stage counts as moved only when the difference is large enough to matter (share and seconds), and,
+where there are nodes enough to test, when a Mann-Whitney test over the nodes agrees after Holm's correction for the
+number of stages. With fewer nodes the bar is higher instead. docs/adr/0004 has the reasons for the limits.
 
 Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979. Decides and touches nothing.
 """

@@ -167,4 +167,4 @@ def _model_initialization(node: NodeSpans, common: list[Span], spans: list[Span]
     until = min(steps) if steps else end_ns
     if until <= begin_ns:
         return []
-    return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min(begin_ns, min(inner)), until, OK, {})]
+    return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min(begin_ns, *inner), until, OK, {})]

@@ -24,7 +24,7 @@ UNTRACKED_STAGE = "untracked"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a node's timeline that belongs to one stage alone; a node's segments leave no holes and do not overlap."""
+    """A piece of a node's time that belongs to one stage alone; a node's segments leave no holes and do not overlap."""
 
     stage: str
     start_s: float

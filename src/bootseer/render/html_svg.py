@@ -95,9 +95,7 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
     """One row of the timeline. `label` is what a screen reader says instead."""
     shown = segments if len(segments) <= MAX_SEGMENTS else coalesced(segments)
     parts = []
-    for seg in shown:
-        if not (math.isfinite(seg.start_s) and math.isfinite(seg.end_s)) or seg.end_s <= seg.start_s:
-            continue
+    for seg in filter(_drawable, shown):
         mark = " bad" if seg.outcome in ("failed", "truncated") else ""
         parts.append(
             f'<rect class="{palette.css(seg.stage, seg.kind)}{mark}" x="{scale.x(seg.start_s)}%" y="4" '
@@ -108,10 +106,14 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
     parts += (
         f'<rect class="{palette.css(seg.stage, seg.kind)}" x="{scale.x(seg.start_s)}%" y="19" '
         f'width="{_width(seg, scale)}%" height="3"><title>{esc("background " + describe(seg))}</title></rect>'
-        for seg in background
+        for seg in filter(_drawable, background)
     )
     parts.append(barrier_lines(scale))
     return f'<svg class="bar" height="{ROW_HEIGHT}" role="img" aria-label="{esc(label)}">{"".join(parts)}</svg>'
+
+
+def _drawable(seg: Segment) -> bool:
+    return math.isfinite(seg.start_s) and math.isfinite(seg.end_s) and seg.end_s > seg.start_s
 
 
 def _width(seg: Segment, scale: Scale) -> str:

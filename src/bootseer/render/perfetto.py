@@ -200,7 +200,7 @@ def _number(value: float | None) -> float | str:
 
 
 def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
-    """Arrows "waited for node k": from the last node's arrival to the release of nodes that stood waiting.
+    """Arrows "waited for node k": from the last node's arrival to the end of the waits that it ended.
 
     An arrow binds to the slice that is open at its time, so both ends lie a little before the slice's end.
     """
@@ -214,8 +214,8 @@ def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
         if last is None or busy is None:
             continue
         start = max(clock.us(busy.start_s), clock.us(min(link.arrival_s, busy.end_s)) - 2)
-        waiting = [(node, seg) for node in nodes if node is not last and (seg := _covering(node, link.release_s))]
-        waiting = [(node, seg) for node, seg in waiting if seg.kind == WAIT]
+        others = ((node, _covering(node, link.arrival_s)) for node in nodes if node is not last)
+        waiting = [(node, seg) for node, seg in others if seg and seg.kind == WAIT]
         for node, seg in waiting[:MAX_FLOWS_PER_BARRIER]:
             end = clock.us(min(link.release_s, seg.end_s)) - 1
             if end < max(start, clock.us(seg.start_s)):

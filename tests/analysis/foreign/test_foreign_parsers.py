@@ -29,7 +29,7 @@ def test_the_needles_are_few_long_and_each_parser_is_fresh() -> None:
     assert len({parser.name for parser in first}) == len(first)
 
 
-def test_events_survive_the_event_format(read: Any) -> None:
+def test_events_survive_the_event_format() -> None:
     parser = parsers()[1]
     parser.feed(Line("node-0:1:2 [0] NCCL INFO Init timings: rank 0 nranks 8 total 1.5 (x)", "a b.log", 7, 10**18, "n"))
     events = parser.finish().events
@@ -119,6 +119,15 @@ def test_a_run_id_that_nobody_gave_names_no_job(read: Any, run_id: str) -> None:
     assert read(line.replace(run_id, "moe"))["torchelastic"]["events"][0]["job"] == "moe"
 
 
+def test_a_failure_without_the_agents_lines_has_the_restart_of_the_events(read: Any) -> None:
+    metadata = {"run_id": "moe", "state": "START", "agent_restarts": 2}
+    event = {"name": "torchelastic.worker.status.START", "source": "WORKER", "timestamp": 0, "metadata": metadata}
+    failed = "failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python"
+    prefix = "E1120 17:54:26.000000 5 torch/distributed/elastic/multiprocessing/api.py:1002] "
+    events = read(f"{json.dumps(event)}\n{prefix}{failed}")["torchelastic"]["events"]
+    assert [(event["stage"], event["job"], event["restart"]) for event in events] == [("worker_failed", "moe", 2)]
+
+
 # nccl -----------------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +198,7 @@ def test_no_credential_reaches_the_findings(read: Any) -> None:
 def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     lines = [
         'time="2026-11-20T17:54:26Z" level=info msg="PullImage \\"busybox:1\\""',
-        'time="2026-11-20T17:54:29Z" level=info msg="Pulled image \\"docker.io/library/busybox:1\\" with image id '
+        'time="2026-11-20T17:54:29Z" level=info msg="Pulled image \\"registry.example/lib/busybox:1\\" with image id '
         '\\"sha256:1\\", size \\"42\\" in 2.9s"',
     ]
     events = read("\n".join(lines))["containerd"]["events"]
@@ -255,3 +264,51 @@ def test_progress_bars_and_colours_do_no_harm(read: Any) -> None:
     assert [(fact["text"], fact["duration_s"]) for fact in read(text)["uv"]["facts"]] == [
         ("uv installed 3 packages", 1.5)
     ]
+
+
+def test_a_word_of_another_program_does_not_begin_the_install(read: Any) -> None:
+    lines = [
+        "2026-11-20T10:00:00Z INFO: Collecting metrics",
+        "2026-11-20T17:54:20Z Collecting a",
+        "2026-11-20T17:54:30Z Successfully installed a-1.0",
+    ]
+    events = read("\n".join(lines))["pip"]["events"]
+    assert [event["phase"] for event in events] == ["begin", "end"]
+    assert events[1]["wall_ns"] - events[0]["wall_ns"] == 10 * 10**9
+
+
+def test_two_commands_of_uv_are_two_spans_though_the_second_does_not_resolve(read: Any) -> None:
+    lines = ["2026-11-20T10:00:00Z Resolved 3 packages in 1.00s", "2026-11-20T11:00:00Z Installed 3 packages in 2.00s"]
+    events = read("\n".join(lines))["uv"]["events"]
+    assert [events[i + 1]["wall_ns"] - events[i]["wall_ns"] for i in (0, 2)] == [10**9, 2 * 10**9]
+
+
+def test_two_pods_that_pull_one_image_at_once(read: Any) -> None:
+    pull = 'time="2026-11-20T17:54:{second}Z" level=info msg="{said}"'
+    lines = [
+        pull.format(second=20, said='PullImage \\"a/b:1\\"'),
+        pull.format(second=25, said='PullImage \\"a/b:1\\"'),
+        pull.format(second=30, said='Pulled image \\"a/b:1\\" with image id \\"x\\", size \\"42\\" in 10s'),
+        pull.format(second=30, said='PullImage \\"a/b:1\\" returns image reference \\"sha256:1\\"'),
+    ]
+    events = read("\n".join(lines))["containerd"]["events"]
+    assert [event["phase"] for event in events] == ["begin", "end"]
+    assert events[1]["wall_ns"] - events[0]["wall_ns"] == 10 * 10**9
+
+
+def test_two_commands_of_uv_without_times_are_two_facts(read: Any) -> None:
+    facts = read("Resolved 3 packages in 1.00s\nResolved 4 packages in 2.00s\nInstalled 4 packages in 1ms")["uv"][
+        "facts"
+    ]
+    assert [fact["duration_s"] for fact in facts] == [1.0, 2.001]
+
+
+def test_an_install_of_more_than_a_week_is_no_span(read: Any) -> None:
+    lines = [
+        "2026-11-01T00:00:00Z Collecting a",
+        "2026-11-01T00:00:01Z Collecting b",
+        "2026-11-20T00:00:00Z Successfully installed a-1.0 b-1.0",
+    ]
+    found = read("\n".join(lines))["pip"]
+    assert found["events"] == []
+    assert [(fact["text"], fact["duration_s"]) for fact in found["facts"]] == [("pip installed 2 packages", None)]

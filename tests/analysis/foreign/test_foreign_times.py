@@ -95,7 +95,8 @@ def test_naive_times_are_of_the_given_zone() -> None:
     berlin = ZoneInfo("Europe/Berlin")
     for text in ("2026-11-20 18:54:26,000 x", "W1120 18:54:26.000000 1 x", "Nov 20 18:54:26 host x: y"):
         assert parse_prefix(text, reference_ns=REFERENCE_NS, zone=berlin).wall_ns == BASE
-    assert parse_prefix("2026-11-20 17:54:26 +0000 x", reference_ns=0, zone=berlin).wall_ns == BASE
+    for text in ("2026-11-20 17:54:26 +0000 x", "2026-11-20T17:54:26Z x"):
+        assert parse_prefix(text, reference_ns=0, zone=berlin).wall_ns == BASE
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,9 @@ class Builder:
 
     def finish(self) -> Findings:
         """Everything, under the job that the file named."""
-        events = self._findings.events
-        events[:] = [event._replace(job=self.job) for event in events]
+        if self.job != UNKNOWN_JOB:
+            events = self._findings.events
+            events[:] = [event._replace(job=self.job) for event in events]
         return self._findings
 
     def _event(self, line: Line, stage: str, place: Place, attrs: Mapping[str, Any] | None) -> Event:

@@ -8,7 +8,7 @@ When pip builds a package, an inner pip prints the same words two blanks further
 never end it.
 
     Resolved 8 packages in 264ms          uv; then `Prepared`, `Uninstalled`, `Installed`
-    Checked 2 packages in 42ms            uv when all is there; `Audited` before 0.9
+    Checked 2 packages in 42ms            uv when all is there; older versions: `Audited`
 
 uv prints a duration for each phase: with line times a span that reaches back before the first, else a fact with their
 sum. Package names and URLs are never repeated: a requirement may hold a token. Decides and touches nothing.
@@ -21,18 +21,24 @@ import re
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, plain
 from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.units import NS_PER_S
 
 STAGE = "environment_setup.install"
 
-_START = r"(?:^|(?<=[\s\]:|]))"
+_LONE_NS = 600 * NS_PER_S
+_PAUSE_NS = 5 * NS_PER_S
+_PHASES = ("Resolved", "Prepared", "Uninstalled", "Installed", "Checked", "Audited")
+
+# What may stand before pip's words: nothing, or the end of a label or of a time.
+_START = r"(?:^|[\]:|>)]|[.,:]\d{2,9}Z?|[+-]\d{4}|std(?:out|err) [FP])"
 _BEGINS = re.compile(
-    _START
-    + r"(?:(Collecting) \S+(?:\s*$|\s*@ \S| \(from )|(Building wheels|Installing)[a-z ]{0,5} collected packages: \S)",
+    _START + r"([ \t]*)(?:(Collecting) \S+(?:\s*$|\s*@ \S| \(from )"
+    r"|(Building wheels for|Installing) collected packages: \S)",
     re.MULTILINE,
 )
-_INSTALLED = re.compile(_START + r"Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE)
+_INSTALLED = re.compile(_START + r"([ \t]*)Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE)
 _UV = re.compile(
-    r"(?:^|(?<=\s))(Resolved|Prepared|Uninstalled|Installed|Checked|Audited) (\d{1,7}) packages? in "
+    r"(?:^|(?<=\s))(" + "|".join(_PHASES) + r") (\d{1,7}) packages? in "
     rf"({durations.PATTERN})",
     re.MULTILINE,
 )
@@ -49,40 +55,49 @@ class PipParser:
         self._builder = Builder(self.name)
         self._first: Line | None = None
         self._collected = 0
+        self._sure = False
         self._installing = False
 
     def feed(self, line: Line) -> None:
         # Progress bars draw over themselves: each stretch between carriage returns is a line.
         text = plain(line.text).replace("\r", "\n")
         if begins := _BEGINS.search(text):
-            nested = text.endswith("  ", 0, begins.start())
-            if self._installing and not nested and begins[2] != "Building wheels":
-                self._close()  # a good burst says that it ended before the next begins
-            self._first = self._first or line
-            if not nested:
-                self._collected += begins[1] is not None
-                self._installing |= begins[2] == "Installing"
-        elif (installed := _INSTALLED.search(text)) and not text.endswith("  ", 0, installed.start()):
-            packages = installed[1].split(" ")
+            self._begins(line, nested=len(begins[1]) > 1, words=begins[2] or begins[3])
+        elif (installed := _INSTALLED.search(text)) and len(installed[1]) < 2:
+            packages = installed[2].split(" ")
             if all("-" in package for package in packages):  # name-version; else another program's sentence
                 self._installed(line, len(packages))
 
+    def _begins(self, line: Line, *, nested: bool, words: str) -> None:
+        if (self._installing and not nested and words != "Building wheels for") or self._lone(line):
+            self._close()  # a good burst says that it ended before the next begins
+        self._first = self._first or line
+        self._collected += words == "Collecting"
+        self._sure |= self._collected > 1 or words != "Collecting"
+        self._installing |= words == "Installing" and not nested
+
+    def _lone(self, line: Line) -> bool:
+        """Whether all so far is one `Collecting` of long ago: another program's word."""
+        if self._first is None or self._first.wall_ns is None or line.wall_ns is None:
+            return False
+        return not self._sure and line.wall_ns - self._first.wall_ns > _LONE_NS
+
     def _installed(self, line: Line, count: int) -> None:
-        first = self._first or line
-        begin_ns = first.wall_ns if self._first else None
+        first = None if self._lone(line) else self._first
+        begin_ns = first.wall_ns if first is not None else None
         attrs = {"packages": count}
-        if line.wall_ns is None or not self._builder.span(first, STAGE, begin_ns, line.wall_ns, attrs=attrs):
+        if line.wall_ns is None or not self._builder.span(first or line, STAGE, begin_ns, line.wall_ns, attrs=attrs):
             self._builder.fact(line, STAGE, f"pip installed {_packages(count)}", None)
         self._reset()
 
     def _close(self) -> None:
-        """A burst whose end is not in the log. One `Collecting` alone may be another program's word."""
-        if self._first is not None and (self._installing or self._collected > 1):
+        """A burst whose end is not in the log."""
+        if self._first is not None and self._sure:
             self._builder.span(self._first, STAGE, self._first.wall_ns, None)
         self._reset()
 
     def _reset(self) -> None:
-        self._first, self._collected, self._installing = None, 0, False
+        self._first, self._collected, self._sure, self._installing = None, 0, False, False
 
     def finish(self) -> Findings:
         self._close()
@@ -104,11 +119,22 @@ class UvParser:
             duration_ns = durations.parse(found[3].rstrip())
             if duration_ns is None:
                 continue
-            if found[1] == "Resolved":
+            if not self._follows(line, found[1], duration_ns):
                 self._close()
-            self._phases.append((line, found[1].lower(), int(found[2]), duration_ns))
+            self._phases.append((line, found[1], int(found[2]), duration_ns))
             if found[1] in ("Installed", "Checked", "Audited"):
                 self._close()
+
+    def _follows(self, line: Line, phase: str, duration_ns: int) -> bool:
+        """Whether the phase belongs to the same command: later in uv's order, and begun when the last one ended."""
+        if not self._phases:
+            return True
+        last, last_phase, _, _ = self._phases[-1]
+        if line.wall_ns is not None and last.wall_ns is not None:
+            pause_ns = line.wall_ns - duration_ns - last.wall_ns
+            if pause_ns > _PAUSE_NS:
+                return False
+        return _PHASES.index(phase) > _PHASES.index(last_phase)
 
     def _close(self) -> None:
         if not self._phases:
@@ -117,10 +143,10 @@ class UvParser:
         last, phase, count, _ = self._phases[-1]
         spanned = False
         if first.wall_ns is not None and last.wall_ns is not None:
-            attrs = {"packages": count if phase == "installed" else 0}
+            attrs = {"packages": count if phase == "Installed" else 0}
             spanned = self._builder.span(first, STAGE, first.wall_ns - reach_back_ns, last.wall_ns, attrs=attrs)
         if not spanned:
-            text = ", ".join(f"{word} {_packages(number)}" for _, word, number, _ in self._phases)
+            text = ", ".join(f"{word.lower()} {_packages(number)}" for _, word, number, _ in self._phases)
             self._builder.fact(last, STAGE, f"uv {text}", sum(phase[3] for phase in self._phases))
         self._phases = []
 

@@ -51,7 +51,6 @@ _CRI_PULLED = re.compile(
 _TABLE_POD = re.compile(rf"\b[Pp]od/({_POD_NAME})\s")
 _KLOG_POD = re.compile(rf'\bobject="(?:{_POD_NAME}/)?({_POD_NAME})"')
 
-
 # In the order in which they happen within one second, which is as fine as the times of most events are.
 _KINDS = {
     "created": _CREATED,
@@ -116,7 +115,7 @@ class KubernetesParser:
             # Events have whole seconds, durations milliseconds: the duration is the better begin.
             begun_ns = begun.wall_ns if begun is not None else None
             begin_ns = begun_ns if whole_ns is None else moment.wall_ns - whole_ns
-            if self._span(begun or moment, pulled[1], begin_ns, moment.wall_ns, pod=moment.pod, attrs=attrs):
+            if self._span(begun or moment, pulled[1], begin_ns, moment.wall_ns, attrs=attrs):
                 return
         if whole_ns is not None:
             image = make.image_reference(pulled[1]) or "image"
@@ -129,15 +128,14 @@ class KubernetesParser:
         begin_ns: int | None,
         end_ns: int | None,
         *,
-        pod: str = "",
         outcome: str = OK,
         attrs: dict[str, Any] | None = None,
     ) -> bool:
         known = {"image": make.image_reference(image), "host": moment.host}
         told: dict[str, Any] = {key: value for key, value in known.items() if value}
-        node = pod or moment.pod or moment.line.node
         told.update(attrs or {})
-        return self._builder.span(moment.line, PULL, begin_ns, end_ns, place=Place(node), outcome=outcome, attrs=told)
+        place = Place(moment.pod)
+        return self._builder.span(moment.line, PULL, begin_ns, end_ns, place=place, outcome=outcome, attrs=told)
 
     def finish(self) -> Findings:
         # `kubectl get events` promises no order.
@@ -192,14 +190,15 @@ class ContainerdParser:
             self._end(line, pulled[1], durations.parse(pulled[3]) if pulled[3] else None, attrs, OK)
 
     def _end(self, line: Line, image: str, duration_ns: int | None, attrs: dict[str, Any], outcome: str) -> None:
-        # The begin has the name that was asked for, the end may have it in full: docker.io/library/busybox:latest.
-        key = image if image in self._pulling else image.removeprefix("docker.io/").removeprefix("library/")
-        begun = self._pulling.pop(key, None)
-        begin_ns = begun.wall_ns if begun is not None else None
-        if begin_ns is None and line.wall_ns is not None and duration_ns is not None:
-            begin_ns = line.wall_ns - duration_ns
+        # The begin has the name that was asked for, the end may have it in full, with the default registry.
+        short = (name for name in self._pulling if image.endswith("/" + name))
+        begun = self._pulling.pop(image if image in self._pulling else next(short, image), None)
         attrs = {"image": make.image_reference(image), **attrs}
         if line.wall_ns is not None:
+            # Two pods may pull one image at once: the begin at hand is the later one's, the duration knows better.
+            begins = [begun.wall_ns] if begun is not None and begun.wall_ns is not None else []
+            begins += [line.wall_ns - duration_ns] if duration_ns is not None else []
+            begin_ns = min(begins, default=None)
             self._builder.span(begun or line, PULL, begin_ns, line.wall_ns, outcome=outcome, attrs=attrs)
         elif duration_ns is not None:
             self._builder.fact(line, PULL, f"{attrs['image'] or 'image'} pulled", duration_ns)

@@ -52,6 +52,7 @@ class _Communicator:
     end_ns: int | None = None
     total_ns: int | None = None
     parts: str = ""
+    """What is in the parentheses behind the total."""
     complete: bool = False
 
 
@@ -103,8 +104,7 @@ class NcclParser:
             done = _Communicator(line, host, pid, comm_rank, size, end_ns=line.wall_ns, complete=True)
             self._communicators.append(done)
         done.total_ns = total_ns
-        parts = ((part[1], durations.from_seconds(part[2])) for part in _PART.finditer(timings[4] or ""))
-        done.parts = ", ".join(f"{word} {format_seconds(seconds(ns))}" for word, ns in parts if ns)
+        done.parts = timings[4] or ""
 
     def finish(self) -> Findings:
         builder = Builder(self.name)
@@ -120,8 +120,12 @@ class NcclParser:
                 comm.line, STAGE, begin_ns, comm.end_ns, place=place, attrs=attrs
             )
             if not spanned and comm.total_ns is not None:
-                text = f"NCCL communicator of {comm.size}, rank {comm.comm_rank}"
-                builder.fact(
-                    comm.line, STAGE, f"{text}: {comm.parts}" if comm.parts else text, comm.total_ns, node=comm.host
-                )
+                builder.fact(comm.line, STAGE, _described(comm), comm.total_ns, node=comm.host)
         return builder.finish()
+
+
+def _described(comm: _Communicator) -> str:
+    text = f"NCCL communicator of {comm.size}, rank {comm.comm_rank}"
+    parts = ((part[1], durations.from_seconds(part[2])) for part in _PART.finditer(comm.parts))
+    told = ", ".join(f"{word} {format_seconds(seconds(ns))}" for word, ns in parts if ns)
+    return f"{text}: {told}" if told else text

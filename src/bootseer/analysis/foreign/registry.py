@@ -6,8 +6,8 @@ Every distinct needle is one pass over the bytes (about 1.5 GB/s each), paid by 
 so the needles of all parsers together are eight:
 
     ` nranks `            all of NCCL, in any version
-    `torch/distributed/`  all lines of torchrun since torch 2.3, also those of one message's many lines
-    `elastic.`            torchrun's events, and its lines before torch 2.3
+    `torch/distributed/`  all lines of torchrun, also those of one message's many lines
+    `elastic.`            torchrun's events, and the lines of older versions
     `Successful`          `Successfully assigned`, `pulled image`, `installed`; the reason `SuccessfulCreate`
     ` image \\`            `Pulling`, `Failed to pull`, `already present`, containerd's `Pulled`: where they have a time
     `PullImage`           containerd's begin and end of a pull

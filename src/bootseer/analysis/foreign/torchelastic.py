@@ -1,15 +1,15 @@
 """torchrun's agent: launcher rendezvous, start and failure of workers, restarts.
 
-Read are the agent's log lines, which exist at `LOGLEVEL=INFO` (torch 2.3 and later; torch 2.0 to 2.2 in brackets):
+Read are the agent's log lines, which exist at `LOGLEVEL=INFO`; current torch, and older versions:
 
     I1120 17:54:26.369000 5426 torch/distributed/elastic/agent/server/api.py:707] [default] Rendezvous'ing worker group
     [2026-11-20 17:54:26,369] torch.distributed.elastic.agent.server.api: [INFO] [default] Rendezvous'ing worker group
 
-and the JSON events of `--event-log-handler=console`. These have neither a usable time (`timestamp` is 0 in every
-torch) nor a log prefix: unless a log collector stamped them, the rendezvous in them is a fact, and the agent's lines
-are preferred to them. `SUCCEEDED` of an AGENT is written for failed workers too, so no outcome is read from it.
-Rendezvous' own events (`RdzvEvent`) go to a null handler and are in no log. At the default level only failures and the
-warning about OMP_NUM_THREADS are printed: the launcher's start, and each failed worker.
+and the JSON events of `--event-log-handler=console`. These have neither a usable time (torch leaves `timestamp` 0) nor
+a log prefix: unless a log collector stamped them, the rendezvous in them is a fact, and the agent's lines are preferred
+to them. `SUCCEEDED` of an AGENT is written for failed workers too, so no outcome is read from it. Rendezvous' own
+events (`RdzvEvent`) go to a null handler and are in no log. At the default level only failures and the warning about
+OMP_NUM_THREADS are printed: the launcher's start, and each failed worker.
 
 Decides and touches nothing.
 """
@@ -81,8 +81,8 @@ class TorchElasticParser:
     """See the module's docstring."""
 
     name = "torchelastic"
-    # The first holds in every line that torch's launcher and agent write since 2.3, among them the lines of a message
-    # of many lines; the second in the events and in the lines of older versions.
+    # The first holds in every line of torch's launcher and agent, among them the lines of a message of many lines; the
+    # second in the events and in the lines of older versions.
     needles: tuple[bytes, ...] = (b"torch/distributed/", b"elastic.")
 
     def __init__(self) -> None:

@@ -1,0 +1,5 @@
+"""`python -m bootseer`."""
+
+from bootseer.cli.main import main
+
+main()

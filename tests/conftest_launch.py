@@ -1,0 +1,53 @@
+"""Run the real program, with its spool in a folder of the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bootseer.analysis.inputs import sources
+from bootseer.analysis.scan import scan
+from bootseer.trace.event import Event
+
+BOOTSEER = (sys.executable, "-m", "bootseer")
+_LAUNCHERS = ("SLURM_", "PET_", "TORCHELASTIC_", "SKYPILOT_", "BOOTSEER_", "TRACEPARENT", "OTEL_", "POD_UID")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The machine's environment without any launcher's words, and a spool of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return {**clean, "BOOTSEER_SPOOL": str(tmp_path / "spool")}
+
+
+@pytest.fixture
+def run(env: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run(words, ...)`: bootseer with these words, to its end."""
+
+    def call(*words: str, more: dict[str, str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
+        options: dict[str, object] = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path, **kwargs}
+        return subprocess.run([*BOOTSEER, *words], env={**env, **(more or {})}, **options)  # type: ignore[call-overload]
+
+    return call
+
+
+@pytest.fixture
+def events(env: dict[str, str]) -> Callable[[], list[Event]]:
+    """`events()`: what is in the spool, in order of time."""
+
+    def read() -> list[Event]:
+        found = scan(sources([env["BOOTSEER_SPOOL"]]))
+        assert not found.skipped
+        return sorted(found.events, key=lambda event: event.mono_ns)
+
+    return read
+
+
+def stages(events: Sequence[Event], phase: str = "begin") -> list[str]:
+    """Names of the stages, in order."""
+    return [event.stage for event in events if event.phase == phase]

@@ -1,0 +1,74 @@
+"""Training programs for the hook's tests. None of them knows of BootSeer."""
+
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file, load_file
+from torch.nn.parallel import DistributedDataParallel
+folder = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+state = {"model": model.state_dict()}
+dcp.save(state, checkpoint_id=folder + "/dcp")
+torch.save(model.state_dict(), f"{folder}/plain{rank}.pt")
+save_file(model.state_dict(), f"{folder}/safe{rank}.safetensors")
+dcp.load(state, checkpoint_id=folder + "/dcp")
+model.load_state_dict(torch.load(f"{folder}/plain{rank}.pt"))
+model.load_state_dict(load_file(f"{folder}/safe{rank}.safetensors"))
+with torch.no_grad():
+    model.eval()(torch.zeros(1, 32))
+ddp = DistributedDataParallel(model.train())
+optimizer = torch.optim.AdamW(ddp.parameters())
+data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=8, num_workers=1)
+for batch in data:
+    optimizer.zero_grad()
+    ddp(batch).square().sum().backward()
+    optimizer.step()
+import torch.distributed.distributed_c10d as c10d
+import torch.nn.modules.module as module
+import torch.optim.optimizer as optim
+ours = [f.__name__ for f in (torch.load, dcp.load, dist.all_reduce, c10d.all_reduce, dist.barrier)
+        if "bootseer" in f.__code__.co_filename]
+print("left behind", ours, len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre_hooks),
+      len(optim._global_optimizer_post_hooks))
+print("path", [p for p in sys.path if "bootseer" in p and "hook" in p], torch.__spec__.loader.__class__.__name__)
+dist.destroy_process_group()
+"""
+
+SINGLE = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+DIES_IN_FIRST_STEP = """
+import os, signal, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = model(torch.ones(2, 4)).sum()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+COMPILED = """
+import torch, torch._dynamo
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@torch.compile(backend="eager")
+def forward(batch):
+    return model(batch).sum()
+
+for _ in range(6):
+    optimizer.zero_grad()
+    forward(torch.ones(2, 8)).backward()
+    optimizer.step()
+counters = torch._dynamo.utils.counters
+print("graphs", counters["stats"]["unique_graphs"], "breaks", sum(counters["graph_break"].values()),
+      "recompiles", len(counters["recompiles"]))
+"""

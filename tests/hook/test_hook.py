@@ -1,0 +1,170 @@
+"""The hook in real training processes: what it marks, what it leaves behind, and that it fails open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest_launch import stages
+from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, SINGLE, TRAIN
+
+TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+STAGE = "model_initialization."
+
+
+def _torch() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+needs_torch = [pytest.mark.torch, pytest.mark.skipif(not _torch(), reason="PyTorch is not installed")]
+pytestmark = needs_torch
+
+
+def _write(folder: Path, source: str) -> str:
+    (folder / "job.py").write_text(source)
+    return str(folder / "job.py")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """One real distributed job on two ranks, its output and its events."""
+    from bootseer.analysis.inputs import sources
+    from bootseer.analysis.scan import scan
+
+    folder = tmp_path_factory.mktemp("trained")
+    env = {**os.environ, "BOOTSEER_SPOOL": str(folder / "spool")}
+    words = [sys.executable, "-m", "bootseer", "run", "--job", "hooked", "--", TORCHRUN, "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, _write(folder, TRAIN), str(folder)], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done, scan(sources([str(folder / "spool")])).events
+
+
+def test_every_stage_is_marked_on_every_rank(trained):
+    _, events = trained
+    for rank in (0, 1):
+        mine = sorted((e for e in events if e.rank == rank), key=lambda e: e.mono_ns)
+        assert stages(mine) == [
+            STAGE + "interpreter",
+            STAGE + "import_torch",
+            STAGE + "process_group",
+            STAGE + "first_collective",
+            STAGE + "checkpoint_read",
+            STAGE + "checkpoint_read",
+            STAGE + "checkpoint_read",
+            "first_step",
+        ]
+        assert sorted(stages(mine)) == sorted(stages(mine, "end"))
+        assert all(event.outcome == "ok" for event in mine if event.phase == "end")
+        assert stages(mine, "instant")[:2] == ["rank_known", "training_began"]
+
+
+def test_the_launcher_is_told_apart(trained):
+    _, events = trained
+    launcher = [event for event in events if event.stage == STAGE + "launcher_rendezvous"]
+    assert [event.phase for event in launcher] == ["begin", "end"]
+    assert launcher[0].attrs["barrier"] == "launcher_rendezvous:0"
+    assert launcher[0].rank == -1
+
+
+def test_reads_are_told_with_api_and_bytes(trained):
+    _, events = trained
+    reads = [e for e in events if e.stage == STAGE + "checkpoint_read" and e.phase == "begin" and e.rank == 0]
+    assert [read.attrs["api"] for read in reads] == [
+        "torch.distributed.checkpoint.load",
+        "torch.load",
+        "safetensors.torch.load_file",
+    ]
+    assert all(read.attrs["bytes"] > 8000 for read in reads)
+
+
+def test_evaluation_is_not_the_first_step(trained):
+    _, events = trained
+    first = next(e for e in events if e.stage == "first_step" and e.rank == 0)
+    reads = [e for e in events if e.stage == STAGE + "checkpoint_read" and e.rank == 0]
+    assert first.mono_ns > max(read.mono_ns for read in reads)
+
+
+def test_one_trace_and_true_parents(trained):
+    _, events = trained
+    assert len({event.trace for event in events}) == 1
+    spans = {event.span for event in events}
+    assert all(event.parent in spans for event in events if event.stage != "run")
+
+
+def test_data_loaders_and_forks_write_nothing(trained):
+    _, events = trained
+    assert Counter(event.pid for event in events).keys() == {
+        event.pid for event in events if event.stage in ("run", STAGE + "interpreter")
+    }
+    assert len({event.pid for event in events}) == 4  # run, torchrun, two ranks
+
+
+def test_nothing_is_left_behind(trained):
+    done, _ = trained
+    assert done.stdout.count("left behind [] 0 0 0") == 2
+    assert done.stdout.count("path [] SourceFileLoader") == 2
+
+
+def test_a_single_process_needs_no_launcher(run, events, tmp_path):
+    assert run("run", "--", sys.executable, _write(tmp_path, SINGLE)).returncode == 0
+    found = events()
+    assert "first_step" in stages(found, "end")
+    assert stages(found, "instant")[0] == "training_began"
+    assert "steady_step" in stages(found, "instant")
+
+
+def test_death_in_the_first_step_leaves_it_open(run, events, tmp_path):
+    assert run("run", "--", sys.executable, _write(tmp_path, DIES_IN_FIRST_STEP)).returncode == 137
+    found = events()
+    assert "first_step" in stages(found)
+    assert "first_step" not in stages(found, "end")
+
+
+def test_compiled_code_is_compiled_as_without_us(run, tmp_path):
+    job = _write(tmp_path, COMPILED)
+    plain = subprocess.run([sys.executable, job], capture_output=True, text=True, timeout=120, check=True)
+    hooked = run("run", "--", sys.executable, job, timeout=120)
+    assert hooked.returncode == 0
+    assert hooked.stdout == plain.stdout
+
+
+@pytest.mark.parametrize("how", ["--no-hook", "BOOTSEER_HOOK"])
+def test_it_can_be_switched_off(run, events, tmp_path, how):
+    flags, more = (["--no-hook"], {}) if how == "--no-hook" else ([], {"BOOTSEER_HOOK": "0"})
+    assert run("run", *flags, "--", sys.executable, _write(tmp_path, SINGLE), more=more).returncode == 0
+    assert stages(events()) == ["run", "command"]
+
+
+def test_torch_works_where_bootseer_is_not_installed(run, events, tmp_path):
+    """The job's interpreter has torch on its path and BootSeer not."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    site = next((bare / "lib").glob("python3*/site-packages"))
+    import torch
+
+    (site / "torch-only.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    python = str(bare / "bin" / "python")
+    probe = subprocess.run([python, "-S", "-c", "import bootseer"], capture_output=True, check=False)
+    assert probe.returncode != 0
+    assert run("run", "--", python, _write(tmp_path, SINGLE)).returncode == 0
+    assert "first_step" in stages(events(), "end")
+
+
+def test_an_error_in_the_hook_does_not_reach_the_job(run, events, tmp_path):
+    job = _write(
+        tmp_path, "import torch.optim.optimizer as o\n" + SINGLE.replace("import torch", "import torch, sys", 1)
+    )
+    broken = "import bootseer.hook.marks as m\nm._state.tracer.identity = None\n"
+    (tmp_path / "job.py").write_text("import torch\n" + broken + SINGLE)
+    done = run("run", "--", sys.executable, job)
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
+    assert "training_began" not in stages(events(), "instant")

@@ -1,0 +1,44 @@
+"""The injected sitecustomize in interpreters without torch: it must not be noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from conftest_launch import stages
+
+
+def test_a_python_without_torch_writes_nothing(run, events):
+    assert run("run", "--", sys.executable, "-c", "import json, http.client").returncode == 0
+    assert stages(events()) == ["run", "command"]
+
+
+def test_the_jobs_own_sitecustomize_still_runs(run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.marked = 'own'\n")
+    code = "import sys; print(sys.marked, sys.modules['sitecustomize'].__file__)"
+    done = run("run", "--", sys.executable, "-c", code, more={"PYTHONPATH": str(tmp_path)})
+    assert done.stdout == f"own {tmp_path}/sitecustomize.py\n"
+
+
+def test_an_error_in_the_jobs_sitecustomize_is_told_as_ever(run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('mine')\n")
+    more = {"PYTHONPATH": str(tmp_path)}
+    done = run("run", "-q", "--", sys.executable, "-c", "print('on')", more=more)
+    assert (done.returncode, done.stdout) == (0, "on\n")
+    assert "RuntimeError: mine" in done.stderr
+
+
+def test_the_path_of_the_program_is_as_without_us(run):
+    code = "import sys; print(sys.path, sys.flags, 'bootseer' in sys.modules)"
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run("run", "--", sys.executable, "-c", code).stdout == plain.stdout
+
+
+def test_isolated_interpreters_run_without_the_hook(run):
+    assert run("run", "--", sys.executable, "-I", "-c", "print(1)").stdout == "1\n"
+
+
+def test_pythonpath_of_the_user_stays_behind_ours(run, tmp_path):
+    (tmp_path / "mine.py").write_text("value = 42\n")
+    done = run("run", "--", sys.executable, "-c", "import mine; print(mine.value)", more={"PYTHONPATH": str(tmp_path)})
+    assert done.stdout == "42\n"

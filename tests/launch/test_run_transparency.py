@@ -1,0 +1,271 @@
+"""The job is sacred: each sentence of rule 5 of the design, tried with the real program."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest_launch import BOOTSEER
+
+PRINT_ARGS = "import sys; print(sys.argv[1:])"
+# Counts signals for as long as it is told, then says which came.
+COUNT_SIGNALS = """
+import os, signal, sys, time
+got = []
+for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT"):
+    signal.signal(getattr(signal, "SIG" + name), lambda n, f: got.append(n))
+print("ready", flush=True)
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end and len(got) < int(sys.argv[2]):
+    time.sleep(0.01)
+time.sleep(0.2)
+print(*(signal.Signals(n).name for n in got), flush=True)
+"""
+
+
+def start(env: dict[str, str], *words: str, **kwargs: object) -> subprocess.Popen[str]:
+    options: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
+    return subprocess.Popen([*BOOTSEER, *words], env=env, **options)  # type: ignore[call-overload]
+
+
+def test_only_the_command_writes_to_stdout(run):
+    done = run("run", "--", sys.executable, "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--job", "x"],
+        ["--", "--help"],
+        ["-h"],
+        ["a b", "c\nd", "é", "", "*", "$HOME", "--version"],
+        ["--json", "--requirements", "nothing"],
+    ],
+)
+def test_arguments_arrive_untouched(run, words):
+    done = run("run", "--", sys.executable, "-c", PRINT_ARGS, *words)
+    assert done.stdout == f"{words}\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 7, 93, 126, 127, 128, 143, 255])
+def test_exit_code_is_the_commands(run, code):
+    assert run("run", "--", "sh", "-c", f"exit {code}").returncode == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGSEGV, signal.SIGUSR1])
+def test_death_by_signal_is_128_plus_its_number(run, number):
+    assert run("run", "--", "sh", "-c", f"kill -{int(number)} $$").returncode == 128 + number
+
+
+def test_a_command_that_is_not_there_is_127(run):
+    done = run("run", "--", "no-such-program-anywhere")
+    assert done.returncode == 127
+    assert "no-such-program-anywhere: command not found" in done.stderr
+
+
+def test_a_command_that_cannot_be_executed_is_126(run, tmp_path):
+    (tmp_path / "data").write_text("no program")
+    assert run("run", "--", str(tmp_path / "data")).returncode == 126
+
+
+def test_a_script_without_interpreter_line_runs_as_in_a_shell(run, tmp_path):
+    script = tmp_path / "plain script"
+    script.write_text('echo "$1"\n')
+    script.chmod(0o755)
+    assert run("run", "--", str(script), "hello").stdout == "hello\n"
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--"], ["run", "true"], ["run", "--no-such-option", "--", "true"]])
+def test_usage_errors_are_2_and_start_nothing(run, words):
+    done = run(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_stdin_is_inherited(run):
+    assert run("run", "--", "cat", input="through\n").stdout == "through\n"
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT"])
+def test_each_signal_arrives_once(env, name):
+    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "1") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(getattr(signal, f"SIG{name}"))
+        assert process.stdout.readline() == f"SIG{name}\n"
+        assert process.wait(10) == 0
+
+
+def test_a_second_term_is_not_swallowed(env):
+    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "2") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        time.sleep(0.3)
+        process.terminate()
+        assert process.stdout.readline() == "SIGTERM SIGTERM\n"
+
+
+def test_the_whole_process_group_gets_the_signal(env, tmp_path):
+    marks = [tmp_path / "parent", tmp_path / "child"]
+    script = (
+        f"( trap 'echo got > {marks[1]}; exit 0' TERM; echo up > {tmp_path}/up; while :; do sleep 0.05; done ) & "
+        f"trap 'wait; echo got > {marks[0]}; exit 0' TERM; while :; do sleep 0.05; done"
+    )
+    with start(env, "run", "-q", "--", "bash", "-c", script) as process:
+        _until(lambda: (tmp_path / "up").exists())
+        time.sleep(0.2)
+        process.terminate()
+        process.wait(10)
+    assert all(mark.exists() for mark in marks)
+
+
+def _until(true, timeout_s: float = 15.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_term_during_the_setup_ends_the_run(env, tmp_path):
+    setup = tmp_path / "setup.sh"
+    setup.write_text(f"touch {tmp_path}/up\nexec sleep 60\n")
+    with start(env, "run", "--setup", str(setup), "--", "echo", "never") as process:
+        _until(lambda: (tmp_path / "up").exists())
+        process.terminate()
+        out, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert out == ""
+    assert "environment setup failed" in err
+
+
+def test_ignored_signals_stay_ignored(env):
+    """`nohup bootseer run ...`: the command must inherit that HUP is ignored."""
+    code = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    words = ["nohup", *BOOTSEER, "run", "-q", "--", sys.executable, "-c", code]
+    done = subprocess.run(
+        words, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False
+    )
+    assert done.stdout == "True\n"
+
+
+def test_the_command_starts_with_no_signal_blocked_or_ignored(run):
+    done = run("run", "--", "grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
+    plain = subprocess.run(
+        ["grep", "-E", "Sig(Blk|Ign)", "/proc/self/status"], capture_output=True, text=True, check=True
+    )
+
+    def masks(text: str) -> list[int]:
+        # glibc's posix_spawn ignores the two signals that it keeps for itself (32, 33) in the new process.
+        return [int(line.split()[1], 16) & ~(0b11 << 31) for line in text.splitlines()]
+
+    assert masks(done.stdout) == masks(plain.stdout)
+
+
+def test_descriptors_do_not_leak_into_the_command(run):
+    done = run("run", "--", "ls", "/proc/self/fd")
+    assert done.stdout.split() == ["0", "1", "2", "3"]  # 3 is the folder that ls reads
+
+
+def _on_a_terminal(env: dict[str, str], words: list[str], keys: bytes, ready: bytes) -> tuple[int, bytes]:
+    """Run on a pseudo terminal of its own session, press keys once `ready` was shown; exit code and output."""
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execve(words[0], words, env)
+    output, pressed, end = b"", False, time.monotonic() + 20
+    while time.monotonic() < end:
+        if select.select([master], [], [], 0.1)[0]:
+            try:
+                data = os.read(master, 4096)
+            except OSError:
+                break
+            if not data:
+                break
+            output += data
+        if ready in output and not pressed:
+            os.write(master, keys)
+            pressed = True
+    os.close(master)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output
+
+
+def test_the_terminal_stays_the_commands(env):
+    code = "import os,sys; print([os.isatty(n) for n in (0,1,2)]); print('ready', flush=True); print('<'+input()+'>')"
+    status, output = _on_a_terminal(
+        env, [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", code], b"typed\n", b"ready"
+    )
+    assert status == 0
+    assert b"[True, True, True]" in output
+    assert b"<typed>" in output
+
+
+def test_ctrl_c_arrives_once(env):
+    words = [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "1"]
+    status, output = _on_a_terminal(env, words, b"\x03", b"ready")
+    assert status == 0
+    assert re.findall(rb"SIG\w+", output) == [b"SIGINT"]
+
+
+def test_ctrl_z_and_fg_work(env, tmp_path):
+    """A shell with job control stops and continues the job as it would without us."""
+    script = tmp_path / "job.sh"
+    words = " ".join([*BOOTSEER, "run", "-q", "--", "sh", "-c", "'echo ready; sleep 1.5; echo done'"])
+    script.write_text(f"set -m\n{words}\necho stopped=$?\nfg >/dev/null\necho end=$?\n")
+    bash = shutil.which("bash")
+    assert bash
+    status, output = _on_a_terminal(env, [bash, str(script)], b"\x1a", b"ready")
+    assert b"stopped=148" in output  # 128 + SIGTSTP
+    assert b"done" in output
+    assert b"end=0" in output
+    assert status == 0
+
+
+def test_disable_is_a_plain_exec(env):
+    with start({**env, "BOOTSEER_DISABLE": "1"}, "run", "--", "sh", "-c", "echo $$; env") as process:
+        out, _ = process.communicate(timeout=20)
+    pid, *variables = out.splitlines()
+    assert int(pid) == process.pid
+    assert not [v for v in variables if v.startswith(("BOOTSEER_TRACE", "TRACEPARENT", "PYTHONPATH"))]
+    assert not Path(env["BOOTSEER_SPOOL"]).exists()
+
+
+def test_disable_still_runs_the_setup(run, tmp_path):
+    (tmp_path / "setup.sh").write_text(f"echo ran > {tmp_path}/mark\n")
+    done = run("run", "--setup", "setup.sh", "--", "cat", f"{tmp_path}/mark", more={"BOOTSEER_DISABLE": "1"})
+    assert done.stdout == "ran\n"
+
+
+@pytest.mark.root
+def test_orphans_are_reaped_as_pid_1(env):
+    if os.geteuid() != 0:
+        pytest.skip("making a PID namespace needs root")
+    # The command leaves an orphan that dies before it does, then counts zombies among all processes.
+    script = "(sleep 0.2 & ) ; sleep 1; grep -l '^State:.Z' /proc/[0-9]*/status 2>/dev/null | wc -l"
+    words = ["unshare", "--pid", "--fork", "--mount-proc", *BOOTSEER, "run", "-q", "--", "bash", "-c", script]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "0")
+
+
+def test_an_unwritable_spool_costs_the_trace_and_not_the_job(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("run", "--spool", str(tmp_path / "file"), "--", "echo", "works")
+    assert (done.returncode, done.stdout) == (0, "works\n")
+    assert "runs unmeasured" in done.stderr
+
+
+def test_kill_9_of_the_command_is_told(run, events):
+    assert run("run", "--", "sh", "-c", "kill -9 $$").returncode == 137
+    ends = {event.stage: event for event in events() if event.phase == "end"}
+    assert ends["command"].outcome == "failed"
+    assert ends["command"].attrs["exit_code"] == 137
