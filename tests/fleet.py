@@ -100,10 +100,10 @@ class Fleet:
                 if stuck:
                     return self._written(writers)
                 # Whoever comes to a barrier has done the work before it; the barrier itself takes the release.
-                opened = max(arrived.values()) + RELEASE_S
+                latest = max(arrived.values())
                 for node in alive:
-                    self.waited_s[node] += max(arrived.values()) - arrived[node]
-                    arrived[node] = opened
+                    self.waited_s[node] += latest - arrived[node]
+                    arrived[node] = latest + RELEASE_S
             for node in sorted(alive):
                 writers[node].end(arrived[node], stage)
                 if stage == INSTALL:

@@ -47,6 +47,23 @@ for _ in range(4):
     optimizer.step()
 """
 
+INITIALIZES_OPTIMIZER = """
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+get_state_dict(model, optimizer)
+import time
+time.sleep(0.3)
+warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    warm_up.step()
+    time.sleep(0.1)
+"""
+
 DIES_IN_FIRST_STEP = """
 import os, signal, torch
 model = torch.nn.Linear(4, 4)

@@ -10,8 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from conftest_launch import stages
-from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, SINGLE, TRAIN
+from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, INITIALIZES_OPTIMIZER, SINGLE, TRAIN
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
 STAGE = "model_initialization."
@@ -120,6 +121,19 @@ def test_a_single_process_needs_no_launcher(run, events, tmp_path):
     assert "first_step" in stages(found, "end")
     assert stages(found, "instant")[0] == "training_began"
     assert "steady_step" in stages(found, "instant")
+
+
+def test_making_optimizer_state_is_no_step(run, events, tmp_path):
+    """get_state_dict() steps with a rate of 0; so does the first step of a warm-up, which is one."""
+    assert run("run", "--", sys.executable, _write(tmp_path, INITIALIZES_OPTIMIZER)).returncode == 0
+    found = events()
+    loaded = next(e for e in found if e.stage == STAGE + "import_torch" and e.phase == "end")
+    first = next(e for e in found if e.stage == "first_step" and e.phase == "begin")
+    began = next(e for e in found if e.stage == "training_began")
+    ended = next(e for e in found if e.stage == "command" and e.phase == "end")
+    assert first.mono_ns - loaded.mono_ns > 0.3e9
+    assert first.mono_ns < began.mono_ns
+    assert ended.mono_ns - began.mono_ns > 0.3e9  # it was the first of the three
 
 
 def test_death_in_the_first_step_leaves_it_open(run, events, tmp_path):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest_launch import BOOTSEER
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
@@ -124,7 +125,7 @@ def test_the_whole_process_group_gets_the_signal(env, tmp_path):
         f"trap 'wait; echo got > {marks[0]}; exit 0' TERM; while :; do sleep 0.05; done"
     )
     with start(env, "run", "-q", "--", "bash", "-c", script) as process:
-        _until(lambda: (tmp_path / "up").exists())
+        _until((tmp_path / "up").exists)
         time.sleep(0.2)
         process.terminate()
         process.wait(10)
@@ -142,7 +143,7 @@ def test_a_term_during_the_setup_ends_the_run(env, tmp_path):
     setup = tmp_path / "setup.sh"
     setup.write_text(f"touch {tmp_path}/up\nexec sleep 60\n")
     with start(env, "run", "--setup", str(setup), "--", "echo", "never") as process:
-        _until(lambda: (tmp_path / "up").exists())
+        _until((tmp_path / "up").exists)
         process.terminate()
         out, err = process.communicate(timeout=10)
     assert process.returncode == 143

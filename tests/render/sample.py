@@ -241,7 +241,7 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
         straggler_groups=groups,
         coverage=Coverage(len(nodes), expected, sum(n.num_ranks for n in nodes), expected * nodes[0].num_ranks, cut, 3),
         clock=Clock(nodes[0].node, 0.012, 0.0021, 1, [nodes[-1].node]),
-        unobserved=["Time in the queue: neither Slurm nor Kubernetes variables were there."],
+        unobserved=["allocation", "Time in the queue: neither Slurm nor Kubernetes variables were there."],
         facts=[
             Fact(
                 "nccl",

@@ -94,7 +94,7 @@ def _lane(node: NodeSpans, rank: int, spans: list[Span], common: list[Span], bes
     began = min((span.begin_ns for span in (*common, *own)), default=None)
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
-    lane_spans = [span for span in lane_spans if span.begin_ns < end_ns]
+    lane_spans = [span for span in lane_spans if span.begin_ns < end_ns or span.outcome == TRUNCATED]
     derived = _model_initialization(node, common, lane_spans, end_ns)
     lane = Lane(
         node=node.node,
@@ -103,7 +103,7 @@ def _lane(node: NodeSpans, rank: int, spans: list[Span], common: list[Span], bes
         end_ns=end_ns,
         outcome=outcome,
         ended_by=ended_by,
-        last_stage=max(lane_spans, key=lambda span: span.begin_ns).stage if lane_spans else "",
+        last_stage=max(lane_spans, key=lambda span: (span.begin_ns, len(span.stage))).stage if lane_spans else "",
         spans=lane_spans + derived,
         background=[span for span in background if span.begin_ns < end_ns],
     )

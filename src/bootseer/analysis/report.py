@@ -18,7 +18,7 @@ from bootseer.analysis import model, scale, words
 from bootseer.analysis.chain import Told, critical_chain, straggler_groups, straggler_rows
 from bootseer.analysis.clock import Offset, offsets
 from bootseer.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of
-from bootseer.analysis.spans import StartupSpans, startups, unique
+from bootseer.analysis.spans import TRUNCATED, StartupSpans, startups, unique
 from bootseer.analysis.stages import WAIT_FOR_OTHERS, stages
 from bootseer.analysis.timeline import Piece, cut
 from bootseer.errors import UsageError
@@ -274,6 +274,12 @@ class _Builder:
         segments = [
             model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
             for p in self.pieces_of(lane)
+        ]
+        # A stage that was cut short with the node's last sign of life took no time that anybody saw, and still counts.
+        segments += [
+            model.Segment(span.stage, self.at(span.begin_ns), self.at(span.begin_ns), model.WORK, TRUNCATED)
+            for span in lane.spans
+            if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
         ]
         if end_ns > lane.end_ns:
             segments.append(model.Segment(WAIT_FOR_OTHERS, self.at(lane.end_ns), self.at(end_ns), model.WAIT, ""))

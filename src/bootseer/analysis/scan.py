@@ -118,7 +118,10 @@ class _FileScan:
         self.began_pattern = began_pattern
         self.result = result
         self.parsers = file_parsers
-        self.needles = [(needle, parser) for parser in file_parsers for needle in parser.needles]
+        self.needles: dict[bytes, list[Parser]] = {}
+        for parser in file_parsers:
+            for needle in parser.needles:
+                self.needles.setdefault(needle, []).append(parser)
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
@@ -155,11 +158,10 @@ class _FileScan:
     def _scan(self, text: bytes) -> None:
         """All needles in a block of whole lines, in the order of their lines."""
         hits: dict[int, list[Parser]] = {}
-        for needle, parser in self.needles:
+        for needle, wanting in self.needles.items():
             for begin in _line_starts(text, needle):
                 found = hits.setdefault(begin, [])
-                if parser not in found:
-                    found.append(parser)
+                found += [parser for parser in wanting if parser not in found]
         own = list(_line_starts(text, TAG_STEM))
         events = set(own)
         began = -1

@@ -17,20 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bootseer.launch.spools import default_root
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
 
 SCHEMA = "bootseer.doctor/1"
 _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "red"}
-
-
-def default_spool() -> Path:
-    """The folder to judge when none is named: that of the spool variable, else the user's state folder."""
-    named = os.environ.get("BOOTSEER_SPOOL")
-    if named:
-        return Path(named)
-    state = os.environ.get("XDG_STATE_HOME")
-    return Path(state if state else Path.home() / ".local" / "state") / "bootseer" / "spool"
 
 
 @click.command(name="doctor", short_help="What works on this machine, and what to install.")
@@ -42,7 +34,7 @@ def command(as_json: bool, spool: Path | None) -> None:
     Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
     kernel, Python or the spool folder keep BootSeer from measuring, else 0.
     """
-    checks = run_checks(spool or default_spool())
+    checks = run_checks(spool or default_root(os.environ))
     good = usable(checks)
     if as_json:
         rows = [{**asdict(check), "required": check.required} for check in checks]

@@ -382,10 +382,20 @@ def _first_forward(layer: Any) -> None:
         _mark_forward(sys.modules["torch.nn.modules.module"])
 
 
+def _only_initializes(state: _State, optimizer: Any) -> bool:
+    """torch.distributed.checkpoint steps an optimizer with a rate of 0 to make its state exist before a load.
+
+    A warm-up that starts at 0 looks the same but for the forward pass in front of it.
+    """
+    return not state.step_span and all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
+
+
 @guarded
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     state = _active()
-    if state is not None and not state.began and not state.step_span and not _compiling():
+    if state is None or state.began or _compiling() or _only_initializes(state, optimizer):
+        return
+    if not state.step_span:
         state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "optimizer"})
 
 
@@ -396,6 +406,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     now = time.monotonic_ns()
     if not state.began:
+        if _only_initializes(state, optimizer):
+            return
         state.began = True
         state.optimizer = type(optimizer), id(optimizer)
         state.tracer.emit("first_step", END, span=state.step_span, outcome=OK, mono_ns=now)

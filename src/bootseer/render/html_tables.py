@@ -82,7 +82,7 @@ def ledger(report: Report, palette: Palette) -> str:
         wait = over.wait_gpu_hours
         work_sum = over.gpu_hours - wait if over.gpu_hours is not None and wait is not None else None
         rows.append(
-            '<tr class="sum"><td>all of it</td><td></td>'
+            '<tr class="sum"><td>all, with untracked</td><td></td>'
             + cell(work_sum, hours)
             + cell(wait, hours)
             + cell(over.cost, money)
@@ -145,8 +145,14 @@ def _unobserved(report: Report) -> str:
     if not report.unobserved:
         body = '<p class="empty">Nothing that this report tells about is missing.</p>'
     else:
-        body = f'<ul class="plain">{"".join(f"<li>{esc(line)}</li>" for line in report.unobserved)}</ul>'
+        body = f'<ul class="plain">{"".join(f"<li>{_missing(line)}</li>" for line in report.unobserved)}</ul>'
     return section("unobserved", "Not observed", body)
+
+
+def _missing(what: str) -> str:
+    """A sentence; the analysis names a stage by its name alone."""
+    text = esc(what)
+    return text if " " in what else f"<b>{text}</b>: nothing in the input tells about it; it is in no sum."
 
 
 def _input(report: Report) -> str:

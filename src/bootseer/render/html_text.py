@@ -30,7 +30,7 @@ GLOSSARY = {
     "job": ("Job-level overhead", "End of the first step minus submission. Time in the queue counts here."),
     "node": (
         "Node-level overhead",
-        "End of the first step minus the moment that this node was bound to the job. It is work plus wait.",
+        "End of the first step minus the moment that this node was bound to the job. Work, wait and untracked time.",
     ),
     "work": ("Work", "Time in which a node was busy with its own startup."),
     "wait": ("Wait", "Time in which a node was done and stood at a barrier until the last node came."),
