@@ -23,7 +23,7 @@ check: setup ## Lint, types, import rules and module sizes
 
 # -ra (pyproject.toml) ends the run with what was skipped and why.
 test: setup ## Run the tests
-	PYTHONPATH=scripts $(BIN)/python -m pytest -p pytest_ran $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)

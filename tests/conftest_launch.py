@@ -30,8 +30,15 @@ def run(env: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.Complet
     """`run(words, ...)`: bootseer with these words, to its end."""
 
     def call(*words: str, more: dict[str, str] | None = None, **kwargs: object) -> subprocess.CompletedProcess[str]:
-        options: dict[str, object] = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path, "check": False, **kwargs}
-        return subprocess.run([*BOOTSEER, *words], env={**env, **(more or {})}, **options)  # type: ignore[call-overload]
+        options: dict[str, object] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 60,
+            "cwd": tmp_path,
+            "check": False,
+            **kwargs,
+        }
+        return subprocess.run([*BOOTSEER, *words], env={**env, **(more or {})}, **options)  # type: ignore[call-overload] # noqa: PLW1510
 
     return call
 

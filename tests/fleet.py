@@ -73,47 +73,36 @@ class Fleet:
         now = dict.fromkeys(writers, self.begin_s + self.queue_s)
         self.waited_s = dict.fromkeys(writers, 0.0)
         alive = set(writers)
+        writers[0].at(self.begin_s, "queue", BEGIN)
+        writers[0].at(now[0], "queue", END)
+        facts: dict[str, object] = {"gpus": self.gpus_per_node, "num_nodes": self.num_nodes}
         for node, writer in writers.items():
-            if node == 0:
-                writer.at(self.begin_s, "queue", BEGIN)
-                writer.at(now[node], "queue", END)
-            facts = {"gpus": self.gpus_per_node, "num_nodes": self.num_nodes}
             writer.at(now[node], "run", BEGIN, attrs=facts)
-        stuck = False
         for stage, base_s, jitter_s in self.work:
-            # A parent around the install, as `bootseer run --requirements` writes it.
-            for node, writer in writers.items():
-                if stage == INSTALL:
-                    writer.at(now[node], "environment_setup", BEGIN)
-                if stage == self.killed_in.get(node):
-                    writer.begin(now[node], stage)
-                    alive.discard(node)
-                    stuck = True
-                elif node in alive:
-                    writer.begin(now[node], stage)
-            arrived = {}
-            for node in sorted(alive):
-                length = self.work_of.get((node, stage), base_s + rng.uniform(-jitter_s, jitter_s))
-                barrier = stage in BARRIERS
-                arrived[node] = now[node] + (0.0 if barrier else length)
-            if stage in BARRIERS:
-                if stuck:
-                    return self._written(writers)
-                # Whoever comes to a barrier has done the work before it; the barrier itself takes the release.
-                latest = max(arrived.values())
-                for node in alive:
-                    self.waited_s[node] += latest - arrived[node]
-                    arrived[node] = latest + RELEASE_S
-            for node in sorted(alive):
-                writers[node].end(arrived[node], stage)
-                if stage == INSTALL:
-                    writers[node].at(arrived[node], "environment_setup", END)
-                now[node] = arrived[node]
+            for node in alive:
+                writers[node].begin(now[node], stage)
+            alive -= {node for node, where in self.killed_in.items() if where == stage}
+            if stage not in BARRIERS:
+                for node in sorted(alive):
+                    now[node] += self.work_of.get((node, stage), base_s + rng.uniform(-jitter_s, jitter_s))
+            elif len(alive) < self.num_nodes:
+                return self._written(writers)  # it never opens
+            else:
+                self._open_barrier(now)
+            for node in alive:
+                writers[node].end(now[node], stage)
         self.end_s = max(now[node] for node in alive)
         for node in alive:
             writers[node].began(now[node])
             self.waited_s[node] += self.end_s - now[node]
         return self._written(writers)
+
+    def _open_barrier(self, now: dict[int, float]) -> None:
+        """Whoever comes to a barrier has done the work before it; the barrier itself takes the release."""
+        latest = max(now.values())
+        for node, arrived in now.items():
+            self.waited_s[node] += latest - arrived
+            now[node] = latest + RELEASE_S
 
     def _written(self, writers: Mapping[int, _Writer]) -> list[Event]:
         return [event for node, writer in writers.items() if node not in self.silent for event in writer.events]
@@ -166,6 +155,8 @@ class _Writer:
         step = self.fleet.clock_step.get(self.node)
         if step is not None and step[0] == stage:
             self.wall_off_s += step[1]
+        if stage == INSTALL:  # the parent around the install, as `bootseer run --requirements` writes it
+            self.at(now_s, "environment_setup", BEGIN)
         attrs: dict[str, object] = {"barrier": BARRIERS[stage]} if stage in BARRIERS else {}
         for rank in self.ranks(stage):
             self.at(now_s, stage, BEGIN, rank=rank, attrs=attrs)
@@ -173,6 +164,8 @@ class _Writer:
     def end(self, now_s: float, stage: str) -> None:
         for rank in self.ranks(stage):
             self.at(now_s, stage, END, rank=rank)
+        if stage == INSTALL:
+            self.at(now_s, "environment_setup", END)
 
     def began(self, now_s: float) -> None:
         for rank in self.ranks("first_step"):

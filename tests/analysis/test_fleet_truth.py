@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 
 import pytest
-from fleet import INSTALL, RELEASE_S, Fleet, slow_installs
 
 from bootseer.analysis.inputs import Source
 from bootseer.analysis.model import Report
 from bootseer.analysis.report import Options, analyse
 from bootseer.analysis.scan import scan
 from bootseer.trace.event import decode
+from fleet import INSTALL, RELEASE_S, Fleet, slow_installs
 
 
 def report_of(*fleets: Fleet, **options: object) -> Report:
@@ -61,16 +62,14 @@ def test_totals_equal_wall_time():
         assert node.work_s + node.wait_s + node.untracked_s == pytest.approx(wall, rel=1e-6)
         assert wall == pytest.approx(fleet.end_s - fleet.queue_s, rel=0.01)
         edges = [(segment.start_s, segment.end_s) for segment in node.segments]
-        assert all(a[1] == pytest.approx(b[0], abs=1e-9) for a, b in zip(edges, edges[1:], strict=False))
+        assert all(a[1] == pytest.approx(b[0], abs=1e-9) for a, b in pairwise(edges))
 
 
 def test_26_startups_in_21_hours():
     """About 17 % of the wall time of a job of nearly 5,000 GPUs, at 501 s each."""
     wall_s = 21 * 3600
     work = (("image_loading", 100.0, 0.5), (INSTALL, 251.0, 0.5), ("first_step", 150.0, 0.5))
-    fleets = [
-        Fleet(25, 200, attempt=n, begin_s=n * wall_s / 26, queue_s=0.0, work=work, seed=n) for n in range(26)
-    ]
+    fleets = [Fleet(25, 200, attempt=n, begin_s=n * wall_s / 26, queue_s=0.0, work=work, seed=n) for n in range(26)]
     events = [event for fleet in fleets for event in fleet.events()]
     # The last run of the job ends when the 21 hours are over.
     last = events[-1]
@@ -156,7 +155,7 @@ def test_leave_one_out_is_exact():
         rest = {
             (new, stage): work[stage][old]
             for stage in work
-            if stage in dict((s, 0) for s, _, _ in fleet.work) and not stage.endswith(("process_group", "collective"))
+            if not stage.endswith(("process_group", "collective"))
             for new, old in enumerate(n for n in range(9) if n != left_out)
         }
         without = Fleet(8, work_of=rest)

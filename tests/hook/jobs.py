@@ -21,7 +21,7 @@ with torch.no_grad():
     model.eval()(torch.zeros(1, 32))
 ddp = DistributedDataParallel(model.train())
 optimizer = torch.optim.AdamW(ddp.parameters())
-data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=8, num_workers=1)
+data = torch.utils.data.DataLoader(torch.randn(480, 32), batch_size=8, num_workers=1)
 for batch in data:
     optimizer.zero_grad()
     ddp(batch).square().sum().backward()
@@ -31,9 +31,11 @@ import torch.nn.modules.module as module
 import torch.optim.optimizer as optim
 ours = [f.__name__ for f in (torch.load, dcp.load, dist.all_reduce, c10d.all_reduce, dist.barrier)
         if "bootseer" in f.__code__.co_filename]
-print("left behind", ours, len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre_hooks),
-      len(optim._global_optimizer_post_hooks))
-print("path", [p for p in sys.path if "bootseer" in p and "hook" in p], torch.__spec__.loader.__class__.__name__)
+counts = [len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre_hooks),
+          len(optim._global_optimizer_post_hooks)]
+path = [p for p in sys.path if "bootseer" in p and "hook" in p]
+sys.stdout.write(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__.__name__}\n")
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 
@@ -73,18 +75,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 COMPILED = """
-import torch, torch._dynamo
+import sys, torch, torch._dynamo
+compiled_step = "compiled_step" in sys.argv
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-@torch.compile(backend="eager")
+@torch.compile(backend="eager", fullgraph=True)
 def forward(batch):
     return model(batch).sum()
+
+@torch.compile(backend="eager")
+def step():
+    optimizer.step()
 
 for _ in range(6):
     optimizer.zero_grad()
     forward(torch.ones(2, 8)).backward()
-    optimizer.step()
+    step() if compiled_step else optimizer.step()
 counters = torch._dynamo.utils.counters
 print("graphs", counters["stats"]["unique_graphs"], "breaks", sum(counters["graph_break"].values()),
       "recompiles", len(counters["recompiles"]))

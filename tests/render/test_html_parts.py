@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.analysis.model import Node, Report, Segment
-from bootseer.render.html_fold import bands, coalesced, outliers, own_s, time_range, top
+from bootseer.render.clean import clean
+from bootseer.render.fold import bands, coalesced, outliers, own_s, time_range, top
 from bootseer.render.html_svg import Palette, Scale, axis, clock, tick_times
-from bootseer.render.html_text import clean, data_block, esc, hours, money, num, raw, seconds
+from bootseer.render.html_text import data_block, esc, hours, money, num, raw, seconds
 
 
 @pytest.mark.parametrize(

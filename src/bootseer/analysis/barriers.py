@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from bootseer.analysis.lanes import TRAINING_BEGAN, Lane
+from bootseer.analysis.spans import TRUNCATED
 from bootseer.trace.event import OK
 
 _NOTHING: frozenset[str] = frozenset()
@@ -113,7 +114,8 @@ def last_arrivals(barriers: list[Barrier]) -> dict[int, int]:
     latest = {barrier.name: barrier.last.at_ns for barrier in barriers[:-1]}
     lanes = {id(visit.lane): visit.lane for barrier in barriers for visit in barrier.visits}
     return {
-        id(arrival.span): latest[arrival.barrier]
+        # A barrier that never opened for a lane: it waited to the end.
+        id(arrival.span): arrival.span.end_ns if arrival.span.outcome == TRUNCATED else latest[arrival.barrier]
         for lane in lanes.values()
         for arrival in lane.arrivals
         if arrival.barrier in latest

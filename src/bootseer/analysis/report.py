@@ -251,7 +251,15 @@ class _Builder:
             input=read,
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, reused_runs=reused)
+        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused)
+
+    def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
+        """Nodes that stand at a barrier which never opened, with its name."""
+        return {
+            node: lane.arrivals[-1].barrier
+            for node, lane in lanes.items()
+            if lane.outcome == TRUNCATED and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
+        }
 
     def _lane_of_each_node(self) -> dict[str, Lane]:
         """The lane that tells a node's story: of those that got furthest, the one that worked longest."""

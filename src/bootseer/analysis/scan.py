@@ -90,15 +90,24 @@ def _name_jobs(result: Scanned) -> None:
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
     if len(jobs) != 1 or len(own) == len(result.events):
         return
-    job, nodes, stages = jobs.pop(), {event.node for event in own}, {event.stage for event in own}
+    job, stages = jobs.pop(), {event.stage for event in own}
+    # Foreign logs know a pod or a host by its bare name.
+    nodes = {event.node.partition("/")[0]: event.node for event in own}
     attempt = max(event.attempt for event in result.events if event.job == job)
     events = []
     for event in result.events:
         if "source" not in event.attrs:
             events.append(event)
         elif event.stage not in stages:  # the hook saw it itself, and better
-            node = next(iter(nodes)) if len(nodes) == 1 else event.node
-            events.append(event._replace(job=job, attempt=attempt, node=node))
+            node = (
+                next(iter(nodes.values()))
+                if len(nodes) == 1
+                else nodes.get(event.node, event.node if not nodes else "")
+            )
+            if node:
+                events.append(event._replace(job=job, attempt=attempt, node=node))
+            else:  # an event list of a whole cluster tells of other jobs' pods
+                result.skipped["other_node"] += 1
     result.events = events
 
 

@@ -5,6 +5,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from bootseer.analysis.model import Report, Stage
@@ -23,9 +24,12 @@ _STAGE_WORDS = {
 }
 
 
-def with_words(report: Report, *, reused_runs: int) -> Report:
-    """The report with its verdict and headlines filled in."""
-    return replace(report, verdict=verdict(report), headlines=headlines(report, reused_runs))
+def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int) -> Report:
+    """The report with its verdict and headlines filled in.
+
+    `waiting` names the nodes that stand at a barrier which never opened, and the barrier.
+    """
+    return replace(report, verdict=verdict(report), headlines=headlines(report, waiting, reused_runs))
 
 
 def verdict(report: Report) -> str:
@@ -75,7 +79,7 @@ def _blame(report: Report) -> str:
     return ""
 
 
-def headlines(report: Report, reused_runs: int) -> list[str]:
+def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
     """What must not be overlooked."""
     lines = []
     coverage, clock = report.coverage, report.clock
@@ -88,14 +92,7 @@ def headlines(report: Report, reused_runs: int) -> list[str]:
         )
     if coverage.ranks_expected and 0 < coverage.ranks_heard < coverage.ranks_expected:
         lines.append(f"Only {coverage.ranks_heard} of {coverage.ranks_expected} ranks were heard of.")
-    stuck = [node for node in report.nodes if node.outcome in ("truncated", "failed")]
-    if stuck:
-        first = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in stuck[:3])
-        more = f" and {len(stuck) - 3} more" if len(stuck) > 3 else ""
-        lines.append(
-            f"{len(stuck)} node{'s' if len(stuck) > 1 else ''} did not reach training: {first}{more}; "
-            "what they left open is closed as truncated and kept out of medians."
-        )
+    lines += _stuck(report, waiting)
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
     if clock.max_offset_s >= 1:
@@ -109,3 +106,27 @@ def headlines(report: Report, reused_runs: int) -> list[str]:
     if newer:
         lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
     return lines
+
+
+def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
+    """Who did not get to training: the nodes that never came to a barrier before those that wait for them there."""
+    stuck = [node for node in report.nodes if node.outcome in ("truncated", "failed")]
+    missing = sorted((node for node in stuck if node.node not in waiting), key=lambda node: node.own_end_s)
+    lines = []
+    if missing:
+        told = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        lines.append(
+            f"{_nodes(len(missing))} stopped before training: {told}{more}; "
+            "what they left open is closed as truncated and kept out of medians."
+        )
+    stand = [waiting[node.node] for node in stuck if node.node in waiting]
+    if stand:
+        what = max(set(stand), key=stand.count)
+        why = "" if missing else ": somebody who was not heard of is missing there, or the network is"
+        lines.append(f"{_nodes(len(stand))} still waited at {what} when the logs end{why}.")
+    return lines
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count != 1 else ''}"

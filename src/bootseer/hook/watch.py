@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook import marks
+from bootseer.hook.state import guarded
 from bootseer.trace.tracer import process_tracer
 
 _after: dict[str, Callable[[ModuleType], None]] = {}
@@ -46,7 +47,7 @@ class _Lent(Loader):
         marks.after_import(name)
         after = _after.pop(name, None)
         if after is not None:
-            marks.guarded(after)(module)
+            guarded(after)(module)
 
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

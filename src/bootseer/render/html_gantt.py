@@ -11,11 +11,11 @@ from statistics import median
 from typing import Any
 
 from bootseer.analysis.model import Node, Report, Segment, Straggler
-from bootseer.render.html_fold import FOLD_ABOVE, Band, bands, coalesced, outliers, own_s
+from bootseer.render.clean import clean
+from bootseer.render.fold import FOLD_ABOVE, Band, bands, coalesced, outliers, own_s
 from bootseer.render.html_svg import Palette, Scale, axis, bar, icon, swatch
 from bootseer.render.html_text import (
     cell,
-    clean,
     esc,
     head,
     num,

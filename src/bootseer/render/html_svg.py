@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Report, Segment, Stage
-from bootseer.render.html_fold import coalesced, time_range, top
-from bootseer.render.html_text import clean, esc, ratio, seconds
+from bootseer.render.clean import clean
+from bootseer.render.fold import coalesced, time_range, top
+from bootseer.render.html_text import esc, ratio, seconds
 
 KNOWN_STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
 NUM_COLOURS = 10

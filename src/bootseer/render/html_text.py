@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from html import escape
 
+from bootseer.render.clean import clean
 from bootseer.units import format_bytes, format_seconds
 
 UNOBSERVED = "unobserved"
@@ -64,15 +64,6 @@ GLOSSARY = {
     ),
     "unobserved": ("Unobserved", "Nothing in the input tells this number. It is not zero."),
 }
-
-# Controls would be invisible, and direction marks could make a name read as another one.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
-
-
-def clean(text: object) -> str:
-    """Printable text that every output can encode; what is not becomes U+FFFD."""
-    printable = _UNPRINTABLE.sub("\ufffd", str(text))
-    return printable if printable.isascii() else printable.encode("utf-8", "replace").decode("utf-8")
 
 
 def esc(text: object) -> str:

@@ -14,8 +14,8 @@ import math
 from typing import Any
 
 from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
-from bootseer.render.html_fold import bands, outliers, time_range
-from bootseer.render.html_text import clean
+from bootseer.render.clean import clean
+from bootseer.render.fold import bands, outliers, time_range
 
 MAX_NODES = 200
 """From this many nodes on, only outliers and samples are written."""

@@ -6,7 +6,6 @@ from a log is cleaned of control characters first: a log must not drive the read
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
+from bootseer.render.clean import clean
 from bootseer.units import format_bytes, format_seconds
 
 _COLOURS = {
@@ -27,7 +27,6 @@ _SIGNS = {"image_loading": "█", "environment_setup": "▓", "model_initializat
 _LABEL_WIDTH = 18
 _MAX_NODES = 12
 _MAX_ROWS = 8
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _UNOBSERVED = "unobserved"
 
 
@@ -44,11 +43,6 @@ def render(report: Report, console: Console) -> None:
     _print_stragglers(report, console)
     _print_said(report, console)
     _print_foot(report, console)
-
-
-def clean(text: str) -> str:
-    """The text without anything that could move a cursor or reverse its direction."""
-    return _CONTROL.sub("�", text)
 
 
 def _seconds(value: float | None) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.analysis.diff import FASTER, SLOWER, Difference
-from bootseer.render.terminal import clean
+from bootseer.render.clean import clean
 from bootseer.units import format_seconds
 
 _MAX_FACTS = 20

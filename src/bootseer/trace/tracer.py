@@ -122,7 +122,7 @@ class Span:
         # In another context (an async generator that is closed elsewhere) there is nothing to set back.
         with contextlib.suppress(ValueError):
             _current.reset(self._token)
-        if kind is not None:
+        if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self.fail(kind.__name__)
         outcome = FAILED if self._failed else OK
         self._tracer.emit(self._stage, END, span=self.id, outcome=outcome, attrs=self.attrs)

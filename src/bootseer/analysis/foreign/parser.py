@@ -1,7 +1,7 @@
 """The contract of a parser for logs that jobs write anyway.
 
-`analysis.scan` looks for each parser's needles in raw bytes and hands over only the lines that hold one: a parser sees a
-few lines of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over
+`analysis.scan` looks for each parser's needles in raw bytes and hands over only the lines that hold one: a parser sees
+a few lines of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over
 several lines. Decides and touches nothing.
 """
 

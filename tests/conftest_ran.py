@@ -1,7 +1,4 @@
-"""A pytest plugin: a run in which no test was executed has failed, even when every test was skipped with a reason.
-
-`make test` loads it; `pytest` alone behaves as always.
-"""
+"""A run in which no test was executed has failed, even when every test was skipped with a reason."""
 
 import pytest
 

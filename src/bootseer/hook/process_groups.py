@@ -1,0 +1,127 @@
+"""Mark where ranks meet: torchrun's rendezvous, init_process_group, the first collective.
+
+These are the job's barriers: each span's begin is an arrival, its end the release. The collectives are wrapped only
+between the two moments, because compilers know the original functions by identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from bootseer.hook.state import STAGE, active, compiling, guarded, keep_undo
+from bootseer.hook.wrap import replace, spanned
+from bootseer.trace.event import INSTANT
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce_scatter_tensor",
+)
+
+
+def mark_process_group(c10d: ModuleType) -> None:
+    def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        backend = kwargs.get("backend", args[0] if args else None)
+        return {"barrier": "process_group", "backend": str(backend or "default")}
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        marked = spanned(STAGE + "process_group", describe)(original)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            result = marked(*args, **kwargs)
+            _await_first_collective(c10d)
+            return result
+
+        return init_process_group
+
+    keep_undo(replace(c10d, "init_process_group", make))
+
+
+@guarded
+def _await_first_collective(c10d: ModuleType) -> None:
+    """Replace the collectives until one of them has run: between the two moments only."""
+    state = active()
+    if state is None or state.collective_undo or state.began:
+        return
+    rank, world_size = int(c10d.get_rank()), int(c10d.get_world_size())
+    # Launchers without RANK (mpirun, plain Slurm) tell the rank only here.
+    state.tracer.identity = state.tracer.identity._replace(rank=rank, world_size=world_size)
+    state.tracer.emit("rank_known", INSTANT, attrs={"world_size": world_size})
+    if world_size < 2:
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            # Only the group of all ranks is a barrier for the job.
+            whole = kwargs.get("group") is None and not any(isinstance(arg, c10d.ProcessGroup) for arg in args)
+            attrs = {"api": original.__name__}
+            return {**attrs, "barrier": "first_collective"} if whole else attrs
+
+        marked = spanned(STAGE + "first_collective", describe)(original)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            _restore_collectives()
+            return marked(*args, **kwargs)
+
+        return collective
+
+    for name in _COLLECTIVES:
+        original = getattr(c10d, name, None)
+        if original is None:
+            continue
+        public = sys.modules.get("torch.distributed")
+        undo = replace(c10d, name, make)
+        if public is not None and getattr(public, name, None) is original:
+            setattr(public, name, getattr(c10d, name))
+        if undo is not None:
+            state.collective_undo.append(undo)
+
+
+@guarded
+def _restore_collectives() -> None:
+    state = active()
+    if state is not None:
+        for undo in state.collective_undo:
+            undo()
+        state.collective_undo = [lambda: None]
+
+
+def mark_launcher(registry: ModuleType) -> None:
+    """torchrun's agent: time each rendezvous of the handler that the public registry makes."""
+    rounds = 0
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_rendezvous_handler(*args: Any, **kwargs: Any) -> Any:
+            handler = original(*args, **kwargs)
+            wrap_handler(handler)
+            return handler
+
+        return get_rendezvous_handler
+
+    @guarded
+    def wrap_handler(handler: Any) -> None:
+        next_rendezvous = handler.next_rendezvous
+
+        def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal rounds
+            rounds += 1
+            return {"barrier": f"launcher_rendezvous:{rounds - 1}", "backend": str(handler.get_backend())}
+
+        handler.next_rendezvous = functools.wraps(next_rendezvous)(
+            spanned(STAGE + "launcher_rendezvous", describe)(next_rendezvous)
+        )
+
+    keep_undo(replace(registry, "get_rendezvous_handler", make))

@@ -1,0 +1,95 @@
+"""What the hook knows of its process, and how its callbacks are made harmless.
+
+One state per process, made by `marks.start` and gone with `stop`: then every hook is removed and every function is back
+in its place. Called by the other modules of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from bootseer.trace.event import INSTANT
+from bootseer.trace.tracer import Tracer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STAGE = "model_initialization."
+
+
+class State:
+    """What is known of this process so far."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+        self.pid = os.getpid()
+        self.importing: dict[str, str] = {}
+        self.reading = 0
+        self.step_span = ""
+        self.steps = 0
+        self.step_ends_ns: list[int] = []
+        self.optimizer: object = None
+        self.undo: list[Callable[[], Any]] = []
+        self.collective_undo: list[Callable[[], Any]] = []
+        self.began = False
+        self.compiled = False
+        self.forward_undo: Callable[[], Any] | None = None
+
+
+def active() -> State | None:
+    """The state, unless marking is over or this is a forked child (a data loader, not a rank)."""
+    state = _state
+    return state if state is not None and state.pid == os.getpid() else None
+
+
+def stop() -> None:
+    """End the marking: remove every hook, put every function back."""
+    global _state
+    state, _state = _state, None
+    if state is not None:
+        for undo in state.collective_undo + state.undo:
+            with contextlib.suppress(Exception):
+                undo()
+
+
+def guarded(function: F) -> F:
+    """`function`, made harmless: an exception ends the marking and goes nowhere else."""
+
+    @functools.wraps(function)
+    def harmless(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            state = active()
+            stop()
+            if state is not None:
+                with contextlib.suppress(Exception):
+                    state.tracer.emit("hook_failed", INSTANT, attrs={"error": repr(error)})
+            return None
+
+    return harmless  # type: ignore[return-value]
+
+
+def compiling() -> bool:
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.iscompiling())
+
+
+def keep_undo(undo: Callable[[], None] | None) -> None:
+    state = active()
+    if state is not None and undo is not None:
+        state.undo.append(undo)
+
+
+def begin(tracer: Tracer) -> State:
+    """Make this process's state; marking is active from now on."""
+    global _state
+    _state = State(tracer)
+    return _state
+
+
+_state: State | None = None

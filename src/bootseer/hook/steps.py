@@ -1,0 +1,156 @@
+"""Mark the first step, from the first training forward to the end of the first optimizer step, and the first steady one.
+
+Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
+forward hook leaves before the first compilation begins, and after one the optimizer hooks stay, doing nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+from bootseer.hook.state import STAGE, State, active, guarded, stop
+from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.tracer import TRAINING_BEGAN
+
+_MAX_STEPS = 50
+_STEADY_WITHIN = 0.2
+"""Two neighbouring steps whose durations differ by less than this share are steady."""
+
+
+def mark_steps(optimizer_module: ModuleType) -> None:
+    state, torch = active(), sys.modules["torch"]
+    if state is None:
+        return
+
+    # A step may itself be compiled: the test must be the first and the only thing that is traced.
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.iscompiling():
+            _before_step(optimizer)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.iscompiling():
+            _after_step(optimizer)
+
+    handles = (
+        optimizer_module.register_optimizer_step_pre_hook(before),
+        optimizer_module.register_optimizer_step_post_hook(after),
+    )
+
+    def undo() -> None:
+        # Compiled code guards on the hooks that it saw: taking them away would compile it once more.
+        if not state.compiled:
+            for handle in handles:
+                handle.remove()
+
+    state.undo.append(undo)
+
+
+def mark_forward(module: ModuleType) -> None:
+    state, torch = active(), sys.modules["torch"]
+    if state is None:
+        return
+
+    def before_forward(layer: Any, args: Any) -> None:
+        if not torch.compiler.iscompiling():
+            handle.remove()
+            _first_forward(layer)
+
+    handle = module.register_module_forward_pre_hook(before_forward)
+    state.forward_undo = handle.remove
+    state.undo.append(handle.remove)
+
+
+@guarded
+def _first_forward(layer: Any) -> None:
+    state, torch = active(), sys.modules["torch"]
+    if state is None or state.step_span:
+        return
+    if layer.training and torch.is_grad_enabled():
+        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "forward"})
+    else:
+        mark_forward(sys.modules["torch.nn.modules.module"])
+
+
+def mark_compilation(callbacks: ModuleType) -> None:
+    """torch.compile: a stage of its own, and the moment from which on no hook may come or go."""
+    handler = callbacks.callback_handler
+    span = ""
+
+    @guarded
+    def started(args: Any) -> None:
+        nonlocal span
+        state = active()
+        if state is None or state.began:
+            return
+        state.compiled = True
+        if state.forward_undo is not None:
+            state.forward_undo()
+            state.forward_undo = None
+        if not state.step_span and sys.modules["torch"].is_grad_enabled():
+            state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "compile"})
+        stage = "first_step.compile" if state.step_span else STAGE + "compile"
+        span = state.tracer.emit(stage, BEGIN, attrs={"backend": "torch.compile"})
+
+    @guarded
+    def ended(args: Any) -> None:
+        nonlocal span
+        state = active()
+        if state is not None and span:
+            stage = "first_step.compile" if state.step_span else STAGE + "compile"
+            state.tracer.emit(stage, END, span=span, outcome=OK)
+        span = ""
+
+    handler.register_start_callback(started)
+    handler.register_end_callback(ended)
+    state = active()
+    if state is not None:
+        state.undo.append(lambda: handler.remove_start_callback(started))
+        state.undo.append(lambda: handler.remove_end_callback(ended))
+
+
+def _only_initializes(state: State, optimizer: Any) -> bool:
+    """torch.distributed.checkpoint steps an optimizer with a rate of 0 to make its state exist before a load.
+
+    A warm-up that starts at 0 looks the same but for the forward pass in front of it.
+    """
+    return not state.step_span and all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
+
+
+@guarded
+def _before_step(optimizer: Any) -> None:
+    state = active()
+    if state is None or state.began or _only_initializes(state, optimizer):
+        return
+    if not state.step_span:
+        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "optimizer"})
+
+
+@guarded
+def _after_step(optimizer: Any) -> None:
+    state = active()
+    if state is None:
+        return
+    now = time.monotonic_ns()
+    if not state.began:
+        if _only_initializes(state, optimizer):
+            return
+        state.began = True
+        state.optimizer = type(optimizer), id(optimizer)
+        state.tracer.emit("first_step", END, span=state.step_span, outcome=OK, mono_ns=now)
+        state.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now, attrs={"by": "optimizer_step"})
+    elif state.optimizer != (type(optimizer), id(optimizer)):
+        return
+    ends = state.step_ends_ns
+    ends.append(now)
+    if len(ends) >= 3:
+        last, previous = ends[-1] - ends[-2], ends[-2] - ends[-3]
+        if abs(last - previous) < _STEADY_WITHIN * max(last, previous):
+            attrs = {"step": len(ends) - 1, "step_s": previous / 1e9}
+            state.tracer.emit("steady_step", INSTANT, mono_ns=ends[-2], attrs=attrs)
+            stop()
+            return
+    if len(ends) > _MAX_STEPS:
+        stop()
