@@ -34,8 +34,7 @@ ours = [f.__name__ for f in (torch.load, dcp.load, dist.all_reduce, c10d.all_red
 counts = [len(module._global_forward_pre_hooks), len(optim._global_optimizer_pre_hooks),
           len(optim._global_optimizer_post_hooks)]
 path = [p for p in sys.path if "bootseer" in p and "hook" in p]
-sys.stdout.write(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__.__name__}\n")
-sys.stdout.flush()
+print(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__.__name__}", flush=True)
 dist.destroy_process_group()
 """
 

@@ -27,7 +27,7 @@ from typing import Any
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, guarded
-from bootseer.hook.steps import mark_compilation, mark_forward, mark_steps
+from bootseer.hook.steps import mark_compilation, mark_steps
 from bootseer.trace.event import BEGIN, END, FAILED, OK
 from bootseer.trace.tracer import Tracer, new_span
 
@@ -83,15 +83,9 @@ def after_import(name: str, *, failed: bool = False) -> None:
 
 def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
     """Which modules are watched, and what is done when each has been imported."""
-
-    def nothing(module: ModuleType) -> None:
-        return None
-
     return {
-        "torch": nothing,
+        "torch": mark_steps,
         "torch._dynamo.callback": mark_compilation,
-        "torch.nn.modules.module": mark_forward,
-        "torch.optim.optimizer": mark_steps,
         "torch.serialization": mark_reads("load", api="torch"),
         "torch.distributed.checkpoint.state_dict_loader": mark_reads("load", api="torch.distributed.checkpoint"),
         "torch.distributed.distributed_c10d": mark_process_group,

@@ -28,7 +28,7 @@ class State:
         self.tracer = tracer
         self.pid = os.getpid()
         self.importing: dict[str, str] = {}
-        self.reading = 0
+        self.nested = 0
         self.step_span = ""
         self.steps = 0
         self.step_ends_ns: list[int] = []
@@ -75,8 +75,9 @@ def guarded(function: F) -> F:
 
 
 def compiling() -> bool:
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    return compiler is not None and bool(compiler.iscompiling())
+    """Whether torch.compile traces what runs now. Versions of torch that cannot tell do not trace us either."""
+    probe = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
+    return probe is not None and bool(probe())
 
 
 def keep_undo(undo: Callable[[], None] | None) -> None:

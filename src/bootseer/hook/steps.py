@@ -1,4 +1,4 @@
-"""Mark the first step, from the first training forward to the end of the first optimizer step, and the first steady one.
+"""Mark the first step (first training forward to the end of the first optimizer step) and the first steady one.
 
 Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
 forward hook leaves before the first compilation begins, and after one the optimizer hooks stay, doing nothing.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,24 +21,23 @@ _STEADY_WITHIN = 0.2
 """Two neighbouring steps whose durations differ by less than this share are steady."""
 
 
-def mark_steps(optimizer_module: ModuleType) -> None:
-    state, torch = active(), sys.modules["torch"]
+def mark_steps(torch: ModuleType) -> None:
+    """Register the hooks, once torch is imported as a whole."""
+    state = active()
     if state is None:
         return
+    optim, is_compiling = sys.modules["torch.optim.optimizer"], _compiler_probe(torch)
 
     # A step may itself be compiled: the test must be the first and the only thing that is traced.
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.iscompiling():
+        if not is_compiling():
             _before_step(optimizer)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.iscompiling():
+        if not is_compiling():
             _after_step(optimizer)
 
-    handles = (
-        optimizer_module.register_optimizer_step_pre_hook(before),
-        optimizer_module.register_optimizer_step_post_hook(after),
-    )
+    handles = (optim.register_optimizer_step_pre_hook(before), optim.register_optimizer_step_post_hook(after))
 
     def undo() -> None:
         # Compiled code guards on the hooks that it saw: taking them away would compile it once more.
@@ -46,19 +46,27 @@ def mark_steps(optimizer_module: ModuleType) -> None:
                 handle.remove()
 
     state.undo.append(undo)
+    _mark_forward(torch)
 
 
-def mark_forward(module: ModuleType) -> None:
-    state, torch = active(), sys.modules["torch"]
+def _compiler_probe(torch: ModuleType) -> Callable[[], bool]:
+    """torch.compiler.is_compiling itself, which the compiler knows by identity, where there is one."""
+    probe: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
+    return probe
+
+
+def _mark_forward(torch: ModuleType) -> None:
+    state = active()
     if state is None:
         return
+    is_compiling = _compiler_probe(torch)
 
     def before_forward(layer: Any, args: Any) -> None:
-        if not torch.compiler.iscompiling():
+        if not is_compiling():
             handle.remove()
             _first_forward(layer)
 
-    handle = module.register_module_forward_pre_hook(before_forward)
+    handle = sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(before_forward)
     state.forward_undo = handle.remove
     state.undo.append(handle.remove)
 
@@ -71,7 +79,7 @@ def _first_forward(layer: Any) -> None:
     if layer.training and torch.is_grad_enabled():
         state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "forward"})
     else:
-        mark_forward(sys.modules["torch.nn.modules.module"])
+        _mark_forward(torch)
 
 
 def mark_compilation(callbacks: ModuleType) -> None:

@@ -35,28 +35,32 @@ def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Callab
 
 
 def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
-    """A wrapper maker: the original runs exactly as called, between a begin and an end event."""
+    """A wrapper maker: the original runs exactly as called, between a begin and an end event.
+
+    A call inside another marked one belongs to it and is not marked.
+    """
+
+    @guarded
+    def begin(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        state = active()
+        if state is None or state.nested or compiling():
+            return ""
+        span = state.tracer.emit(stage, BEGIN, attrs=describe(args, kwargs))
+        state.nested += 1
+        return span
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            state = active()
-            if state is None or state.reading or compiling():
+            span = begin(args, kwargs)
+            if not span:
                 return original(*args, **kwargs)
-            span = _begin(stage, args, kwargs)
             outcome = FAILED
-            state.reading += 1
             try:
                 result = original(*args, **kwargs)
                 outcome = OK
                 return result
             finally:
-                state.reading -= 1
                 _end(stage, span, outcome)
-
-        @guarded
-        def _begin(stage: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-            state = active()
-            return state.tracer.emit(stage, BEGIN, attrs=describe(args, kwargs)) if state is not None else ""
 
         return marked
 
@@ -64,7 +68,8 @@ def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
 
 
 @guarded
-def _end(stage: str, span: str | None, outcome: str) -> None:
+def _end(stage: str, span: str, outcome: str) -> None:
     state = active()
-    if state is not None and span:
+    if state is not None:
+        state.nested -= 1
         state.tracer.emit(stage, END, span=span, outcome=outcome)
