@@ -39,13 +39,14 @@ dist.destroy_process_group()
 """
 
 SINGLE = """
-import torch
+import time, torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
+for _ in range(12):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+    time.sleep(0.05)  # steps of one length, however loaded the machine is
 """
 
 INITIALIZES_OPTIMIZER = """
