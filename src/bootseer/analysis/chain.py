@@ -80,11 +80,10 @@ def lost_stage(told: Told, barrier: Barrier, visit: Visit) -> tuple[str, int, in
     Without others it is the longest stage, and the excess is None.
     """
     own = time_by_stage(told.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
-    others = [
-        time_by_stage(told.pieces_of(other.lane), other.from_ns, other.at_ns)
-        for node, other in slowest_visits(barrier).items()
-        if node != visit.lane.node
-    ]
+    nodes = [other for node, other in slowest_visits(barrier).items() if node != visit.lane.node]
+    # On a single node its ranks are the ones to compare.
+    crowd = nodes or [other for other in barrier.visits if other is not visit]
+    others = [time_by_stage(told.pieces_of(other.lane), other.from_ns, other.at_ns) for other in crowd]
     if not own:
         return "", 0, None
     if not others:

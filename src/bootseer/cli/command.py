@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import click
+
+from bootseer.cli.options import COUNT, FLAG, Option
 
 
 class WithCommand(click.Command):
@@ -19,6 +24,36 @@ class WithCommand(click.Command):
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "-- COMMAND..."]
+
+
+def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of a table as click's."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            if option.kind == FLAG:
+                flags = ["/".join(option.flags)] if option.flags[-1].startswith("--no-") else list(option.flags)
+                decorator = click.option(*flags, option.name, is_flag=True, default=option.default, help=option.help)
+            else:
+                decorator = click.option(
+                    *option.flags,
+                    option.name,
+                    type=_type(option),
+                    metavar=option.metavar,
+                    multiple=option.many,
+                    default=option.default,
+                    help=option.help,
+                )
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def _type(option: Option) -> click.ParamType[Any] | None:
+    if option.kind == COUNT:
+        return click.IntRange(option.least)
+    return click.Choice(option.choices) if option.choices else None
 
 
 def command_of(ctx: click.Context) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
             f"{place}: no such file, and no job of this name has run on this machine",
             hint="give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
         )
-    return str(job)
+    return job
 
 
 def _latest(env: Mapping[str, str]) -> str:
@@ -74,7 +74,7 @@ def _latest(env: Mapping[str, str]) -> str:
             "no job has run under `bootseer run` on this machine yet",
             hint="name a log to read, or start a job: bootseer run -- python train.py",
         )
-    return str(folder)
+    return folder
 
 
 def _nothing(found: Scanned) -> UsageError:

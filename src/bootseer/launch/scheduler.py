@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from bootseer.launch.session import PODINFO
 from bootseer.units import NS_PER_S
 
 _DEADLINE_S = 10.0
-_PODINFO = "/etc/podinfo"
 _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILINE)
 
 
@@ -39,7 +39,7 @@ def asks_slurm(env: Mapping[str, str]) -> bool:
 def times(env: Mapping[str, str]) -> Times:
     """What the schedulers around us tell; never raises, takes at most ten seconds."""
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
-    podinfo = Path(env.get("BOOTSEER_PODINFO", _PODINFO))
+    podinfo = Path(env.get("BOOTSEER_PODINFO", PODINFO))
     found = _slurm(env) if env.get("SLURM_JOB_ID") else _kubernetes(podinfo)
     found = found._replace(submitted_ns=given or found.submitted_ns)
     # A job cannot start before it was submitted, nor after now: such a pair comes from two clocks.

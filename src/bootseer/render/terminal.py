@@ -25,6 +25,8 @@ _COLOURS = {
 _OTHER_COLOUR = "cyan"
 _SIGNS = {"image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
 _LABEL_WIDTH = 18
+_NEGLIGIBLE = 0.005
+"""Share of the whole below which untracked time and the last wait are no row of their own."""
 _MAX_NODES = 12
 _MAX_ROWS = 8
 _UNOBSERVED = "unobserved"
@@ -49,10 +51,12 @@ def _seconds(value: float | None) -> str:
     return _UNOBSERVED if value is None else format_seconds(value)
 
 
-def _job_level(value: float | None) -> str:
-    if value is None:
-        return "unobserved: nobody told when the job was submitted, or it did not begin"
-    return f"{format_seconds(value)} (submission to first step's end)"
+def _job_level(report: Report) -> str:
+    value = report.overhead.job_level_s
+    if value is not None:
+        return f"{format_seconds(value)} (submission to first step's end)"
+    began = report.startup.outcome == "training_began"
+    return f"{_UNOBSERVED}: {'nobody told when the job was submitted' if began else 'training did not begin'}"
 
 
 def _short(value: float | None) -> str:
@@ -74,7 +78,7 @@ def _print_facts(report: Report, console: Console) -> None:
             "job",
             f"{clean(startup.job)}, attempt {startup.attempt}{restart}, {startup.kind}, {began:%Y-%m-%d %H:%M:%S} UTC",
         ),
-        ("job-level", _job_level(overhead.job_level_s)),
+        ("job-level", _job_level(report)),
         (
             "node-level",
             f"median {_seconds(overhead.node_level_median_s)}, max {_seconds(overhead.node_level_max_s)} "
@@ -200,7 +204,8 @@ def _print_stages(report: Report, console: Console) -> None:
     table = _table(*columns, *(["GPU-h"] if gpus else []), "")
     total = sum(node.end_s - node.start_s for node in report.nodes)
     for row in report.stages:
-        if row.stage == "wait_for_others" and row.wait_s < 0.005 * total:
+        rest = row.stage == "wait_for_others" or row.stage.endswith("untracked")
+        if rest and row.work_s + row.wait_s < _NEGLIGIBLE * total:
             continue
         name = "  " * row.depth + clean(row.stage.rpartition(".")[2])
         marks = [f"{n} {word}" for n, word in ((row.num_truncated, "truncated"), (row.num_failed, "failed")) if n]

@@ -1,0 +1,192 @@
+"""What all benchmarks share: alternating runs, child processes with their costs, and the result file.
+
+A benchmark is one module with one `BENCHMARK` value; `run.py` calls its `measure` and writes what it returns.
+Arms (what is measured, and what a user would run instead) take turns within a round and swap their order from round to
+round, so that a machine which is busy with something else treats all of them alike. Caches are warm: a round that is
+thrown away comes first. Results tell the kind of machine, never its name or its paths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import bootseer
+from bootseer.machine.facts import facts
+
+T = TypeVar("T")
+
+SCHEMA = "bootseer.benchmark/1"
+ROOT = Path(__file__).absolute().parents[1]
+RESULTS = Path(__file__).absolute().parent / "results"
+METHOD = (
+    "arms take turns in each round and swap order every round; caches warm; one round thrown away; "
+    "other programs may use the machine meanwhile, so judge by the median and compare it with the best (min)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """A claim about one figure."""
+
+    what: str
+    value: float
+    limit: float
+    unit: str
+    at_least: bool = False
+    """The figure must not fall below the limit; otherwise it must not rise above it."""
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a benchmark found. Samples are one list for each arm, in the order of the rounds."""
+
+    parameters: Mapping[str, Any]
+    samples: Mapping[str, Sequence[float]]
+    unit: str
+    baselines: Mapping[str, str] = field(default_factory=dict)
+    """Arm to the arm that it is compared with, round by round."""
+    must_reach: Sequence[Must] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Figures beside the samples: profiles, CPU time, peak memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One claim and the way to measure it."""
+
+    name: str
+    question: str
+    measure: Callable[[bool], Outcome]
+    """Takes whether to be quick: fewer rounds or smaller input, the same method."""
+
+
+class Cost(NamedTuple):
+    """What one child process took."""
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
+def spawn(command: Sequence[str], env: Mapping[str, str] | None = None, exit_codes: Sequence[int] = (0,)) -> Cost:
+    """Run a program with its output thrown away. Raises `RuntimeError` when it ends with another exit code."""
+    devnull = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+    start = time.perf_counter()
+    pid = os.posix_spawnp(command[0], list(command), dict(os.environ if env is None else env), file_actions=devnull)
+    _, status, used = os.wait4(pid, 0)
+    wall_s = time.perf_counter() - start
+    code = os.waitstatus_to_exitcode(status)
+    if code not in exit_codes:
+        raise RuntimeError(f"{Path(command[0]).name} ended with exit code {code}")
+    return Cost(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+
+def alternate(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Run each arm once a round, in an order that turns round by round, after a round that is thrown away."""
+    results: dict[str, list[T]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(-1, rounds):
+        for name in names if number % 2 else reversed(names):
+            result = arms[name]()
+            if number >= 0:
+                results[name].append(result)
+    return results
+
+
+def wall_ms(costs: Mapping[str, Sequence[Cost]]) -> dict[str, list[float]]:
+    """Wall times of children in milliseconds."""
+    return {name: [cost.wall_s * 1e3 for cost in of_arm] for name, of_arm in costs.items()}
+
+
+def differences(samples: Mapping[str, Sequence[float]], arm: str, baseline: str) -> list[float]:
+    """Arm minus baseline, round by round."""
+    return [a - b for a, b in zip(samples[arm], samples[baseline], strict=True)]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
+    """Measure, and write the result file; returns what it holds."""
+    load_before = os.getloadavg()[0]
+    outcome = benchmark.measure(quick)
+    against = {
+        arm: {
+            "baseline": baseline,
+            "difference": summary(differences(outcome.samples, arm, baseline)),
+            "difference_of_best": min(outcome.samples[arm]) - min(outcome.samples[baseline]),
+            "ratio_of_medians": median(outcome.samples[arm]) / median(outcome.samples[baseline]),
+        }
+        for arm, baseline in outcome.baselines.items()
+    }
+    result = {
+        "schema": SCHEMA,
+        "name": benchmark.name,
+        "question": benchmark.question,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "bootseer": bootseer.__version__,
+        "git": _git(),
+        "machine": facts(),
+        "load_average": [load_before, os.getloadavg()[0]],
+        "quick": quick,
+        "method": METHOD,
+        "parameters": outcome.parameters,
+        "unit": outcome.unit,
+        "samples": outcome.samples,
+        "summary": {arm: summary(values) for arm, values in outcome.samples.items()},
+        "against": against,
+        "details": outcome.details,
+        "must_reach": [
+            {
+                "what": must.what,
+                "value": must.value,
+                "limit": must.limit,
+                "unit": must.unit,
+                "rule": "at least" if must.at_least else "at most",
+                "reached": must.reached,
+            }
+            for must in outcome.must_reach
+        ],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(_rounded(result), indent=1, ensure_ascii=False)
+    (RESULTS / f"{benchmark.name}.json").write_text(text + "\n")
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits are more than any clock here is good for."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _git() -> dict[str, Any] | None:
+    """The commit, and whether src differs from it; None outside of a checkout."""
+    try:
+        words = ["git", "-C", str(ROOT), "--no-optional-locks"]
+        commit = subprocess.run([*words, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*words, "status", "--porcelain", "--", "src"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit.stdout.strip(), "src_changed": bool(changed.stdout.strip())}

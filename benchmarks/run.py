@@ -1,0 +1,49 @@
+"""Run benchmarks, keep their results, print a table: `benchmarks/run.py [--quick] [NAME...]`.
+
+`make bench` calls this. The exit code is 1 when a claim was not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+import harness
+
+sys.path.append(str(harness.ROOT / "tests"))  # the fleet whose truth is known
+
+NAMES = ("run_overhead", "hook_overhead", "tracing_cost", "report_fleet", "scan_foreign", "diff_noise")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the claims; results go to benchmarks/results.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller input")
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.names or NAMES:
+        benchmark: harness.Benchmark = importlib.import_module(name).BENCHMARK
+        print(f"{name}: {benchmark.question}", flush=True)
+        results.append(harness.run(benchmark, arguments.quick))
+    for result in results:
+        _print(result)
+    return 0 if all(must["reached"] for result in results for must in result["must_reach"]) else 1
+
+
+def _print(result: dict[str, Any]) -> None:
+    unit = result["unit"]
+    print(f"\n{result['name']}{' (quick)' if result['quick'] else ''}  [{unit}]")
+    print(f"  {'':34}{'median':>12}{'best':>12}{'worst':>12}{'vs baseline':>14}  baseline")
+    for arm, row in result["summary"].items():
+        against = result["against"].get(arm)
+        compared = f"{against['difference']['median']:+14.4g}  {against['baseline']}" if against else ""
+        print(f"  {arm:34}{row['median']:12.5g}{row['min']:12.5g}{row['max']:12.5g}{compared}")
+    for must in result["must_reach"]:
+        sign = "reached" if must["reached"] else "MISSED "
+        print(f"  {sign}  {must['what']}: {must['value']:.4g} {must['unit']}, {must['rule']} {must['limit']:g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

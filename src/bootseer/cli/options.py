@@ -1,0 +1,83 @@
+"""Options of a verb that stands in front of a job, as one table with two readers.
+
+`run` adds its own time to every job, and importing click takes longer than all else that it does (docs/adr/0002).
+So plain command lines are read by `plain`, which knows no errors: whatever it does not understand, wrong input and
+`--help` included, is left to click, which reads the same table. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+TEXT = "text"
+COUNT = "count"
+FLAG = "flag"
+
+
+class Option(NamedTuple):
+    """One option of a verb."""
+
+    name: str
+    """Key of its value."""
+    flags: tuple[str, ...]
+    """As they are typed; a flag with an off-switch names it last."""
+    help: str
+    kind: str = TEXT
+    metavar: str | None = None
+    many: bool = False
+    """May be given several times; the value is a tuple."""
+    least: int = 0
+    """Smallest value of a count."""
+    choices: tuple[str, ...] = ()
+    default: object = None
+
+    @property
+    def start(self) -> object:
+        """Its value when it is not given."""
+        return () if self.many and self.default is None else self.default
+
+
+Values = dict[str, object]
+
+
+def plain(arguments: Sequence[str], options: Sequence[Option]) -> Values | None:
+    """The values of a command line of known options in their full spelling; None leaves the line to click."""
+    by_flag: Mapping[str, Option] = {flag: option for option in options for flag in option.flags}
+    values: Values = {option.name: option.start for option in options}
+    given: set[str] = set()
+    rest = iter(arguments)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        option = by_flag.get(flag if word.startswith("--") else word)
+        if option is None:
+            return None
+        if option.kind == FLAG:
+            if equals:
+                return None
+            values[option.name] = not flag.startswith("--no-")
+            continue
+        if not equals:
+            value = next(rest, "")
+        read = _read(option, value)
+        if read is None:
+            return None
+        if option.many:
+            before = values[option.name] if option.name in given else ()
+            values[option.name] = (*before, read)  # type: ignore[misc]
+        else:
+            values[option.name] = read
+        given.add(option.name)
+    return values
+
+
+def _read(option: Option, value: str) -> object:
+    if not value or value.startswith("-"):
+        return None
+    if option.choices and value not in option.choices:
+        return None
+    if option.kind == COUNT:
+        if not (value.isascii() and value.isdecimal() and len(value) < 10) or int(value) < option.least:
+            return None
+        return int(value)
+    return value

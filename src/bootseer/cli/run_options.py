@@ -1,0 +1,77 @@
+"""The options of `bootseer run`, and the step from their values to the run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from bootseer.cli.options import COUNT, FLAG, Option, Values
+from bootseer.errors import UsageError
+from bootseer.trace.event import KINDS
+
+OPTIONS = (
+    Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
+    Option("attempt", ("--attempt",), "Number of this start of the job.", COUNT),
+    Option("kind", ("--kind",), "What kind of startup this is (default: full).", choices=KINDS),
+    Option("node", ("--node",), "Unique name of this machine within the job."),
+    Option("num_nodes", ("--num-nodes",), "Nodes of the job, to notice those that stay silent.", COUNT, least=1),
+    Option("gpus", ("--gpus",), "GPUs of this node that the job uses.", COUNT),
+    Option("setup", ("--setup",), "Run this first, as the stage environment_setup.", metavar="SCRIPT"),
+    Option("requirements", ("--requirements", "-r"), "Install these first with pip.", metavar="FILE", many=True),
+    Option("spool", ("--spool",), "Where events are kept; a folder that nodes share is fine.", metavar="DIR"),
+    Option(
+        "sinks",
+        ("--trace-to",),
+        "spool (default), stderr (into the job's own log), otlp or otlp=URL; may be repeated.",
+        metavar="SINK",
+        many=True,
+        default=("spool",),
+    ),
+    Option(
+        "hook", ("--hook", "--no-hook"), "Mark torch's stages in Python children (default: yes).", FLAG, default=True
+    ),
+    Option(
+        "began_pattern",
+        ("--began-pattern",),
+        "A line of output that tells the end of the first step, for programs without torch.",
+        metavar="REGEX",
+    ),
+    Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
+)
+
+# The variables that `trace.identity` reads before any launcher's: what the user says outranks them all.
+_IDENTITY = {
+    "job": "BOOTSEER_JOB",
+    "attempt": "BOOTSEER_ATTEMPT",
+    "kind": "BOOTSEER_KIND",
+    "node": "BOOTSEER_NODE",
+    "num_nodes": "BOOTSEER_NUM_NODES",
+    "gpus": "BOOTSEER_GPUS",
+}
+
+
+def start(values: Values, command: Sequence[str]) -> int:
+    """Run the command with these values; the exit code. Raises `UsageError`."""
+    from bootseer.launch.run import Options, run
+
+    said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
+    settings = {name: value for name, value in values.items() if name not in _IDENTITY}
+    settings["began_pattern"] = _pattern(settings["began_pattern"])
+    _check_sinks(settings["sinks"])
+    return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
+
+
+def _pattern(text: object) -> re.Pattern[bytes] | None:
+    if text is None:
+        return None
+    try:
+        return re.compile(str(text).encode("utf-8", "surrogateescape"))
+    except re.error as error:
+        raise UsageError(f"--began-pattern {text!r} is not a regular expression: {error}") from error
+
+
+def _check_sinks(words: object) -> None:
+    for word in words if isinstance(words, tuple) else ():
+        if word not in ("spool", "stderr") and word.partition("=")[0] != "otlp":
+            raise UsageError(f"--trace-to {word!r}: no such sink", hint="choose from spool, stderr, otlp, otlp=URL")

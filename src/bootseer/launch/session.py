@@ -1,0 +1,203 @@
+"""One measured run on this node: identity, spool, tracer, the children's environment, what goes on beside the command.
+
+Made by `launch.run` in front of every job, so that what is imported here costs every job: what only some runs need (the
+scheduler's programs, the exporter, digests of files) is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bootseer.launch import spools
+from bootseer.trace import traceparent
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK
+from bootseer.trace.identity import Identity, discover
+from bootseer.trace.sinks import safe_name
+from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
+
+if TYPE_CHECKING:
+    from bootseer.launch.run import Options
+
+EXIT_FLUSH_S = 2.0
+"""What the end of the run may wait for exporters and relays."""
+_HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
+PODINFO = "/etc/podinfo"
+"""Where Kubernetes' own examples mount the downward API volume."""
+_PRIME = (1 << 127) - 1
+_SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
+
+
+def say(message: str) -> None:
+    """One line for the user, on standard error: standard output belongs to the job."""
+    sys.stderr.write(f"bootseer: {message}\n")
+    sys.stderr.flush()
+
+
+def fingerprint(text: str) -> str:
+    """32 hex digits that tell texts apart, the same on every node. No secret hangs on it, and hashlib takes 3 ms."""
+    number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
+    return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
+
+
+class Session:
+    """One measured run; writes its begin when it is made and its end in `close`."""
+
+    @classmethod
+    def opened(cls, command: Sequence[str], options: Options, env: Mapping[str, str]) -> Session | None:
+        """A session, or None and a word to the user when events cannot be written anywhere."""
+        try:
+            return cls(command, options, env)
+        except OSError as error:
+            say(f"events cannot be written ({error}); the command runs unmeasured")
+            return None
+
+    def __init__(self, command: Sequence[str], options: Options, env: Mapping[str, str]) -> None:
+        identity = discover(env, hostname=os.uname().nodename)
+        if not identity.job:
+            identity = identity._replace(job=_job_of(command))
+        root = options.spool or spools.default_root(env)
+        self.in_default_root = options.spool is None
+        self.folder, attempt = spools.make_attempt(root, identity.job, identity.attempt)
+        identity = identity._replace(attempt=attempt, rank=NO_RANK)
+        words = [spool_word(self.folder)] if "spool" in options.sinks else []
+        words += ["stderr"] if "stderr" in options.sinks else []
+        self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
+        if self.otlp and not words:
+            words = [spool_word(self.folder)]  # the exporter reads the spool
+        self.sinks = ",".join(words)
+        given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
+        own = fingerprint(f"{identity.job}\0{attempt}")
+        self.tracer = Tracer(
+            open_sink(self.sinks, identity.node),
+            identity,
+            trace=given.trace if given else own,
+            parent=given.span if given else "",
+        )
+        self.quiet = options.quiet
+        self.began_ns = time.time_ns()
+        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
+        self.tracer.parent = self.span
+        self._beside: list[threading.Thread] = []
+        self._ended = threading.Event()
+
+    def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
+        """The environment for the setup and the command."""
+        who = self.tracer.identity
+        child = {
+            **env,
+            "BOOTSEER_TRACE": self.sinks,
+            "BOOTSEER_JOB": who.job,
+            "BOOTSEER_ATTEMPT": str(who.attempt),
+            "BOOTSEER_KIND": who.kind,
+            "BOOTSEER_NODE": who.node,
+            **self.tracer.environment(self.span),
+        }
+        if hook and env.get("BOOTSEER_HOOK") != "0":
+            child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
+        return child
+
+    def training_began(self, line: str) -> None:
+        """The user's pattern was found in the output."""
+        self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern", "line": line})
+
+    def start_beside(self, env: Mapping[str, str]) -> None:
+        """Start what goes on while the command runs."""
+        if self.otlp is not None:
+            self._start(self._export)
+        if not (
+            env.get("SLURM_JOB_ID")
+            or env.get("BOOTSEER_SUBMITTED")
+            or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
+        ):
+            return
+        from bootseer.launch import scheduler
+
+        # As PID 1 all children are reaped together, so that no helper program may run beside the command.
+        if scheduler.asks_slurm(env) and os.getpid() == 1:
+            self._scheduler_times({**env, "SLURM_JOB_ID": ""})
+        elif scheduler.asks_slurm(env):
+            self._start(lambda: self._scheduler_times(env))
+        else:
+            self._scheduler_times(env)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        self._beside.append(thread)
+
+    def _scheduler_times(self, env: Mapping[str, str]) -> None:
+        from bootseer.launch import scheduler
+
+        found = scheduler.times(env)
+        began_ns = self.began_ns
+        if found.submitted_ns and found.submitted_ns <= began_ns:
+            self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.source)
+        if found.started_ns and found.started_ns <= began_ns:
+            # Kubernetes' node pulled the image between the two moments; Slurm's ran its prolog.
+            stage = "image_loading" if found.source == "kubernetes" else "allocation"
+            self._past(stage, found.started_ns, began_ns, found.source)
+
+    def _past(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:
+        attrs = {"told_by": told_by or "BOOTSEER_SUBMITTED"}
+        span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs=attrs)
+        self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
+
+    def _export(self) -> None:
+        from bootseer.launch.export import export_spool
+
+        url = (self.otlp or "").partition("=")[2]
+        export_spool(self.folder, self.tracer.identity.node, url or None, self._ended, say)
+
+    def close(self, code: int) -> None:
+        """Write the end, and give what runs beside a moment to finish."""
+        lost = self.tracer.sink.lost
+        attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
+        self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
+        self._ended.set()
+        deadline = time.monotonic() + EXIT_FLUSH_S
+        for thread in self._beside:
+            thread.join(max(deadline - time.monotonic(), 0))
+        if not self.quiet and "spool" in self.sinks:
+            where = self.tracer.identity.job if self.in_default_root else shlex.quote(self.folder)
+            say(f"where the startup's time went: bootseer report {where}")
+
+
+def _job_of(command: Sequence[str]) -> str:
+    """A job without a name is called after its program: the script, where an interpreter or launcher runs one."""
+    for word in command:
+        if word.endswith((".py", ".sh")):
+            return safe_name(os.path.basename(word).rpartition(".")[0])
+    return safe_name(os.path.basename(command[0]))
+
+
+def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict[str, object]:
+    """What the report and `diff` should know of this run. The command's arguments may hold secrets and stay out."""
+    from bootseer import __version__
+
+    gpus = identity.gpus
+    if gpus is None:
+        gpus = sum(name.startswith("nvidia") and name[6:].isdecimal() for name in os.listdir("/dev"))
+    facts: dict[str, object] = {
+        "bootseer": __version__,
+        "program": os.path.basename(command[0]),
+        "command_digest": fingerprint("\0".join(command))[:16],
+        "gpus": gpus,
+        "launcher": identity.source,
+        "kernel": os.uname().release,
+        "hook": options.hook,
+    }
+    if identity.num_nodes:
+        facts["num_nodes"] = identity.num_nodes
+    for path in options.requirements:
+        import hashlib
+
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+        facts["requirements_digest"] = digest
+    return facts
