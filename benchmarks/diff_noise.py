@@ -11,12 +11,12 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
+from harness import Benchmark, Must, Outcome
 
 from bootseer.analysis.diff import MIN_TESTED, SAME, SLOWER, compare
 from bootseer.analysis.model import Report
 from bootseer.analysis.report import Options, analyse
-from harness import Benchmark, Must, Outcome
+from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
 
 _SEEDS = {1: 1000, 2: 1000, 8: 600, 64: 200}
 _JITTERS = (0.05, 0.20)

@@ -79,6 +79,7 @@ class Cost(NamedTuple):
     wall_s: float
     cpu_s: float
     peak_bytes: int
+    """Never less than what the benchmark itself held at the spawn: the kernel hands that on to the child."""
 
 
 def spawn(command: Sequence[str], env: Mapping[str, str] | None = None, exit_codes: Sequence[int] = (0,)) -> Cost:

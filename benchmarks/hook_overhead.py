@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-import bootseer
 from harness import Benchmark, Must, Outcome, alternate, differences, spawn, wall_ms
+
+import bootseer
 
 _LIMIT_MS = 1.0
 _HOOK = Path(bootseer.__file__).parent / "hook" / "path"
@@ -30,16 +32,13 @@ def measure(quick: bool) -> Outcome:
         plain = {"none": clean, "empty sitecustomize": {**clean, "PYTHONPATH": str(empty)}, "hook": hooked}
         python = [sys.executable, "-c"]
         costs = alternate(
-            {f"pass, {arm}": lambda env=env: spawn([*python, "pass"], env) for arm, env in plain.items()}, rounds
+            {f"pass, {arm}": partial(spawn, [*python, "pass"], env) for arm, env in plain.items()}, rounds
         )
         samples = wall_ms(costs)
         torch = {"none": clean, "hook": hooked}
         samples |= wall_ms(
             alternate(
-                {
-                    f"import torch, {arm}": lambda env=env: spawn([*python, "import torch"], env)
-                    for arm, env in torch.items()
-                },
+                {f"import torch, {arm}": partial(spawn, [*python, "import torch"], env) for arm, env in torch.items()},
                 torch_rounds,
             )
         )

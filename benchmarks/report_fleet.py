@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from fleet import slow_installs
-
 from harness import Benchmark, Must, Outcome, alternate, spawn
+
+from fleet import slow_installs
 
 _NODES = 1440
 _RANKS_PER_NODE = 3  # 40 events a node

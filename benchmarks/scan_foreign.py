@@ -11,15 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import training_log
+from harness import Benchmark, Cost, Must, Outcome, alternate, spawn
+
 from bootseer.analysis.foreign.registry import parsers
 from bootseer.trace.event import TAG_STEM
-from harness import Benchmark, Cost, Must, Outcome, alternate, spawn
 
 _LIMIT_MB_PER_S = 200.0
 _LINES = 10_000_000
@@ -33,7 +34,11 @@ def measure(quick: bool) -> Outcome:
     rounds, lines = (3, _LINES // 10) if quick else (5, _LINES)
     with tempfile.TemporaryDirectory() as folder:
         plain, part = Path(folder, "train.log"), Path(folder, "part.log")
-        sizes = {"plain": training_log.write(plain, lines), "compressed": training_log.write(part, lines // 4)}
+        with ProcessPoolExecutor(1) as pool:  # what this process held, its children would be charged with
+            sizes = {
+                "plain": pool.submit(training_log.write, plain, lines).result(),
+                "compressed": pool.submit(training_log.write, part, lines // 4).result(),
+            }
         gz, zst = Path(folder, "part.gz"), Path(folder, "part.zst")
         _compress(["gzip", "-6", "-c", str(part)], gz)
         arms: dict[str, tuple[int, Callable[[], Cost]]] = {
@@ -54,6 +59,8 @@ def measure(quick: bool) -> Outcome:
         with plain.open("rb") as file:
             profile = _profile(file.read(_PROFILED_BYTES))
     speeds = {name: [arms[name][0] / cost.wall_s / 1e6 for cost in of_arm] for name, of_arm in costs.items()}
+    cpu_s_per_gb = {name: median(cost.cpu_s for cost in of_arm) * 1e9 / arms[name][0] for name, of_arm in costs.items()}
+    profile["all other work of the report"] = cpu_s_per_gb["report"] - sum(profile.values())
     baselines = {"report": "grep -c bootseer1", "report, gzip": "gzip -dc | grep -c"}
     if "report, zstd" in speeds:
         baselines["report, zstd"] = "zstd -dc | grep -c"
@@ -64,9 +71,7 @@ def measure(quick: bool) -> Outcome:
         baselines=baselines,
         must_reach=[Must("plain log (median)", median(speeds["report"]), _LIMIT_MB_PER_S, "MB/s", at_least=True)],
         details={
-            "cpu_s_per_gb": {
-                name: median(cost.cpu_s for cost in of_arm) * 1e9 / arms[name][0] for name, of_arm in costs.items()
-            },
+            "cpu_s_per_gb": cpu_s_per_gb,
             "peak_bytes": {name: max(cost.peak_bytes for cost in of_arm) for name, of_arm in costs.items()},
             "what_limits_s_per_gb": profile,
         },
@@ -82,25 +87,24 @@ def _pipe(script: str) -> Cost:
     return spawn(["sh", "-c", script], exit_codes=_NOTHING_FOUND)
 
 
-def _profile(log: bytes) -> Mapping[str, Any]:
+def _profile(log: bytes) -> dict[str, float]:
     """CPU seconds for a gigabyte of this log, for each pass over the bytes that a scan without a hit makes.
 
-    `bytes.find` is what any scan in plain Python is bounded by; the scan itself may know a faster search.
+    The search of `bytes` is what a scan in plain Python is bounded by; the scan itself may know a faster one.
     """
     blocks = [log[start : start + _PROFILED_BLOCK] for start in range(0, len(log), _PROFILED_BLOCK)]
     needles = [TAG_STEM, *dict.fromkeys(needle for parser in parsers() for needle in parser.needles)]
-    passes = {f"find {needle.decode()!r}": _cpu_s(blocks, needle, bytes.find) for needle in needles}
-    passes["count newlines"] = _cpu_s(blocks, b"\n", bytes.count)
-    scaled = {name: spent * 1e9 / len(log) for name, spent in passes.items()}
-    return {**scaled, "sum": sum(scaled.values())}
+    passes = {f"find {needle.decode()!r}": _cpu_s(blocks, needle) for needle in needles}
+    passes["count newlines"] = _cpu_s(blocks, b"\n")
+    return {name: spent * 1e9 / len(log) for name, spent in passes.items()}
 
 
-def _cpu_s(blocks: list[bytes], needle: bytes, search: Callable[[bytes, bytes], int]) -> float:
+def _cpu_s(blocks: list[bytes], needle: bytes) -> float:
     best = float("inf")
     for _ in range(3):
         start = time.process_time()
         for block in blocks:
-            search(block, needle)
+            block.count(needle)  # to the end, unlike `find`
         best = min(best, time.process_time() - start)
     return best
 

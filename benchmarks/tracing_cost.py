@@ -7,10 +7,12 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import bootseer
-from bootseer.trace.tracer import Tracer, from_environment, set_process_tracer
 from harness import Benchmark, Outcome, alternate
 
+import bootseer
+from bootseer.trace.tracer import Tracer, from_environment, set_process_tracer
+
+_Context = contextlib.AbstractContextManager[object]
 _USES_OFF = 20_000
 _USES_ON = 2_000
 
@@ -39,11 +41,13 @@ def measure(quick: bool) -> Outcome:
     )
 
 
-def _stage() -> contextlib.AbstractContextManager[object]:
+def _stage() -> _Context:
     return bootseer.stage("environment_setup.install", packages=12)
 
 
-def _ns_per_use(make: Callable[[], contextlib.AbstractContextManager[object]], uses: int, tracer: Tracer | None) -> float:
+def _ns_per_use(
+    make: Callable[[], contextlib.AbstractContextManager[object]], uses: int, tracer: Tracer | None
+) -> float:
     set_process_tracer(tracer)
     start = time.perf_counter_ns()
     for _ in range(uses):

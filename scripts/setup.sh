@@ -30,6 +30,8 @@ chromium chromium the test that opens the HTML report in a browser
 runc runc starting containers as Kubernetes nodes do
 mkfs.erofs erofs-utils making EROFS images
 fusermount3 fuse3 mounting FUSE file systems
+slurmctld slurm-wlm the test that runs jobs under a real Slurm
+munged munge the key service that Slurm needs
 LIST
 }
 

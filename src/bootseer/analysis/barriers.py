@@ -34,6 +34,8 @@ class Visit:
     from_ns: int
     """When the lane left the barrier before, by its own account."""
     at_ns: int
+    left_ns: int
+    """When it says that it was released."""
 
     @property
     def work_ns(self) -> int:
@@ -73,22 +75,21 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
             barrier.num_participants = len(waiting[arrival.barrier])
             if arrival.span.outcome == OK:
                 barrier.left_ns.append(arrival.left_ns)
-            barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns))
+            barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns, arrival.left_ns))
     shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
     shared.sort(key=lambda barrier: median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns)
-    place = {barrier.name: index for index, barrier in enumerate(shared)}
     left: dict[int, tuple[int, int]] = {}
     for index, barrier in enumerate(shared):
         for visit in barrier.visits:
             visit.previous, visit.from_ns = left.get(id(visit.lane), (-1, visit.lane.begin_ns))
-            own = next(a for a in visit.lane.arrivals if place.get(a.barrier) == index)
-            left[id(visit.lane)] = (index, own.left_ns)
+            left[id(visit.lane)] = (index, visit.left_ns)
     end = Barrier(TRAINING_BEGAN)
     done = [lane for lane in lanes if lane.outcome == OK] or lanes
     end.num_participants = len(done)
     for lane in done:
         previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
-        end.visits.append(Visit(lane, previous, from_ns, max(lane.end_ns, from_ns)))
+        at_ns = max(lane.end_ns, from_ns)
+        end.visits.append(Visit(lane, previous, from_ns, at_ns, at_ns))
     return [*shared, end]
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from bootseer.analysis.spans import TRUNCATED, NodeSpans
+from bootseer.analysis.spans import NodeSpans
+from bootseer.trace.event import OK
 
 _FLOOR_NS = 1_000_000
 """No estimate from user-space barriers is better than a millisecond."""
@@ -49,7 +50,7 @@ def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
 def _releases(node: NodeSpans) -> Iterable[tuple[str, int, int]]:
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for span in sorted(node.spans, key=lambda span: span.begin_ns):
-        if span.barrier and span.outcome != TRUNCATED:
+        if span.barrier and span.outcome == OK:  # one that failed was left by nobody else at that moment
             turn = counts[span.barrier, span.rank]
             counts[span.barrier, span.rank] += 1
             yield f"{span.barrier}#{turn}", span.end_ns, span.end_ns - span.begin_ns

@@ -29,6 +29,8 @@ _MIN_SHARE = 0.10
 _MIN_S = 0.5
 _FEW_SHARE = 0.50
 _FEW_S = 2.0
+_WHOLE_SHARE = 0.25
+"""Of the whole startup, which is one number a side and cannot be tested."""
 
 SLOWER = "slower"
 FASTER = "faster"
@@ -107,13 +109,13 @@ def compare(a: Report, b: Report, limits: Limits | None = None) -> Difference:
     return Difference(
         a=_name(a),
         b=_name(b),
-        a_s=a.overhead.startup_s,
-        b_s=b.overhead.startup_s,
+        a_s=_whole_s(a),
+        b_s=_whole_s(b),
         overall=overall,
         stages=stages,
         changed=_changed(a, b),
         tested=tested,
-        verdict=_verdict(overall, stages, tested),
+        verdict=_verdict(a, b, overall, stages, tested),
         headlines=_headlines(a, b),
     )
 
@@ -161,26 +163,29 @@ def _judge(before: float, after: float, p: float | None, limits: Limits, tested:
     return SLOWER if after > before else FASTER
 
 
+def _whole_s(report: Report) -> float:
+    return report.overhead.startup_s or 0.0
+
+
 def _overall(a: Report, b: Report, limits: Limits, tested: bool) -> Moved:
     """The whole startup: one number a side, so that only its size can be judged."""
-    before, after = a.overhead.startup_s, b.overhead.startup_s
-    few = Limits(max(limits.min_share, 0.25), max(limits.min_s, _FEW_S)) if tested else limits
+    before, after = _whole_s(a), _whole_s(b)
     delta = after - before
-    return Moved(
-        "startup",
-        before,
-        after,
-        delta,
-        delta / before if before else None,
-        None,
-        _judge(before, after, None, few, False),
-    )
+    share = delta / before if before else None
+    verdict = SAME
+    # One that ended before training took less time for no good reason.
+    if all(report.startup.outcome == "training_began" for report in (a, b)):
+        least = max(limits.min_share, _WHOLE_SHARE if tested else _FEW_SHARE)
+        if abs(delta) >= max(limits.min_s, _FEW_S) and abs(delta) >= least * before:
+            verdict = SLOWER if delta > 0 else FASTER
+    return Moved("startup", before, after, delta, share, None, verdict)
 
 
 def _changed(a: Report, b: Report) -> list[Changed]:
     found = []
     for fact in ("kind", "num_nodes", "num_gpus"):
-        values = [str(getattr(report.startup, fact)) for report in (a, b)]
+        found_values = [getattr(report.startup, fact) for report in (a, b)]
+        values = ["unobserved" if value is None else str(value) for value in found_values]
         if values[0] != values[1]:
             found.append(Changed(fact, *values))
     before, after = _facts(a), _facts(b)
@@ -211,18 +216,26 @@ def _common(counts: Mapping[str, int]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def _verdict(overall: Moved, stages: Sequence[Moved], tested: bool) -> str:
+def _verdict(a: Report, b: Report, overall: Moved, stages: Sequence[Moved], tested: bool) -> str:
     delta = overall.delta_s or 0.0
+    short = [side for side, report in (("A", a), ("B", b)) if report.startup.outcome != "training_began"]
     moved = [stage for stage in stages if stage.verdict != SAME and "." not in stage.stage]
     moved = moved or [stage for stage in stages if stage.verdict != SAME]
     basis = "" if tested else " (too few nodes for a test; only large changes count)"
+    if short:
+        told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved)) or "none"
+        who = " and ".join(short)
+        return f"The whole cannot be compared, {who} did not reach training; stages moved beyond noise: {told}{basis}."
     if not moved:
         if overall.verdict == SAME:
             return f"No difference beyond noise: {delta:+.2f} s{basis}."
         return f"B is {overall.verdict} by {abs(delta):.2f} s, and no single stage explains it{basis}."
-    moved = sorted(moved, key=lambda stage: -abs(stage.delta_s or 0.0))
-    told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in moved[:3])
+    told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved))
     return f"B took {delta:+.2f} s against A; moved beyond noise: {told}{basis}."
+
+
+def _largest(moved: Sequence[Moved]) -> list[Moved]:
+    return sorted(moved, key=lambda stage: -abs(stage.delta_s or 0.0))[:3]
 
 
 def _headlines(a: Report, b: Report) -> list[str]:

@@ -7,6 +7,7 @@ to terabytes costs time and no memory; one that is cut short gives what it holds
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
 import zlib
@@ -21,6 +22,7 @@ STDIN = "-"
 _READ_BYTES = 4 << 20
 _ZSTD_STEP_BYTES = 4096
 """Fed to the unpacker at once. A block of 3 bytes can stand for 128 KiB, so that this bounds memory at 180 MB."""
+_GZIP_STEP_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _HINT = "give log files, folders with logs, or - for standard input"
@@ -34,16 +36,35 @@ class Source:
     """As it is shown to the user."""
     path: Path | None
     """None for standard input."""
+    named: bool = True
+    """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
 
     @property
     def size_bytes(self) -> int:
         """Size on disk, 0 when it is not known."""
-        return self.path.stat().st_size if self.path is not None and self.path.is_file() else 0
+        try:
+            return self.path.stat().st_size if self.path is not None and self.path.is_file() else 0
+        except OSError:
+            return 0
 
     @property
     def modified_ns(self) -> int:
         """When the log was last written: near the times in it that name no year."""
-        return self.path.stat().st_mtime_ns if self.path is not None else time.time_ns()
+        try:
+            return self.path.stat().st_mtime_ns if self.path is not None else time.time_ns()
+        except OSError:  # rotated away since it was listed
+            return time.time_ns()
+
+
+def exists(place: str) -> bool:
+    """Whether something of this name is there, readable or not."""
+    try:
+        Path(place).stat()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # a name may also be too long, or a circle of links
+        return False
+    return True
 
 
 def sources(places: Sequence[str]) -> list[Source]:
@@ -56,16 +77,35 @@ def sources(places: Sequence[str]) -> list[Source]:
         path = Path(place)
         if place == STDIN:
             found.append(Source("(standard input)", None))
+        elif not exists(place):
+            raise UsageError(f"{_shown(place)}: no such file or folder", hint=_HINT)
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            inside = _inside(place)
             if not inside:
-                raise UsageError(f"{place}: the folder holds no files", hint=_HINT, exit_code=1)
-            found += [Source(str(p), p) for p in inside]
-        elif path.exists():
-            found.append(Source(place, path))
+                raise UsageError(f"{_shown(place)}: the folder holds no files", hint=_HINT, exit_code=1)
+            found += [Source(_shown(str(p)), p, named=False) for p in inside]
         else:
-            raise UsageError(f"{place}: no such file or folder", hint=_HINT)
+            found.append(Source(_shown(place), path))
     return found
+
+
+def _inside(place: str) -> list[Path]:
+    """The files below a folder, except hidden ones; links to folders are not followed."""
+    try:
+        next(Path(place).iterdir(), None)
+    except OSError as error:
+        raise PermanentError(f"{_shown(place)}: cannot be read: {error.strerror or error}") from error
+    return sorted(
+        path
+        for folder, _, names in os.walk(place)
+        for name in names
+        if not name.startswith(".") and (path := Path(folder, name)).is_file()
+    )
+
+
+def _shown(name: str) -> str:
+    """A name that can be printed: a file's name may hold a newline, or bytes that are no text."""
+    return name if name.isprintable() else ascii(name)
 
 
 class Cut(Exception):  # noqa: N818 - it is a condition that the reader counts, not an error of the program
@@ -79,6 +119,8 @@ def blocks(source: Source) -> Iterator[bytes]:
     """
     try:
         if source.path is None:
+            if sys.stdin is None:
+                raise PermanentError("standard input is closed: name a file, or pipe a log into it")
             yield from _unpacked(sys.stdin.buffer)
         else:
             with source.path.open("rb", buffering=0) as file:
@@ -106,22 +148,37 @@ def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:
 
 def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
     unpacker = zlib.decompressobj(wbits=31)
-    while True:
-        if not block:
-            block = raw.read(_READ_BYTES) or b""
-            if not block:
-                if not unpacker.eof:
-                    raise Cut
-                return
-        if unpacker.eof:  # log rotation appends one member to another; padding behind the last one is none
-            if not block.startswith(_GZIP[: len(block)]):
-                return
-            unpacker = zlib.decompressobj(wbits=31)
+    while block:
+        for start in range(0, len(block), _GZIP_STEP_BYTES):
+            piece = block[start : start + _GZIP_STEP_BYTES]
+            while piece:
+                if unpacker.eof:  # log rotation appends one member to another; padding behind the last one is none
+                    if not piece.startswith(_GZIP[: len(piece)]):
+                        if piece.strip(b"\0"):
+                            raise Cut
+                        return
+                    unpacker = zlib.decompressobj(wbits=31)
+                before = unpacker.copy()
+                try:
+                    data = unpacker.decompress(piece, _READ_BYTES)
+                except zlib.error as error:
+                    yield from _until_damage(before, piece)
+                    raise Cut from error
+                piece = unpacker.unconsumed_tail or unpacker.unused_data
+                if data:
+                    yield data
+        block = raw.read(_READ_BYTES) or b""
+    if not unpacker.eof:
+        raise Cut
+
+
+def _until_damage(unpacker: zlib._Decompress, piece: bytes) -> Iterator[bytes]:
+    """What comes out of a piece before the place where it is damaged."""
+    for place in range(len(piece)):
         try:
-            data = unpacker.decompress(block, _READ_BYTES)
-        except zlib.error as error:
-            raise Cut from error
-        block = unpacker.unconsumed_tail or unpacker.unused_data
+            data = unpacker.decompress(piece[place : place + 1])
+        except zlib.error:
+            return
         if data:
             yield data
 

@@ -21,6 +21,8 @@ MODEL_INITIALIZATION = "model_initialization"
 FIRST_STEP = "first_step"
 TRAINING_BEGAN = "training_began"
 BOUND = "bound"
+ENDINGS = ("worker_failed", "launcher_signal")
+"""How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
 UNOBSERVED = "unobserved"
 _STRUCTURE = (RUN, COMMAND)
 
@@ -67,35 +69,50 @@ def lanes_of(node: NodeSpans) -> list[Lane]:
     """The node's lanes, one for each rank that it said anything of; at least one."""
     spans = [span for span in node.spans if span.stage not in SCHEDULER]
     ranks = sorted({span.rank for span in (*spans, *node.instants)} - {NO_RANK})
+    of_rank: dict[int, list[Span]] = defaultdict(list)
     common: list[Span] = []
     beside: list[Span] = []
     for span in spans:
-        if span.rank == NO_RANK:
+        if span.rank != NO_RANK:
+            of_rank[span.rank].append(span)
+        else:
             helper = bool(ranks) and span.stage in PROCESS_STAGES
             (beside if helper or span.background else common).append(span)
-    return [_lane(node, rank, spans, common, beside) for rank in ranks or [NO_RANK]]
+    if not ranks:
+        common, helpers = _without_helpers(common, node, NO_RANK)
+        return [_lane(node, NO_RANK, [], common, beside + helpers)]
+    return [_lane(node, rank, of_rank[rank], common, beside) for rank in ranks]
 
 
-def _lane(node: NodeSpans, rank: int, spans: list[Span], common: list[Span], beside: list[Span]) -> Lane:
-    own: list[Span] = []
-    background = list(beside)
-    if rank == NO_RANK:
-        main = _main_pid(common, node, rank)
-        process = [span for span in common if _of_other_process(span, main)]
-        common = [span for span in common if not _of_other_process(span, main)]
-        background += process
-    else:
-        mine = [span for span in spans if span.rank == rank]
-        main = _main_pid(mine, node, rank)
-        for span in mine:
-            (background if span.background or (span.pid and main and span.pid != main) else own).append(span)
-    lane_spans = [span for span in common if span.stage not in _STRUCTURE] + own
+def _without_helpers(spans: list[Span], node: NodeSpans, rank: int) -> tuple[list[Span], list[Span]]:
+    """The spans of the process that trains and of what ran before it, and those of its helpers beside it."""
+    main = _main_pid(spans, node, rank)
+    begin_ns = min((span.begin_ns for span in spans if span.pid == main), default=0)
+    kept: list[Span] = []
+    helpers: list[Span] = []
+    for span in spans:
+        other = bool(main and span.pid and span.pid != main) and span.stage not in _STRUCTURE
+        # Without a rank a shell's own stages are everybody's; only what a Python process says of itself is in doubt.
+        helper = other and span.begin_ns >= begin_ns and (rank != NO_RANK or span.stage in PROCESS_STAGES)
+        (helpers if helper or span.background else kept).append(span)
+    return kept, helpers
+
+
+def _lane(node: NodeSpans, rank: int, mine: list[Span], common: list[Span], beside: list[Span]) -> Lane:
+    own, helpers = _without_helpers(mine, node, rank)
+    background = beside + helpers
+    lane_spans = [span for span in (*common, *own) if span.stage not in _STRUCTURE]
     bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
     began = min((span.begin_ns for span in (*common, *own)), default=None)
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
-    lane_spans = [span for span in lane_spans if span.begin_ns < end_ns or span.outcome == TRUNCATED]
-    derived = _model_initialization(node, common, lane_spans, end_ns)
+    lane_spans = [
+        # What was cut short with the last sign of life counts, except behind the end of the startup.
+        span
+        for span in lane_spans
+        if span.begin_ns < end_ns or (span.outcome == TRUNCATED and outcome != OK)
+    ]
+    derived = _model_initialization(node, [*common, *own], lane_spans, end_ns)
     lane = Lane(
         node=node.node,
         rank=rank,
@@ -116,17 +133,15 @@ def _lane(node: NodeSpans, rank: int, spans: list[Span], common: list[Span], bes
     return lane
 
 
-def _of_other_process(span: Span, main: int) -> bool:
-    return bool(main and span.pid and span.pid != main and span.stage in PROCESS_STAGES)
-
-
 def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
     """The process that trains: data loaders and compile workers inherit RANK and import torch too."""
     weights: dict[int, int] = defaultdict(int)
     for span in spans:
-        weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
+        if span.stage == FIRST_STEP or span.stage.startswith(MODEL_INITIALIZATION):
+            weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
     for span in node.instants:
-        if span.rank == rank:
+        # `bootseer run` may tell of the first step itself, by a pattern: that does not make it the one that trains.
+        if span.rank == rank and span.pid in weights:
             weights[span.pid] += 1000 if span.stage == TRAINING_BEGAN else 10
     weights.pop(0, None)
     return max(weights, key=lambda pid: weights[pid]) if weights else 0
@@ -143,7 +158,7 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
     moments = [span.end_ns for span in spans] + [
-        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK)
+        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in ENDINGS
     ]
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):

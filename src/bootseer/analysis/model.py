@@ -51,7 +51,8 @@ class Node:
     wait_s: float
     untracked_s: float
     outcome: str
-    """`ok`: training began; `truncated`: its events stop before; `failed`: a stage failed."""
+    """`ok`: training began; `truncated`: something was left open before; `failed`: a stage failed; `unobserved`: all
+    that was seen ended well, and nothing was seen of a first step."""
     last_stage: str
     """Where its events stop."""
     clock_offset_s: float
@@ -145,8 +146,8 @@ class Overhead:
     """Submission to the end of the first step; None when the submission was not observed."""
     node_level_median_s: float | None
     node_level_max_s: float | None
-    startup_s: float
-    """First event of the startup to its end: what was observed, whatever it covers."""
+    startup_s: float | None
+    """First event of the startup to its end: what was observed, whatever it covers. None when nothing had a time."""
     work_share: float | None
     wait_share: float | None
     gpu_hours: float | None
@@ -233,7 +234,7 @@ class Startup:
     zero_ns: int
     """Unix time of second 0, ns."""
     outcome: str
-    """`training_began`, `truncated` (logs stop before) or `failed`."""
+    """`training_began`, `truncated` (logs stop before), `failed` or `unobserved` (nothing had a time)."""
     ended_by: str
     """The evidence for the end: `first_step`, `training_began`, `last_event`."""
     num_nodes: int

@@ -17,16 +17,15 @@ from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis import model, scale, words
 from bootseer.analysis.chain import Told, critical_chain, straggler_groups, straggler_rows
 from bootseer.analysis.clock import Offset, offsets
-from bootseer.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of
-from bootseer.analysis.spans import TRUNCATED, StartupSpans, startups, unique
-from bootseer.analysis.stages import WAIT_FOR_OTHERS, stages
+from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane, align, lanes_of
+from bootseer.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
+from bootseer.analysis.stages import STAGES, WAIT_FOR_OTHERS, stages
 from bootseer.analysis.timeline import Piece, cut
+from bootseer.analysis.untimed import untimed
 from bootseer.errors import UsageError
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
 from bootseer.units import NS_PER_S, seconds
-
-STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
-"""The stages of every full startup; what of them was not seen is reported as unobserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +50,15 @@ def analyse(
 ) -> model.Report:
     """The report of the chosen startup, by default the last one of the only job.
 
+    Without any event it tells the facts, and that the rest was not observed.
+
     Raises `UsageError` when there is nothing to report or more than one job and no choice.
     """
     kept, duplicates = unique(events)
+    if not kept:
+        if facts and read is not None:
+            return untimed(options.job, options.price_per_gpu_hour, facts, read)
+        raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
     found = _of_one_job(startups(kept), options)
     chosen = _chosen(found, options)
     prepared = {startup.key: _prepare(startup) for startup in found}
@@ -69,17 +74,20 @@ def jobs(events: Iterable[Event]) -> list[str]:
 
 
 def _of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
-    names = sorted({startup.key.job for startup in found})
-    if not names:
-        raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
+    # A job that no line names comes last: nobody would ask for it.
+    names = sorted({startup.key.job for startup in found}, key=lambda name: (name == UNKNOWN_JOB, name))
+    shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if options.job is not None and options.job not in names:
-        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {', '.join(names[:10])}")
+        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
     if options.job is None and len(names) > 1:
-        raise UsageError(
-            f"{len(names)} jobs in the input: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
-            hint=f"choose one: --job {names[0]}",
-        )
+        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
     return [startup for startup in found if startup.key.job == (options.job or names[0])]
+
+
+def _printable(name: str) -> str:
+    """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
+    plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
+    return name if plain else repr(name)
 
 
 def _chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
@@ -113,6 +121,8 @@ def _prepare(startup: StartupSpans) -> _Prepared:
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
     submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
     began = [lane.end_ns for lane in lanes if lane.outcome == OK]
+    for lane in lanes if began else []:  # what a lost lane left open may last as long as the job
+        lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
     return _Prepared(
@@ -168,6 +178,11 @@ def _share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> mode
     if all(count is not None for count in gpus):
         hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / 3600
     return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)
+
+
+_ENDING_FACTS = ("exit_code", "signal", "local_rank")
+_TELLING = {UNOBSERVED: 0, OK: 1}
+"""How much a lane with this outcome tells of its node; any other outcome tells the most."""
 
 
 class _Builder:
@@ -251,7 +266,21 @@ class _Builder:
             input=read,
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused)
+        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+
+    def _endings(self) -> list[str]:
+        """How the command, or its workers, ended without any training that was seen."""
+        told = []
+        for name, node in sorted(self.startup.nodes.items()) if not self._training_began() else ():
+            marks = [mark for mark in node.instants if mark.stage in ENDINGS]
+            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome == FAILED]
+            for mark in marks:
+                facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
+                what = mark.stage.replace("_", " ") + (" failed" if mark.stage == COMMAND else "")
+                told.append(
+                    f"{what} on {name} at {self.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
+                )
+        return told
 
     def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
         """Nodes that stand at a barrier which never opened, with its name."""
@@ -263,22 +292,20 @@ class _Builder:
 
     def _lane_of_each_node(self) -> dict[str, Lane]:
         """The lane that tells a node's story: of those that got furthest, the one that worked longest."""
-        best: dict[str, tuple[tuple[bool, int], Lane]] = {}
+        best: dict[str, tuple[tuple[int, int], Lane]] = {}
         for lane in self.ready.lanes:
             waited = sum(
                 max(min(self.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
             )
-            # A rank that died is its node's story; otherwise the one with the most work of its own.
-            rank = (lane.outcome != OK, lane.end_ns - lane.begin_ns - waited)
+            # A rank that died is its node's story; otherwise the one with the most work of its own that got through.
+            rank = (_TELLING.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
             if lane.node not in best or rank > best[lane.node][0]:
                 best[lane.node] = (rank, lane)
         return {node: lane for node, (_, lane) in best.items()}
 
     def _node(self, lane: Lane) -> model.Node:
         outcome = lane.outcome
-        if outcome == UNOBSERVED and self._training_began():
-            outcome = "truncated"
-        end_ns = self.ready.end_ns if outcome in (OK, UNOBSERVED) else lane.end_ns
+        end_ns = max(self.ready.end_ns, lane.end_ns) if outcome in (OK, UNOBSERVED) else lane.end_ns
         segments = [
             model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
             for p in self.pieces_of(lane)
@@ -290,7 +317,10 @@ class _Builder:
             if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
         ]
         if end_ns > lane.end_ns:
-            segments.append(model.Segment(WAIT_FOR_OTHERS, self.at(lane.end_ns), self.at(end_ns), model.WAIT, ""))
+            # Where training began without a word of this node, nobody knows what it did until then.
+            silent = outcome == UNOBSERVED and self._training_began()
+            stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
+            segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
         totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
         for segment in segments:
             totals[segment.kind] += segment.end_s - segment.start_s
@@ -329,9 +359,10 @@ class _Builder:
             spans = [s for node in self.startup.nodes.values() for s in node.spans if s.stage == stage]
             if spans:
                 length = seconds(max(span.end_ns - span.begin_ns for span in spans))
+                cut = sum(span.outcome == TRUNCATED for span in spans)
                 rows.append(
                     model.Stage(
-                        stage, 0, 0, 0, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
+                        stage, 0, 0, cut, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
                     )
                 )
         return rows
@@ -339,6 +370,7 @@ class _Builder:
     def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
         ready = self.ready
         whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED)]
+        whole = whole if any(whole) else []  # single moments have no length: that is not 0
         work = sum(node.work_s + node.untracked_s for node in nodes)
         wait = sum(node.wait_s for node in nodes)
         hours = wait_hours = None

@@ -15,20 +15,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
+from itertools import pairwise
 
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Line, Parser
 from bootseer.analysis.foreign.registry import parsers
 from bootseer.analysis.foreign.timestamp import parse_prefix
 from bootseer.analysis.model import Fact, Input
-from bootseer.trace.event import INSTANT, TAG_STEM, Event, Malformed, decode
+from bootseer.errors import PermanentError
+from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX
 
 _MAX_LINE = 1 << 20
 """Bytes of a line without end that are kept while waiting for its newline."""
 _MAX_PARTS = 64
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr)) ([PF])(?::\S*)? ")
-_DOCKER = b'{"log":"'
+_PARTIAL = (b" stdout P ", b" stderr P ")
+_DOCKER = (b'{"log":"', b'{"log": "')
+_JSON_KEYS = ("log", "message", "MESSAGE", "msg")
+"""Where docker, fluentd, the journal and JSON loggers keep the line."""
+_TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
+_MAX_TAG = 16
 
 
 @dataclass(slots=True)
@@ -64,13 +71,14 @@ def scan(
     The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
     `progress` is called with the bytes read so far.
 
-    Raises `PermanentError` when a file cannot be read at all.
+    Raises `PermanentError` when a file that the user named cannot be read; one in a folder is counted instead.
     """
     result = Scanned()
     for source in sources:
         result.files += 1
         # A spool holds events and nothing else.
-        reader = _FileScan(source, result, [] if source.name.endswith(SUFFIX) else parsers(), zone, began_pattern)
+        spool = source.path is not None and source.path.name.endswith(SUFFIX)
+        reader = _FileScan(source, result, [] if spool else parsers(), zone, began_pattern)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -79,6 +87,10 @@ def scan(
                     progress(result.bytes)
         except inputs.Cut:
             result.skipped["archive_cut"] += 1
+        except PermanentError:
+            if source.named:
+                raise
+            result.skipped["unreadable"] += 1
         reader.finish()
     _name_jobs(result)
     return result
@@ -98,7 +110,8 @@ def _name_jobs(result: Scanned) -> None:
     for event in result.events:
         if "source" not in event.attrs:
             events.append(event)
-        elif event.stage not in stages:  # the hook saw it itself, and better
+        # What the hook saw itself it saw better, but the user's own pattern is what he wants.
+        elif event.stage not in stages or event.attrs["source"] == "pattern":
             node = (
                 next(iter(nodes.values()))
                 if len(nodes) == 1
@@ -109,6 +122,11 @@ def _name_jobs(result: Scanned) -> None:
             else:  # an event list of a whole cluster tells of other jobs' pods
                 result.skipped["other_node"] += 1
     result.events = events
+
+
+def _text(name: str) -> str:
+    """A file's name without the bytes that are no text."""
+    return name.encode("utf-8", "replace").decode("utf-8")
 
 
 class _FileScan:
@@ -134,7 +152,7 @@ class _FileScan:
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
-        self.node = source.path.name.split(".")[0] if source.path is not None else "stdin"
+        self.node = _text(source.path.name.split(".")[0]) if source.path is not None else "stdin"
         self.near_ns = source.modified_ns
 
     def feed(self, block: bytes) -> None:
@@ -144,14 +162,13 @@ class _FileScan:
             self.rest = text
             return
         if not end:  # a line without end: progress bars of a day
-            end = len(text) - 4096
-        # A CRI record that goes on in the next line must not be torn from it.
-        if len(text) - end < _MAX_LINE and (last := text.rfind(b"\n", 0, end - 1) + 1) < end - 1:
-            match = _CRI.match(text, last)
-            if match is not None and match[2] == b"P" and last > 0:
-                end = last
+            end = len(text) - _MAX_TAG
+            last = text.rfind(TAG_STEM, max(len(text) - MAX_READ_BYTES, 1))
+            end = last if last > 0 else end  # an event must not be torn
+        end = _open_record(text, end)
         self.rest = text[end:]
-        self._scan(text[:end])
+        if end:
+            self._scan(text[:end])
 
     def finish(self) -> None:
         if self.rest:
@@ -173,6 +190,8 @@ class _FileScan:
                 found += [parser for parser in wanting if parser not in found]
         own = list(_line_starts(text, TAG_STEM))
         events = set(own)
+        for needle in _PARTIAL:
+            events.update(begin for begin in _line_starts(text, needle) if _ends_in_tag(text, begin))
         began = -1
         if self.began_pattern is not None and (match := self.began_pattern.search(text)):
             self.began_pattern = None
@@ -212,18 +231,13 @@ class _FileScan:
         )
 
     def _events(self, raw: bytes) -> None:
-        start = raw.find(TAG_STEM)
-        while start >= 0:
+        # A stem that is quoted in prose is no damaged event. No event holds a tag, so that each ends before the next.
+        places = [tag.start() for tag in _TAG.finditer(raw)]
+        for place, until in pairwise([*places, len(raw)]):
             try:
-                event, end = decode(raw, start)
+                self.result.events.append(decode(raw[place:until])[0])
             except Malformed as error:
-                # A tag that is quoted in prose is no damaged event.
-                if error.reason != "no_tag":
-                    self.result.skipped[error.reason] += 1
-                end = start + len(TAG_STEM)
-            else:
-                self.result.events.append(event)
-            start = raw.find(TAG_STEM, end)
+                self.result.skipped[error.reason] += 1
 
 
 def _line_starts(text: bytes, needle: bytes) -> Iterable[int]:
@@ -237,16 +251,39 @@ def _line_starts(text: bytes, needle: bytes) -> Iterable[int]:
         place = text.find(needle, after)
 
 
+def _open_record(text: bytes, end: int) -> int:
+    """Where the first CRI record begins that goes on behind `end`: it must not be torn. `end` when none does."""
+    first = begin = end
+    closed = set()
+    for _ in range(_MAX_PARTS):
+        if not begin:
+            break
+        begin = text.rfind(b"\n", 0, begin - 1) + 1
+        match = _CRI.match(text, begin)
+        if match is None:
+            break
+        stream = match[1].rpartition(b" ")[2]
+        if match[2] == b"F":
+            closed.add(stream)
+        elif stream not in closed:
+            first = begin
+    return first if end - first < _MAX_LINE else end
+
+
+def _ends_in_tag(text: bytes, begin: int) -> bool:
+    """Whether the line at `begin` ends within a tag, which the part behind it completes."""
+    end = text.find(b"\n", begin)
+    tail = text[begin : end if end >= 0 else len(text)][-_MAX_TAG:]
+    place = tail.rfind(b"@")
+    return place >= 0 and TAG_STEM.startswith(tail[place:])
+
+
 def _unwrapped(text: bytes, begin: int) -> bytes:
-    """The line at `begin` as the program wrote it."""
+    """The line at `begin` as the program wrote it, behind the time that the collector put to it."""
     end = text.find(b"\n", begin)
     line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
-    if line.startswith(_DOCKER):
-        try:
-            log = json.loads(line)["log"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return line
-        return log.encode("utf-8", "replace") if isinstance(log, str) else line
+    if line.startswith(b'{"') and (line.startswith(_DOCKER) or TAG_STEM in line):
+        return _from_json(line)
     match = _CRI.match(line)
     if match is None or match[2] == b"F":
         return line
@@ -263,3 +300,16 @@ def _unwrapped(text: bytes, begin: int) -> bytes:
         if more[2] == b"F":
             break
     return b"".join(parts)
+
+
+def _from_json(line: bytes) -> bytes:
+    """The line that a collector wrapped into JSON; as it is when this is no such thing."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    log = next((log for key in _JSON_KEYS if isinstance(log := record.get(key), str)), None)
+    if log is None:
+        return line
+    time = record.get("time")
+    return f"{time} {log}".encode("utf-8", "replace") if isinstance(time, str) else log.encode("utf-8", "replace")

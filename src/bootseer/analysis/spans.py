@@ -8,7 +8,7 @@ at the last sign of life of its node and says so. Called by `analysis.report`. D
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -108,7 +108,8 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     found = []
     for key, by_node in grouped.items():
         kinds = [event.kind for node_events in by_node.values() for event in node_events]
-        nodes = {node: _node(node, node_events) for node, node_events in by_node.items()}
+        later = _first_of_later_restarts(key, grouped)
+        nodes = {node: _node(node, node_events, later.get(node)) for node, node_events in by_node.items()}
         found.append(StartupSpans(key, max(set(kinds), key=kinds.count), nodes, _run_attrs(nodes)))
     by_key = {startup.key: startup for startup in found}
     for startup in found:
@@ -118,23 +119,32 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
 
 
+def _first_of_later_restarts(key: Key, grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[str, Event]:
+    """The first event of each node behind this restart: by then its processes were gone, whatever `run` still says."""
+    later: dict[str, Event] = {}
+    for other, by_node in grouped.items():
+        if other[:2] == key[:2] and other.restart > key.restart:
+            for node, events in by_node.items():
+                first = min(events, key=lambda event: event.wall_ns)
+                if node not in later or first.wall_ns < later[node].wall_ns:
+                    later[node] = first
+    return later
+
+
 def _begin(node: NodeSpans) -> int:
-    return min([span.begin_ns for span in node.spans] + [span.begin_ns for span in node.instants])
+    # A rotated log may hold nothing but ends.
+    return min((span.begin_ns for span in (*node.spans, *node.instants)), default=node.last_ns)
 
 
 def _run_attrs(nodes: dict[str, NodeSpans]) -> dict[str, dict[str, Any]]:
     return {name: span.attrs for name, node in nodes.items() for span in node.spans if span.stage == RUN}
 
 
-def _node(name: str, events: list[Event]) -> NodeSpans:
+def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
     node = NodeSpans(name)
-    runs = [event for event in events if event.stage == RUN and event.phase == BEGIN]
-    node.num_runs = len(runs)
-    if len(runs) > 1:
-        last = max(runs, key=lambda event: event.wall_ns)
-        # The scheduler's stages lie before the run that reports them: they belong to it by their parent.
-        events = [e for e in events if e.wall_ns >= last.wall_ns or e.parent == last.span]
-    times = _times(events, node)
+    events = _last_run(events, node)
+    times = _times([*events, later] if later else events, node)
+    gone_ns = times.pop() if later else None
     ranks = {event.pid: event.rank for event in events if event.pid and event.rank != NO_RANK}
     launchers = {event.pid for event in events if event.pid and event.stage == LAUNCHER_RENDEZVOUS}
     open_spans: dict[str, Span] = {}
@@ -157,26 +167,55 @@ def _node(name: str, events: list[Event]) -> NodeSpans:
     for identity, span in open_spans.items():
         ended = ends.pop(identity, None)
         if ended is None:
-            span.end_ns = max(node.last_ns, span.begin_ns)
+            seen_ns = node.last_ns if gone_ns is None else min(node.last_ns, gone_ns)
+            span.end_ns = max(seen_ns, span.begin_ns)
         else:
             span.end_ns = max(ended[1], span.begin_ns)
             span.outcome = FAILED if ended[0].outcome == FAILED else OK
             span.attrs.update(ended[0].attrs)
+        if gone_ns is not None and span.stage in (RUN, COMMAND) and span.end_ns > gone_ns:
+            span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
         node.spans.append(span)
     node.orphan_ends = len(ends)
     return node
 
 
+def _last_run(events: list[Event], node: NodeSpans) -> list[Event]:
+    """The events without those of earlier runs of the same attempt. Each rank may have a run of its own (srun)."""
+    runs: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.stage == RUN and event.phase == BEGIN:
+            runs[event.rank].append(event)
+    node.num_runs = max((len(of_rank) for of_rank in runs.values()), default=0)
+    if node.num_runs < 2:
+        return events
+    last = {rank: max(of_rank, key=lambda event: event.wall_ns) for rank, of_rank in runs.items()}
+    # What belongs to no rank's run is of the last round of runs: it came behind the first of them.
+    first = min(last.values(), key=lambda event: event.wall_ns)
+    # The scheduler's stages lie before the run that reports them: they belong to it by their parent.
+    return [
+        event
+        for event in events
+        if event.wall_ns >= (run := last.get(event.rank, first)).wall_ns or event.parent == run.span
+    ]
+
+
 def _times(events: list[Event], node: NodeSpans) -> list[int]:
     """Each event's time: the monotonic clock, moved to the wall clock that the node showed most of the time."""
-    shifts = sorted(event.wall_ns - event.mono_ns for event in events if event.wall_ns != event.mono_ns)
+    shifts = sorted(
+        (event.wall_ns - event.mono_ns, event.mono_ns) for event in events if event.wall_ns != event.mono_ns
+    )
     if not shifts:
         return [event.wall_ns for event in events]
-    boots: list[list[int]] = [[shifts[0]]]
-    for shift in shifts[1:]:
-        if shift - boots[-1][-1] > _NEW_BOOT_NS:
+    boots: list[list[int]] = [[]]
+    up_ns = 0  # how long the boot had lasted at its last event
+    for shift, mono_ns in shifts:
+        # A boot begins when the one before is over; a shift that moved by less is a wall clock that was set.
+        if boots[-1] and shift - boots[-1][-1] > max(_NEW_BOOT_NS, up_ns):
             boots.append([])
+            up_ns = 0
         boots[-1].append(shift)
+        up_ns = max(up_ns, mono_ns)
     bases = [int(median(boot)) for boot in boots]
     node.clock_stepped = any(boot[-1] - boot[0] > _STEP_NS for boot in boots)
 

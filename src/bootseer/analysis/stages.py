@@ -16,6 +16,8 @@ from bootseer.analysis.spans import TRUNCATED
 from bootseer.analysis.timeline import enclosing
 from bootseer.trace.event import FAILED
 
+STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
+"""The stages of every full startup; what of them was not seen is reported as unobserved."""
 WAIT_FOR_OTHERS = "wait_for_others"
 """After its own first step, a node waits for the last one."""
 _CDF_POINTS = 101

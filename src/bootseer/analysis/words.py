@@ -5,11 +5,12 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bootseer.analysis.model import Report, Stage
 from bootseer.analysis.scale import paper_median_s
+from bootseer.analysis.stragglers import LATE_START
 from bootseer.units import format_seconds
 
 _STAGE_WORDS = {
@@ -24,12 +25,17 @@ _STAGE_WORDS = {
 }
 
 
-def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int) -> Report:
+def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, endings: Sequence[str] = ()) -> Report:
     """The report with its verdict and headlines filled in.
 
-    `waiting` names the nodes that stand at a barrier which never opened, and the barrier.
+    `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
+    command ended when training was not seen to begin.
     """
-    return replace(report, verdict=verdict(report), headlines=headlines(report, waiting, reused_runs))
+    lines = headlines(report, waiting, reused_runs)
+    if endings:
+        more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
+        lines.append(f"{'; '.join(endings[:3])}{more}: whether training had begun by then is unobserved.")
+    return replace(report, verdict=verdict(report), headlines=lines)
 
 
 def verdict(report: Report) -> str:
@@ -38,13 +44,15 @@ def verdict(report: Report) -> str:
     size = f"{startup.num_nodes} node{'s' if startup.num_nodes != 1 else ''}"
     if startup.num_gpus:
         size += f", {startup.num_gpus} GPUs"
-    took = format_seconds(overhead.startup_s)
+    took = format_seconds(overhead.startup_s or 0.0)
     if startup.outcome == "training_began":
         parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
     elif startup.outcome == "failed":
         parts = [f"The startup failed after {took} on {size}"]
+    elif overhead.startup_s:
+        parts = [f"The logs cover {took} on {size} and do not show training begin"]
     else:
-        parts = [f"The logs cover {took} on {size} and end before training began"]
+        parts = [f"The logs hold single moments on {size}, and nothing that took time"]
     top = _largest(report)
     if top is not None:
         stage, share = top
@@ -72,7 +80,8 @@ def _blame(report: Report) -> str:
         if group.savings_s < 0.05:
             continue
         who = f"node {group.nodes[0]}" if len(group.nodes) == 1 else f"{len(group.nodes)} nodes"
-        text = f"{who} held the others back for {format_seconds(group.savings_s)} in {group.stage}"
+        where = "by starting late" if group.stage == LATE_START else f"in {group.stage}"
+        text = f"{who} held the others back for {format_seconds(group.savings_s)} {where}"
         if group.savings_gpu_hours:
             text += f" = {group.savings_gpu_hours:.3g} GPU-hours"
         return text + (f" = ${group.savings_cost:,.2f}" if group.savings_cost else "")
@@ -102,6 +111,9 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
         lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is told.")
+    unreadable = report.input.skipped.get("unreadable", 0)
+    if unreadable:
+        lines.append(f"{unreadable} files of the folder could not be read; what they tell is missing here.")
     newer = report.input.skipped.get("version", 0)
     if newer:
         lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
@@ -119,6 +131,14 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         lines.append(
             f"{_nodes(len(missing))} stopped before training: {told}{more}; "
             "what they left open is closed as truncated and kept out of medians."
+        )
+    silent = [node for node in report.nodes if node.outcome == "unobserved"]
+    if silent and report.startup.outcome == "training_began":
+        told = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        lines.append(
+            f"{_nodes(len(silent))} said nothing of a first step: {told}{more}; "
+            "what they did from then on until training began is untracked."
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]
     if stand:

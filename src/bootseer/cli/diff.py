@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 import click
 
@@ -29,17 +27,15 @@ def command(a: str, b: str, min_share: float, min_seconds: float, as_json: bool,
     bootseer diff monday.log.gz tuesday.log.gz --min-seconds 5
     """
     from bootseer.analysis.diff import Limits, compare
+    from bootseer.cli.printing import print_json, terminal
     from bootseer.launch.reading import read_one
 
     difference = compare(read_one(a, os.environ), read_one(b, os.environ), Limits(min_share, min_seconds))
     if as_json:
-        json.dump(difference.to_json(), sys.stdout, ensure_ascii=False)
-        sys.stdout.write("\n")
+        print_json(difference.to_json())
     else:
-        from rich.console import Console
-
         from bootseer.render.terminal_diff import render
 
-        width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
-        render(difference, Console(width=width, highlight=False, markup=False))
+        with terminal() as console:
+            render(difference, console)
     return 1 if difference.slower and not exit_zero else 0

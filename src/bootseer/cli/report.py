@@ -73,21 +73,15 @@ def command(
         from bootseer.render.perfetto import render as render_perfetto
 
         _write(perfetto, render_perfetto(report))
+    from bootseer.cli.printing import print_json, terminal
+
     if as_json:
-        import json
-
-        json.dump(report.to_json(), sys.stdout, ensure_ascii=False)
-        sys.stdout.write("\n")
+        print_json(report.to_json())
         return
-    from rich.console import Console
-
     from bootseer.render.terminal import render
 
-    # Piped output has no width of its own; 80 columns fit everywhere.
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80"))
-    colour = {"auto": None, "always": True, "never": False}[color]
-    console = Console(width=width, force_terminal=colour, no_color=colour is False, highlight=False, markup=False)
-    render(report, console)
+    with terminal(color) as console:
+        render(report, console)
     for path in (html, perfetto):
         if path is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")

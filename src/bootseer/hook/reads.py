@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from bootseer.hook.state import STAGE, keep_undo
-from bootseer.hook.wrap import Describe, replace, spanned
+from bootseer.hook.wrap import Describe, Picklable, replace, spanned
 
 
 def _describe_read(api: str) -> Describe:
@@ -33,7 +33,11 @@ def _describe_read(api: str) -> Describe:
 def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
     def mark(module: ModuleType) -> None:
         for name in names:
-            make = spanned(STAGE + "checkpoint_read", _describe_read(f"{api}.{name}"))
+            marked = spanned(STAGE + "checkpoint_read", _describe_read(f"{api}.{name}"))
+
+            def make(original: Callable[..., Any], marked: Callable[..., Any] = marked) -> Picklable:
+                return Picklable(marked(original))
+
             keep_undo(replace(module, name, make))
 
     return mark

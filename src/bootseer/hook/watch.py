@@ -22,10 +22,15 @@ _after: dict[str, Callable[[ModuleType], None]] = {}
 
 
 class _Lent(Loader):
-    """Runs the real loader, then the mark for this module."""
+    """Runs the real loader, then the mark for this module. All other questions go to the real loader."""
+
+    loader: Any = None
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         spec.loader = self.loader
@@ -48,6 +53,9 @@ class _Lent(Loader):
         after = _after.pop(name, None)
         if after is not None:
             guarded(after)(module)
+
+    # A frame of the import system's: tracebacks leave those out, and warnings name the importing line behind them.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

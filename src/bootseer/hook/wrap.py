@@ -6,9 +6,10 @@ The original runs exactly as it was called; what we do before and after it is gu
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from bootseer.hook.state import active, compiling, guarded
@@ -32,6 +33,30 @@ def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Callab
                 setattr(holder, name, original)
 
     return undo
+
+
+class Picklable:
+    """A function's stand-in that pickles under the function's name, however long somebody keeps it.
+
+    Data sets keep `torch.load` as their reader. A plain wrapper could not be sent to a worker any more once the
+    original is back in its place.
+    """
+
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # a function in a class is a method
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
 
 def spanned(stage: str, describe: Describe) -> Callable[..., Any]:

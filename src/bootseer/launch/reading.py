@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
@@ -39,7 +38,7 @@ def read_report(
     progress = _Progress()
     found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
     progress.clear()
-    if not found.events:
+    if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
         found.events = [event._replace(job="unnamed") for event in found.events]
@@ -49,13 +48,20 @@ def read_report(
 def read_one(place: str, env: Mapping[str, str]) -> Report:
     """The report of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`."""
     name, sign, number = place.rpartition("@")
-    if sign and name and number.isascii() and number.isdecimal() and not Path(place).exists():
+    if sign and name and number.isascii() and number.isdecimal() and not inputs.exists(place):
         return read_report([name], Options(attempt=int(number)), env)
-    return read_report([place], Options(), env)
+    report = read_report([place], Options(), env)
+    if not report.nodes:
+        raise UsageError(
+            f"{place!r}: nothing in it has a time, so there is no startup to compare",
+            hint="collect logs with time stamps, or start the job with `bootseer run`",
+            exit_code=1,
+        )
+    return report
 
 
 def _resolve(place: str, env: Mapping[str, str]) -> str:
-    if place == inputs.STDIN or Path(place).exists():
+    if place == inputs.STDIN or inputs.exists(place):
         return place
     job = spools.find_job(spools.default_root(env), place)
     if job is None:
@@ -87,13 +93,6 @@ def _nothing(found: Scanned) -> UsageError:
         )
     read = f"{found.files} file{'s' if found.files != 1 else ''}, {found.lines:,} lines"
     damaged = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items()))
-    if found.facts:
-        said = "; ".join(f"{fact.source}: {fact.text}" for fact in found.facts[:3])
-        return UsageError(
-            f"read {read}: nothing in them has a time ({said})",
-            hint="collect logs with time stamps, or start the job with `bootseer run`",
-            exit_code=1,
-        )
     return UsageError(
         f"read {read}: no event and nothing that BootSeer knows{f' ({damaged})' if damaged else ''}",
         hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",

@@ -7,13 +7,16 @@ where it had a terminal, and every byte is passed on at once and unchanged. Call
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import termios
 import threading
+import time
 import tty
 from collections.abc import Callable
 
@@ -51,9 +54,9 @@ class Relay:
         self.write = -1
         self._thread.start()
 
-    def finish(self, timeout_s: float) -> None:
-        """Wait until everything is passed on. A daemon that keeps the pipe open is not waited for."""
-        self._thread.join(timeout_s)
+    def finish(self, deadline_s: float) -> None:
+        """Wait until everything is passed on, to a moment of the monotonic clock: a daemon may keep the pipe open."""
+        self._thread.join(max(deadline_s - time.monotonic(), 0))
 
     def _pass_on(self) -> None:
         line = b""
@@ -64,12 +67,24 @@ class Relay:
                 data = b""
             if not data:
                 return
-            view = memoryview(data)
-            with contextlib.suppress(OSError):  # our reader is gone: the command must still be able to write
-                while view:
-                    view = view[os.write(self._target, view) :]
+            if not self._write(data):
+                self._terminal = False
+                os.close(self._read)  # the command's next write finds its reader gone, as it would without us
+                return
             if self._pattern is not None:
                 line = self._match(line + data)
+
+    def _write(self, data: bytes) -> bool:
+        """Pass data on; false when nobody can read it any more. What a full disk does not take is lost."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._target, view) :]
+            except BlockingIOError:  # somebody who shares the descriptor has made it so
+                select.select([], [self._target], [])
+            except OSError as error:
+                return error.errno not in (errno.EPIPE, errno.EIO)
+        return True
 
     def _match(self, text: bytes) -> bytes:
         *lines, rest = re.split(rb"[\r\n]", text)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bootseer.launch import supervise
-from bootseer.launch.session import EXIT_FLUSH_S, Session, say
+from bootseer.launch.session import EXIT_FLUSH_S, Session
+from bootseer.launch.supervise import say
 from bootseer.trace.event import BEGIN, END, FAILED, OK
 
 if TYPE_CHECKING:
@@ -113,8 +115,9 @@ def _run_command(
         if session is not None:
             session.start_beside(env)  # behind the spawn: the job does not wait for it
         code = supervise.wait(pid, own_group=own_group)
+        deadline_s = time.monotonic() + EXIT_FLUSH_S
         for relay in relays:
-            relay.finish(EXIT_FLUSH_S)
+            relay.finish(deadline_s)
     if session is not None:
         session.tracer.emit(
             "command",

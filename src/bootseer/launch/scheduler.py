@@ -1,8 +1,9 @@
 """When the scheduler got the job, and when it gave it the node: what cannot be seen from inside.
 
-Slurm tells by `sacct`, or the start alone by its environment. Kubernetes tells when its node saw the pod by an
-annotation that the downward API shows; the submission it does not tell, so that whoever submits may
-put it into `BOOTSEER_SUBMITTED`. What nobody tells stays unobserved.
+Slurm tells by `sacct`, by `scontrol` where no accounting runs, or the start alone by its environment. Only the job's
+first task asks: a thousand nodes asking in the same second would be a load on the controller. Kubernetes tells when its
+node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that whoever submits
+may put it into `BOOTSEER_SUBMITTED`. What nobody tells stays unobserved.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from bootseer.launch.session import PODINFO
 from bootseer.units import NS_PER_S
 
 _DEADLINE_S = 10.0
+_SACCT = re.compile(r"(?P<submit>[\dT:-]{19})\|(?P<eligible>[^|]*)\|(?P<start>[^|\s]*)\s*\Z")
+_SCONTROL = re.compile(
+    r"SubmitTime=(?P<submit>\S+).*?EligibleTime=(?P<eligible>\S+).*?StartTime=(?P<start>\S+)", re.DOTALL
+)
 _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILINE)
 
 
@@ -63,18 +68,31 @@ def parse_time(text: str) -> int | None:
 
 def _slurm(env: Mapping[str, str]) -> Times:
     job = env["SLURM_JOB_ID"]
-    command = ["sacct", "-X", "-n", "-P", "-j", job, "-o", "Submit,Eligible,Start"]
+    if env.get("SLURM_PROCID", "0") in ("", "0"):
+        for source, command, form in (
+            ("sacct", ["sacct", "-X", "-n", "-P", "-j", job, "-o", "Submit,Eligible,Start"], _SACCT),
+            ("scontrol", ["scontrol", "-o", "show", "job", job], _SCONTROL),
+        ):
+            match = form.search(_answer(command, env))
+            if match is None:
+                continue
+            submit, eligible, start = (parse_time(match[name]) for name in ("submit", "eligible", "start"))
+            # A requeued job waits again from the moment that it became eligible again.
+            requeued = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+            if submit or start:
+                return Times(eligible if requeued and eligible else submit, start, source)
+    started = parse_time(env.get("SLURM_JOB_START_TIME", ""))
+    return Times(None, started, "slurm environment" if started else "")
+
+
+def _answer(command: list[str], env: Mapping[str, str]) -> str:
+    clean = {**env, "SLURM_TIME_FORMAT": "standard"}  # another format would change what we parse
     try:
-        # SLURM_TIME_FORMAT would change what we parse.
-        clean = {**env, "SLURM_TIME_FORMAT": "standard"}
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, env=clean, check=True)
-        submit, eligible, start = (parse_time(word) for word in answer.stdout.strip().splitlines()[-1].split("|"))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        started = parse_time(env.get("SLURM_JOB_START_TIME", ""))
-        return Times(None, started, "slurm environment" if started else "")
-    # A requeued job waits again from the moment that it became eligible again.
-    requeued = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-    return Times(eligible if requeued and eligible else submit, start, "sacct")
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S / 2, env=clean, check=True
+        ).stdout[-65536:]
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _kubernetes(podinfo: Path) -> Times:

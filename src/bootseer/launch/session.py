@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.launch import spools
+from bootseer.launch.supervise import say
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK
 from bootseer.trace.identity import Identity, discover
@@ -31,12 +31,6 @@ PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
 _PRIME = (1 << 127) - 1
 _SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
-
-
-def say(message: str) -> None:
-    """One line for the user, on standard error: standard output belongs to the job."""
-    sys.stderr.write(f"bootseer: {message}\n")
-    sys.stderr.flush()
 
 
 def fingerprint(text: str) -> str:
@@ -63,8 +57,11 @@ class Session:
             identity = identity._replace(job=_job_of(command))
         root = options.spool or spools.default_root(env)
         self.in_default_root = options.spool is None
-        self.folder, attempt = spools.make_attempt(root, identity.job, identity.attempt)
-        identity = identity._replace(attempt=attempt, rank=NO_RANK)
+        attempt = identity.attempt
+        if attempt is None and _has_company(identity, command, env):
+            attempt = 0  # a number that this node makes up would not be the other nodes'
+        self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
+        identity = identity._replace(attempt=attempt)
         words = [spool_word(self.folder)] if "spool" in options.sinks else []
         words += ["stderr"] if "stderr" in options.sinks else []
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
@@ -166,6 +163,17 @@ class Session:
         if not self.quiet and "spool" in self.sinks:
             where = self.tracer.identity.job if self.in_default_root else shlex.quote(self.folder)
             say(f"where the startup's time went: bootseer report {where}")
+
+
+def _has_company(identity: Identity, command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether other processes run this attempt too, so that its number must be the same for all."""
+    return (
+        identity.source not in ("host", "flag")
+        or identity.rank != NO_RANK
+        or (identity.num_nodes or 1) > 1
+        or bool(env.get("BOOTSEER_NODE"))
+        or any(word.startswith(("--nnodes", "--num-nodes", "--num_nodes", "--num_machines")) for word in command)
+    )
 
 
 def _job_of(command: Sequence[str]) -> str:

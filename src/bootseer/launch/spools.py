@@ -34,7 +34,8 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
         os.makedirs(path, exist_ok=True)
         return path, attempt
     names = [name.removeprefix(_ATTEMPT) for name in os.listdir(folder) if name.startswith(_ATTEMPT)]
-    used = [int(name) for name in names if name.isascii() and name.isdecimal()]
+    # Who gives a number may give a huge one; counting goes on below it.
+    used = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 6]
     for number in range(max(used, default=-1) + 1, _MAX_ATTEMPTS):
         path = os.path.join(folder, f"{_ATTEMPT}{number}")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bootseer.launch import supervise
-from bootseer.launch.session import say
+from bootseer.launch.supervise import say
 from bootseer.trace.tracer import from_environment
 
 

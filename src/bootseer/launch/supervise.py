@@ -7,6 +7,9 @@ Two cases decide who gets signals. In the foreground of a terminal the command s
 Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is passed on.
 Everywhere else it leads its own group, and the whole group gets what we get.
 
+SIGKILL cannot be passed on: the kernel is asked to kill the command when we die, so that `timeout -k` leaves no job
+behind.
+
 One thread: signals are blocked and taken with `sigwaitinfo`, so that no handler runs and none is lost.
 """
 
@@ -14,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 FORWARDED = (
     signal.SIGTERM,
@@ -27,12 +31,27 @@ FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGCONT,
+    # Schedulers send these too, as a warning or at a limit; all of them would end us.
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGXCPU,
+    signal.SIGIO,
+    signal.SIGPWR,
+    *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
+_PR_SET_PDEATHSIG = 1
 # Python ignores these two; the command must find them as we did before Python started.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def say(message: str) -> None:
+    """One line for the user, on standard error: standard output belongs to the job. Lost when nobody can read it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
 
 
 class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
@@ -64,7 +83,7 @@ def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:
         os.execvpe(command[0], list(command), dict(env))
     except OSError as error:
         problem = CannotStart(command[0], error)
-        sys.stderr.write(f"bootseer: {problem}\n")
+        say(str(problem))
         return problem.code
 
 
@@ -76,29 +95,82 @@ def spawn(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> int:
-    """Start the command and return its pid. Raises `CannotStart`."""
-    actions = [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdout, 1), (stderr, 2)) if fd is not None]
+    """Start the command and return its pid. Raises `CannotStart`.
+
+    By `fork` in a process of one thread: `posix_spawn` cannot tie the command's life to ours.
+    """
+    parent = os.getpid()
     # A group of 0 makes the command the leader of its own; its present group is ours.
     group = 0 if own_group else os.getpgrp()
-
-    def start(words: Sequence[str]) -> int:
-        return os.posix_spawnp(
-            words[0],
-            list(words),
-            env,
-            file_actions=actions,
-            setpgroup=group,
-            setsigmask=[],
-            setsigdef=_PYTHON_IGNORES,
-        )
-
     try:
-        return start(command)
+        answer, report = _pipe()
+        with os.fdopen(answer, "rb") as file:
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    _become(command, env, parent, group, {1: stdout, 2: stderr}, report)
+            finally:
+                os.close(report)
+            failed = file.read()  # ends when the command has taken the child's place
     except OSError as error:
-        if error.errno == errno.ENOEXEC:  # a script without an interpreter line, which execvp gives to sh
-            with contextlib.suppress(OSError):
-                return start(("/bin/sh", *command))
         raise CannotStart(command[0], error) from error
+    if failed:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        number = int(failed)
+        raise CannotStart(command[0], OSError(number, os.strerror(number)))
+    return pid
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe that does not lie on a standard stream which we were started without."""
+    low = os.pipe2(os.O_CLOEXEC)
+    try:
+        return fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        for end in low:
+            os.close(end)
+
+
+def _become(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    parent: int,
+    group: int,
+    streams: Mapping[int, int | None],
+    report: int,
+) -> NoReturn:
+    """In the child: become the command, or report the error number and end."""
+    try:
+        os.setpgid(0, group)
+        for target, stream in streams.items():
+            if stream is not None:
+                os.dup2(stream, target)
+        _die_with(parent)
+        for number in signal.valid_signals():
+            if number in _PYTHON_IGNORES or callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        try:
+            os.execvpe(command[0], list(command), dict(env))
+        except OSError as error:
+            if error.errno == errno.ENOEXEC:  # a script without an interpreter line: a shell gives it to sh
+                os.execve("/bin/sh", ["/bin/sh", *command], dict(env))
+            raise
+    except OSError as error:
+        os.write(report, b"%d" % (error.errno or errno.EINVAL))
+    finally:
+        os._exit(NOT_FOUND)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when `parent` dies. A Python without ctypes does without."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_foreground() -> bool:
@@ -121,6 +193,10 @@ def wait(pid: int, *, own_group: bool, on_signal: Callable[[int], None] | None =
     Signals must be blocked (`block_signals`). `on_signal` hears of each one that was passed on.
     """
     awaited = {*FORWARDED, signal.SIGCHLD}
+    if own_group:
+        # Nobody else stops a group of its own together with us.
+        awaited.add(signal.SIGTSTP)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
         info = signal.sigwaitinfo(awaited)
         if info.si_signo == signal.SIGCHLD or (not own_group and info.si_code == _FROM_KERNEL):
@@ -132,6 +208,8 @@ def wait(pid: int, *, own_group: bool, on_signal: Callable[[int], None] | None =
                 os.kill(pid, info.si_signo)
         if on_signal is not None:
             on_signal(info.si_signo)
+        if info.si_signo == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
     return code
 
 

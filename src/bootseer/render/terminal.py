@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -38,8 +39,9 @@ def render(report: Report, console: Console) -> None:
     for line in report.headlines:
         console.print(Text(f"! {clean(line)}", style="bold red"))
     console.print()
-    _print_facts(report, console)
-    _print_waterfall(report, console)
+    if report.nodes:
+        _print_facts(report, console)
+        _print_waterfall(report, console)
     _print_stages(report, console)
     _print_chain(report, console)
     _print_stragglers(report, console)
@@ -65,13 +67,19 @@ def _short(value: float | None) -> str:
 
 def _fit(text: str, width: int) -> str:
     text = clean(text)
+    if cell_len(text) <= width:
+        return text
     # The end of a node's name tells nodes apart, its beginning is the cluster's.
-    return text if len(text) <= width else "…" + text[-(width - 1) :]
+    text = text[-(width - 1) :]
+    while cell_len(text) > width - 1:  # signs of two columns
+        text = text[1:]
+    return "…" + text
 
 
 def _print_facts(report: Report, console: Console) -> None:
     startup, overhead, coverage = report.startup, report.overhead, report.coverage
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
+    until = "first step's end" if startup.outcome == "training_began" else "last event seen"
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
         (
@@ -82,7 +90,7 @@ def _print_facts(report: Report, console: Console) -> None:
         (
             "node-level",
             f"median {_seconds(overhead.node_level_median_s)}, max {_seconds(overhead.node_level_max_s)} "
-            "(node bound to first step's end)",
+            f"(node bound to {until})",
         ),
     ]
     if overhead.work_share is not None and startup.num_nodes > 1:
@@ -177,7 +185,7 @@ def _print_waterfall(report: Report, console: Console) -> None:
     )
     console.print(Text(" " * (_LABEL_WIDTH + 1) + scale, style="dim"))
     for name, node in _shown(report):
-        line = Text(f"{_fit(name, _LABEL_WIDTH):<{_LABEL_WIDTH}} ")
+        line = Text(f"{set_cell_size(_fit(name, _LABEL_WIDTH), _LABEL_WIDTH)} ")
         console.print(line.append_text(_bar(node, width, total_s)))
     used = {(_cell(s.kind, s.stage), s.kind, _top(s.stage)) for node in report.nodes for s in node.segments}
     legend = Text(" " * (_LABEL_WIDTH + 1))
@@ -220,7 +228,8 @@ def _print_stages(report: Report, console: Console) -> None:
             cells.append(f"{row.gpu_hours:.3g}" if row.gpu_hours else "")
         style = "bold" if row.depth == 0 else "" if not row.stage.endswith("untracked") else "dim"
         table.add_row(Text(name, style), *cells, Text(", ".join(marks), "red"))
-    console.print(table)
+    if report.stages:
+        console.print(table)
     if report.unobserved:
         console.print(Text(f"unobserved: {', '.join(report.unobserved)}", style="dim"))
     console.print()

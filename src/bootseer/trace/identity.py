@@ -49,6 +49,7 @@ def _job(env: Env) -> tuple[str, str]:
         ("kubeflow", ("PET_RDZV_ID", "PET_RUN_ID")),
         ("torchx", ("TORCHX_JOB_ID",)),
         ("torchrun", ("TORCHELASTIC_RUN_ID",)),
+        ("mpi", ("PMIX_NAMESPACE",)),
         ("skypilot", ("SKYPILOT_TASK_ID",)),
     ):
         for name in names:
@@ -64,6 +65,23 @@ def _node(env: Env, hostname: str) -> str:
     # A pod that was created again keeps its name; its uid tells the two apart.
     pod = env.get("POD_UID", "")
     return f"{name}/{pod}" if pod and not env.get("BOOTSEER_NODE") else name
+
+
+def _rank(env: Env) -> tuple[int | None, int | None]:
+    """Rank and world size where each rank is a process that the launcher starts: torchrun, mpirun, srun."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ):
+        if number(env, rank) is not None:
+            return number(env, rank), number(env, size)
+    # One task on each node is a launcher such as torchrun, several are the ranks themselves.
+    tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    if tasks is not None and nodes is not None and tasks > nodes and number(env, "SLURM_PROCID") is not None:
+        return number(env, "SLURM_PROCID"), tasks
+    return None, number(env, "WORLD_SIZE")
 
 
 def _gpus(env: Env) -> int | None:
@@ -82,7 +100,7 @@ def discover(env: Env, *, hostname: str) -> Identity:
     kind = env.get("BOOTSEER_KIND", "")
     if restart and kind != "hot_update":
         kind = "restart"
-    rank = number(env, "RANK")
+    rank, world_size = _rank(env)
     return Identity(
         job=job,
         attempt=number(env, "BOOTSEER_ATTEMPT", "SLURM_RESTART_COUNT"),
@@ -93,7 +111,7 @@ def discover(env: Env, *, hostname: str) -> Identity:
         num_nodes=number(
             env, "BOOTSEER_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "PET_NNODES", "SKYPILOT_NUM_NODES"
         ),
-        world_size=number(env, "WORLD_SIZE"),
+        world_size=world_size,
         gpus=_gpus(env),
         source=source,
     )

@@ -1,0 +1,201 @@
+"""The documents of formats, variables and words, held against the code: what is new there must be written down."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from bootseer.analysis import diff, model, report, scale
+from bootseer.cli.verbs import cli
+from bootseer.trace.event import KINDS, MAX_LINE_BYTES, OUTCOMES, PHASES, VERSION, Event, decode
+from bootseer.trace.identity import discover
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCES = sorted((ROOT / "src" / "bootseer").rglob("*.py"))
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if path.is_file()]
+IDENTITY = {"BOOTSEER_JOB": "moe", "BOOTSEER_ATTEMPT": "3", "BOOTSEER_NODE": "n0"}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"\bbootseer (?P<verb>[a-z]+)\b(?P<rest>[^`\n]*)")
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def source() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+
+
+def fences(name: str, language: str) -> list[str]:
+    return [body for kind, body in _FENCE.findall(text(name)) if kind == language]
+
+
+def section(name: str, heading: str) -> str:
+    """The text below one heading of a document."""
+    _, _, rest = text(name).partition(f"\n## {heading}\n")
+    assert rest, f"{name} has no section {heading}"
+    return rest.partition("\n## ")[0]
+
+
+def first_cells(markdown: str) -> set[str]:
+    """The code spans in the first columns of all tables."""
+    return {
+        word for row in re.findall(r"^\| (`[^|]*) \|", markdown, re.MULTILINE) for word in re.findall(r"`(.+?)`", row)
+    }
+
+
+def example_lines() -> list[bytes]:
+    blocks = fences("formats/event.md", "text")
+    return [line.encode() for block in blocks for line in block.splitlines() if re.search(r"@bootseer\d", line)]
+
+
+@pytest.mark.parametrize("line", example_lines())
+def test_each_example_line_is_an_event(line: bytes, tmp_path: Path) -> None:
+    from bootseer.analysis.inputs import sources
+    from bootseer.analysis.scan import scan
+
+    (tmp_path / "job.log").write_bytes(line + b"\n")
+    found = scan(sources([str(tmp_path)]))
+    assert len(found.events) == 1
+    assert not found.skipped
+
+
+def test_examples_show_each_phase_and_both_readable_versions() -> None:
+    lines = example_lines()
+    assert {tag for line in lines for tag in re.findall(rb"@bootseer(\d)", line)} == {b"0", str(VERSION).encode()}
+    plain = [decode(line)[0] for line in lines if not line.startswith(b"{")]
+    assert {event.phase for event in plain} == PHASES
+
+
+def test_each_key_and_value_of_an_event_is_documented() -> None:
+    keys = section("formats/event.md", "Keys")
+    assert first_cells(keys) == set(Event._fields) - {"extra"}
+    for word in (*PHASES, *OUTCOMES - {""}, *KINDS):
+        assert f"`{word}`" in keys
+    assert f"{MAX_LINE_BYTES:,} bytes" in text("formats/event.md")
+
+
+def test_each_reason_for_a_skipped_line_is_documented() -> None:
+    in_code = set(re.findall(r'Malformed\(\s*"(\w+)"', source()))
+    in_code |= set(re.findall(r'skipped\[\s*"(\w+)"', source()))
+    in_code |= set(re.findall(r'Malformed\("\w+" if .* else "(\w+)"\)', source()))
+    assert first_cells(section("formats/event.md", "What is skipped, and why")) == in_code
+
+
+def test_each_stage_that_the_code_writes_is_documented() -> None:
+    known = first_cells(section("formats/event.md", "Stages"))
+    assert set(report.STAGES) <= known
+    assert set(report.STAGES) <= first_cells(section("glossary.md", "Stages of every full startup"))
+    written = set(re.findall(r'\bemit\(\s*"([a-z_.]+)"', source()))
+    written |= {f"model_initialization.{name}" for name in re.findall(r'STAGE \+ "(\w+)"', source())}
+    written |= set(
+        re.findall(r'"((?:model_initialization|environment_setup|image_loading|first_step)\.[a-z_]+)"', source())
+    )
+    assert written <= known
+
+
+def test_the_python_example_writes_events() -> None:
+    (program,) = fences("formats/event.md", "python")
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **IDENTITY}, capture_output=True, check=True
+    )
+    events = [decode(line)[0] for line in ran.stderr.splitlines()]
+    assert [event.phase for event in events] == ["begin", "end"]
+    assert events[0].span == events[1].span
+    assert_identity(events)
+
+
+def test_the_shell_example_writes_an_event() -> None:
+    (program,) = fences("formats/event.md", "sh")
+    ran = subprocess.run(["sh", "-c", program], env={**os.environ, **IDENTITY}, capture_output=True, check=True)
+    event, _ = decode(ran.stderr)
+    assert (event.stage, event.phase, event.wall_ns) == ("training_began", "instant", event.mono_ns)
+    assert re.fullmatch("[0-9a-f]{16}", event.span)
+    assert_identity([event])
+
+
+def assert_identity(events: list[Event]) -> None:
+    assert {(event.job, event.attempt, event.node) for event in events} == {("moe", 3, "n0")}
+
+
+def dataclasses_of(module: object) -> list[type]:
+    return [each for each in vars(module).values() if isinstance(each, type) and is_dataclass(each)]
+
+
+@pytest.mark.parametrize("kind", dataclasses_of(model), ids=lambda kind: kind.__name__)
+def test_each_field_of_the_report_is_documented(kind: type) -> None:
+    documented = first_cells(section("formats/report.md", kind.__name__))
+    missing = {each.name for each in fields(kind)} - documented
+    assert not missing, f"docs/formats/report.md, {kind.__name__}: {sorted(missing)}"
+
+
+def test_the_report_s_words_are_documented() -> None:
+    said = text("formats/report.md")
+    buckets = [scale.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
+    for word in (model.SCHEMA, model.WORK, model.WAIT, model.UNTRACKED, *buckets):
+        assert f"`{word}`" in said
+
+
+@pytest.mark.parametrize("kind", [diff.Difference, diff.Moved, diff.Changed], ids=lambda kind: kind.__name__)
+def test_each_field_of_the_difference_is_documented(kind: type) -> None:
+    documented = first_cells(section("formats/diff.md", kind.__name__))
+    missing = {each.name for each in fields(kind)} - documented
+    assert not missing, f"docs/formats/diff.md, {kind.__name__}: {sorted(missing)}"
+
+
+def test_the_limits_of_diff_are_those_of_the_code() -> None:
+    rule, limits = section("formats/diff.md", "When a stage counts as moved"), diff.Limits()
+    assert f"`--min-share` ({limits.min_share:.2f})" in rule
+    assert f"`--min-seconds` ({limits.min_s})" in rule
+    assert f"fewer than {diff.MIN_TESTED} nodes" in rule
+
+
+def test_each_variable_in_the_code_is_documented_and_each_documented_one_is_in_the_code() -> None:
+    own = re.compile(r"\bBOOTSEER_[A-Z_]*[A-Z]\b")
+    families = "SLURM|SLURMD|PET|TORCHX|TORCHELASTIC|SKYPILOT|OMPI|PMI|PMIX|OTEL|XDG|POD|NODE|CUDA|NVIDIA|WORLD"
+    launchers = re.compile(rf'"((?:{families})_[A-Z_]+)"')
+    code, said = source(), text("environment.md")
+    assert set(own.findall(code)) == set(own.findall(said))
+    assert {name for name in launchers.findall(code) if name not in said} == set()
+
+
+def test_the_order_of_the_job_s_variables_is_as_documented() -> None:
+    row = next(line for line in section("environment.md", "Who is starting").splitlines() if line.startswith("| job "))
+    names = re.findall(r"`([A-Z]+_[A-Z_]+)`", row)
+    names.remove("SLURM_ARRAY_TASK_ID")
+    env = {name: name.lower() for name in names}
+    for name in names:
+        assert discover(env, hostname="h").job == name.lower()
+        del env[name]
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """(document, verb, option) of every `bootseer VERB ... --option` in the documents, up to the user's command."""
+    context = click.Context(cli)
+    found = []
+    for path in DOCUMENTS:
+        for match in _COMMAND.finditer(path.read_text(encoding="utf-8")):
+            if match["verb"] not in cli.list_commands(context):  # type: ignore[attr-defined]
+                continue
+            own = re.split(r"\s--(?:\s|$)|[|)]", match["rest"])[0]
+            options = re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", own)
+            found += [(str(path.relative_to(ROOT)), match["verb"], option) for option in options]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("document", "verb", "option"), commands())
+def test_each_option_in_the_documents_exists(document: str, verb: str, option: str) -> None:
+    context = click.Context(cli)
+    command = cli.get_command(context, verb)  # type: ignore[attr-defined]
+    assert command is not None
+    known = {name for parameter in command.get_params(context) for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert option in known, f"{document}: bootseer {verb} has no option {option}"
