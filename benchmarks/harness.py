@@ -123,7 +123,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
     """Measure, and write the result file; returns what it holds."""
-    load_before = os.getloadavg()[0]
+    load_before, git = os.getloadavg()[0], _git()
     outcome = benchmark.measure(quick)
     against = {
         arm: {
@@ -140,7 +140,7 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         "question": benchmark.question,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "bootseer": bootseer.__version__,
-        "git": _git(),
+        "git": git,
         "machine": facts(),
         "load_average": [load_before, os.getloadavg()[0]],
         "quick": quick,

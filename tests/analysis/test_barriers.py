@@ -39,10 +39,10 @@ class Job:
                 spans[node].append(Arrival(f"b{index}", span, now[node], opened))
                 now[node] = opened
         self.lanes = []
-        for node in now:
-            now[node] += self.work[node][-1]
+        for node in list(now):
+            now[node] = done = now[node] + self.work[node][-1]
             self.lanes.append(
-                Lane(f"n{node}", node, self.starts[node], now[node], OK, "first_step", "s", [], [], spans[node])
+                Lane(f"n{node}", node, self.starts[node], done, OK, "first_step", "s", [], [], spans[node])
             )
         return max(now.values())
 

@@ -25,7 +25,8 @@ def test_differences_between_nodes_are_exact(off_ms, last):
     """The last to come stays 2 ms: nothing is known better than that, and offsets are known that well."""
     last %= len(off_ms)
     parts = [
-        barrier(f"n{i}", 9.998 if i == last else 1.0, 10.0, off / 1000, booted_s=-1e6 - i) for i, off in enumerate(off_ms)
+        barrier(f"n{i}", 9.998 if i == last else 1.0, 10.0, off / 1000, booted_s=-1e6 - i)
+        for i, off in enumerate(off_ms)
     ]
     clocks = found(*parts)
     middle = sorted(off_ms)[len(off_ms) // 2] if len(off_ms) % 2 else None

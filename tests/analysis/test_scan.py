@@ -73,8 +73,9 @@ def test_the_last_line_needs_no_newline(found):
 @pytest.mark.parametrize("stream", [b"stdout", b"stderr"])
 def test_cri_parts_are_joined_wherever_the_line_is_split(found, stream):
     """At each place of the event, even within its tag, and with the other stream's lines between."""
-    head, other = b"2026-11-20T10:00:00Z " + stream, b"2026-11-20T10:00:00Z " + (
-        b"stderr" if stream == b"stdout" else b"stdout"
+    head, other = (
+        b"2026-11-20T10:00:00Z " + stream,
+        b"2026-11-20T10:00:00Z " + (b"stderr" if stream == b"stdout" else b"stdout"),
     )
     line = b"words before " + ONE.rstrip()
     for place in range(1, len(line)):

@@ -8,6 +8,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -197,6 +198,8 @@ class _Builder:
         self.pieces: dict[int, list[Piece]] = {}
         self.arrivals = barrier_model.last_arrivals(self.ready.barriers)
         self.gpus = {node: _gpus(startup, node, options) for node in startup.nodes}
+        self.began = any(lane.outcome == OK for lane in ready.lanes)
+        self.ranks = Counter(lane.node for lane in ready.lanes if lane.rank != NO_RANK)
 
     def at(self, ns: int) -> float:
         return (ns - self.zero) / NS_PER_S
@@ -271,7 +274,7 @@ class _Builder:
     def _endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
         told = []
-        for name, node in sorted(self.startup.nodes.items()) if not self._training_began() else ():
+        for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
             marks += [span for span in node.spans if span.stage == COMMAND and span.outcome == FAILED]
             for mark in marks:
@@ -318,18 +321,18 @@ class _Builder:
         ]
         if end_ns > lane.end_ns:
             # Where training began without a word of this node, nobody knows what it did until then.
-            silent = outcome == UNOBSERVED and self._training_began()
+            silent = outcome == UNOBSERVED and self.began
             stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
             segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
         totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
         for segment in segments:
             totals[segment.kind] += segment.end_s - segment.start_s
         clock = self.ready.clocks[lane.node]
-        same = [other for other in self.ready.lanes if other.node == lane.node]
+        ranks = self.ranks[lane.node]
         return model.Node(
             node=lane.node,
             rank=lane.rank,
-            num_ranks=len([other for other in same if other.rank != NO_RANK]) if len(same) > 1 else int(lane.rank >= 0),
+            num_ranks=ranks if ranks > 1 else int(lane.rank >= 0),
             gpus=self.gpus[lane.node],
             start_s=self.at(lane.begin_ns),
             end_s=self.at(end_ns),
@@ -348,9 +351,6 @@ class _Builder:
             ],
             attrs=_attrs(lane, self.startup.run_attrs.get(lane.node, {})),
         )
-
-    def _training_began(self) -> bool:
-        return any(lane.outcome == OK for lane in self.ready.lanes)
 
     def _scheduler_rows(self) -> list[model.Stage]:
         """Queue and allocation: the job's, not a node's, so they have one value and cost no GPU time."""
@@ -379,7 +379,7 @@ class _Builder:
             wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / 3600
         job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
         return model.Overhead(
-            job_level_s=job_level if self._training_began() else None,
+            job_level_s=job_level if self.began else None,
             node_level_median_s=median(whole) if whole else None,
             node_level_max_s=max(whole) if whole else None,
             startup_s=seconds(ready.end_ns - self.zero),

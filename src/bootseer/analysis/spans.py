@@ -105,11 +105,11 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     grouped: dict[Key, dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         grouped[Key(event.job, event.attempt, event.restart)][event.node].append(event)
+    later = _first_of_later_restarts(grouped)
     found = []
     for key, by_node in grouped.items():
         kinds = [event.kind for node_events in by_node.values() for event in node_events]
-        later = _first_of_later_restarts(key, grouped)
-        nodes = {node: _node(node, node_events, later.get(node)) for node, node_events in by_node.items()}
+        nodes = {node: _node(node, node_events, later[key].get(node)) for node, node_events in by_node.items()}
         found.append(StartupSpans(key, max(set(kinds), key=kinds.count), nodes, _run_attrs(nodes)))
     by_key = {startup.key: startup for startup in found}
     for startup in found:
@@ -119,15 +119,16 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
 
 
-def _first_of_later_restarts(key: Key, grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[str, Event]:
-    """The first event of each node behind this restart: by then its processes were gone, whatever `run` still says."""
-    later: dict[str, Event] = {}
-    for other, by_node in grouped.items():
-        if other[:2] == key[:2] and other.restart > key.restart:
-            for node, events in by_node.items():
-                first = min(events, key=lambda event: event.wall_ns)
-                if node not in later or first.wall_ns < later[node].wall_ns:
-                    later[node] = first
+def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:
+    """For each restart, each node's first event behind it: by then its processes were gone, whatever `run` says."""
+    later: dict[Key, dict[str, Event]] = {}
+    first: dict[tuple[str, int, str], Event] = {}
+    for key in sorted(grouped, key=lambda key: -key.restart):
+        known = {node: first.get((key.job, key.attempt, node)) for node in grouped[key]}
+        later[key] = {node: event for node, event in known.items() if event is not None}
+        for node, events in grouped[key].items():
+            earliest = min([*events, *filter(None, [known[node]])], key=lambda event: event.wall_ns)
+            first[key.job, key.attempt, node] = earliest
     return later
 
 

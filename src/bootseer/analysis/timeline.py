@@ -8,6 +8,7 @@ time until the last participant's arrival is waiting, the rest is work. Decides 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,10 +82,13 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
 
 
 def time_by_stage(pieces: Sequence[Piece], begin_ns: int, end_ns: int) -> dict[str, int]:
-    """Work and untracked time of each stage within a window, ns; waiting is left out."""
+    """Work and untracked time of each stage within a window, ns; waiting is left out. The pieces are those of `cut`."""
     totals: dict[str, int] = {}
-    for piece in pieces:
-        if piece.kind != WAIT and piece.end_ns > begin_ns and piece.begin_ns < end_ns:
+    for index in range(bisect_right(pieces, begin_ns, key=lambda piece: piece.end_ns), len(pieces)):
+        piece = pieces[index]
+        if piece.begin_ns >= end_ns:
+            break
+        if piece.kind != WAIT:
             length = min(piece.end_ns, end_ns) - max(piece.begin_ns, begin_ns)
             totals[piece.stage] = totals.get(piece.stage, 0) + length
     return totals

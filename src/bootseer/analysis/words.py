@@ -113,7 +113,8 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is told.")
     unreadable = report.input.skipped.get("unreadable", 0)
     if unreadable:
-        lines.append(f"{unreadable} files of the folder could not be read; what they tell is missing here.")
+        files = f"{unreadable} file{'s' if unreadable != 1 else ''}"
+        lines.append(f"{files} of the folder could not be read; what they tell is missing here.")
     newer = report.input.skipped.get("version", 0)
     if newer:
         lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")

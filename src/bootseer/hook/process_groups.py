@@ -1,13 +1,13 @@
 """Mark where ranks meet: torchrun's rendezvous, init_process_group, the first collective.
 
-These are the job's barriers: each span's begin is an arrival, its end the release. The collectives are wrapped only
-between the two moments, because compilers know the original functions by identity.
+These are the job's barriers: each span's begin is an arrival, its end the release. The collectives themselves stay the
+objects that they are, because compilers, and tables that are made at import, know them by identity. PyTorch decorates
+each of them; between init_process_group and the first collective the decorators call us instead of what they decorate.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,7 @@ def mark_process_group(c10d: ModuleType) -> None:
 
 @guarded
 def _await_first_collective(c10d: ModuleType) -> None:
-    """Replace the collectives until one of them has run: between the two moments only."""
+    """Mark the collectives until one of them has run."""
     state = active()
     if state is None or state.collective_undo or state.began:
         return
@@ -79,15 +79,25 @@ def _await_first_collective(c10d: ModuleType) -> None:
         return collective
 
     for name in _COLLECTIVES:
-        original = getattr(c10d, name, None)
-        if original is None:
-            continue
-        public = sys.modules.get("torch.distributed")
-        undo = replace(c10d, name, make)
-        if public is not None and getattr(public, name, None) is original:
-            setattr(public, name, getattr(c10d, name))
+        undo = _replace_decorated(getattr(c10d, name, None), make)
         if undo is not None:
             state.collective_undo.append(undo)
+
+
+def _replace_decorated(function: Any, make: Callable[[Any], Any]) -> Callable[[], None] | None:
+    """Let a decorator's wrapper call `make(original)`; None for a function that nothing decorates."""
+    original: Any = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    cell = next((cell for cell in cells if original is not None and cell.cell_contents is original), None)
+    if cell is None:
+        return None
+    cell.cell_contents = ours = functools.wraps(original)(make(original))
+
+    def undo() -> None:
+        if cell.cell_contents is ours:
+            cell.cell_contents = original
+
+    return undo
 
 
 @guarded

@@ -30,6 +30,9 @@ _NEGLIGIBLE = 0.005
 """Share of the whole below which untracked time and the last wait are no row of their own."""
 _MAX_NODES = 12
 _MAX_ROWS = 8
+_MAX_LINKS = 16
+_WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
+"""Columns of names."""
 _UNOBSERVED = "unobserved"
 
 
@@ -201,7 +204,9 @@ def _print_waterfall(report: Report, console: Console) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        # Only words may be cut when there is no room: a number without its last digits is another number.
+        words, side = column in _WORDS, "left" if index == 0 else "right"
+        table.add_column(column, justify=side, no_wrap=not words, overflow="ellipsis")  # type: ignore[arg-type]
     return table
 
 
@@ -241,7 +246,8 @@ def _print_chain(report: Report, console: Console) -> None:
         return
     console.print(Text("Critical chain: who came last, and where it lost the time", style="bold"))
     table = _table("barrier", "at", "last to come", "stage", "there", "excess")
-    for link in links:
+    # Of very many barriers the last ones and the training are told.
+    for link in links[-_MAX_LINKS:]:
         rank = f" r{link.rank}" if link.rank >= 0 else ""
         table.add_row(
             _fit(link.barrier, 24),
@@ -252,6 +258,8 @@ def _print_chain(report: Report, console: Console) -> None:
             _short(link.excess_s),
         )
     console.print(table)
+    if len(links) > _MAX_LINKS:
+        console.print(Text(f"  and {len(links) - _MAX_LINKS:,} barriers before (--json has all)", style="dim"))
     console.print()
 
 

@@ -24,7 +24,9 @@ def render(difference: Difference, console: Console) -> None:
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for index, column in enumerate(("stage", "A s", "B s", "change", "", "p", "")):
-        table.add_column(column, justify="left" if index in (0, 6) else "right", no_wrap=True)
+        # Only names may be cut when there is no room: a number without its last digits is another number.
+        side = "left" if index in (0, 6) else "right"
+        table.add_column(column, justify=side, no_wrap=index > 0, overflow="ellipsis")  # type: ignore[arg-type]
     for stage in difference.stages:
         name = "  " * stage.stage.count(".") + clean(stage.stage.rpartition(".")[2])
         table.add_row(

@@ -1,0 +1,268 @@
+"""`bootseer report` as a user meets it: each input ends in a report or in one clear line, and with the right code."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.render.html import render as render_html
+from conftest_launch import BOOTSEER
+from fleet import Fleet
+
+LINES = Fleet(3, job="moe").lines()
+LOG = b"".join(LINES)
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.fixture
+def log(tmp_path):
+    def write(content: bytes = LOG, name: str = "job.log") -> str:
+        (tmp_path / name).write_bytes(content)
+        return name
+
+    return write
+
+
+def one_line(result, code: int) -> str:
+    """The error, checked for what every error must be."""
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith("bootseer: ")
+    assert all(line.startswith("hint: ") for line in rest)
+    assert len(rest) <= 1
+    assert all(char.isprintable() for char in first)
+    return first
+
+
+def test_a_log_gives_a_report(run, log):
+    result = run("report", log())
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Startup took ")
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "0 lines"),
+        (os.urandom(5 << 20).replace(b"@", b"a"), "no event and nothing that BootSeer knows"),
+        (b"all is well\n" * 9, "9 lines: no event"),
+        (b"@bootseer1 {broken}\n", "not_json"),
+        (LOG.replace(b"@bootseer1", b"@bootseer9"), "newer BootSeer"),
+        (gzip.compress(LOG)[:30], "1 archive_cut"),
+    ],
+    ids=["empty", "binary", "other", "broken", "future", "cut"],
+)
+def test_nothing_to_tell_is_said(run, log, content, words):
+    assert words in one_line(run("report", log(content)), 1)
+
+
+def test_places_that_are_none(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
+    assert "no such file" in one_line(run("report", "nowhere"), 2)
+    assert "no such file" in one_line(run("report", "n" * 5000), 2)
+    assert "no such file" in one_line(run("report", "circle"), 2)
+    assert "no files" in one_line(run("report", "empty"), 1)
+    assert "0 lines" in one_line(run("report", os.devnull), 1)
+    assert "0 lines" in one_line(run("report", "-", stdin=subprocess.DEVNULL), 1)
+    assert "no job has run" in one_line(run("report"), 2)
+
+
+def test_standard_input_and_fifos(run, log, tmp_path):
+    name = log()
+    with (tmp_path / name).open("rb") as file:
+        assert run("report", "-", stdin=file).stdout.startswith("Startup took ")
+    os.mkfifo(tmp_path / "fifo")
+    writer = subprocess.Popen(["sh", "-c", f"cat {name} > fifo"], cwd=tmp_path)
+    assert run("report", "fifo").stdout.startswith("Startup took ")
+    assert writer.wait(10) == 0
+
+
+def test_several_jobs_ask_for_a_choice_without_driving_the_terminal(run, log):
+    evil = "".join(chr(i) for i in range(1, 32)) + "\x7f\x9b2J\u202e it's"
+    name = log(LOG + b"".join(Fleet(1, job=evil).lines()))
+    text = one_line(run("report", name), 2)
+    assert "2 jobs" in text
+    assert run("report", name, "--job", "moe").returncode == 0
+    assert run("report", name, "--job", evil).returncode == 0
+    assert "no job 'x'" in one_line(run("report", name, "--job", "x"), 2)
+    many = log(b"".join(Fleet(1, job=f"job{n}").lines()[0] for n in range(300)), "many.log")
+    assert "300 jobs" in one_line(run("report", many), 2)
+
+
+def test_no_control_character_of_a_log_reaches_any_output(run, log, tmp_path):
+    evil = "\x1b]0;owned\x07\x1b[2J<script>\r\n"
+    for key in (b"node-0001", b"image_loading"):
+        content = LOG.replace(b'"node":"node-0001"', b'"node":' + json.dumps(evil + "1").encode())
+        result = run("report", log(content), "--html", "page.html")
+        assert result.returncode == 0, key
+        page = (tmp_path / "page.html").read_text()
+        for text in (result.stdout, page):
+            assert all(char.isprintable() or char == "\n" for char in text)
+        assert "<script>\ufffd" not in page
+
+
+def test_logs_of_facts_without_time_are_a_report(run, tmp_path):
+    source = str(GOLDEN / "uv" / "plain.log")
+    result = run("report", source, "--html", "page.html", "--perfetto", "trace.json")
+    assert result.returncode == 0
+    assert "no startup can be measured" in result.stdout
+    assert "uv resolved 7 packages" in result.stdout
+    assert "unobserved: queue" in result.stdout
+    assert "1970" not in result.stdout
+    assert "uv resolved 7 packages" in (tmp_path / "page.html").read_text()
+    json.loads((tmp_path / "trace.json").read_text())
+    told = json.loads(run("report", source, "--json").stdout)
+    assert (told["nodes"], told["overhead"]["startup_s"], told["startup"]["outcome"]) == ([], None, "unobserved")
+    assert len(told["facts"]) == 3
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((GOLDEN / "torchelastic").glob("*.log"))])
+def test_torchrun_logs_without_bootseer(run, name):
+    """What launchers say can be seen, and that training was not seen to begin is said."""
+    result = run("report", str(GOLDEN / "torchelastic" / name))
+    assert result.returncode == 0
+    assert "training did not begin" in result.stdout
+    assert "unobserved: queue, allocation, image_loading, environment_setup" in result.stdout.replace("\n", " ")
+
+
+def test_a_failed_worker_is_a_headline(run):
+    text = " ".join(run("report", str(GOLDEN / "torchelastic" / "failure.log")).stdout.split())
+    assert "worker failed on failure at 2.0 s (exit code 3, local rank 1)" in text
+
+
+@pytest.mark.parametrize("more", [{}, {"COLUMNS": "60"}, {"COLUMNS": "x"}, {"COLUMNS": "0"}, {"TERM": "dumb"}])
+def test_piped_output_fits_its_width(run, log, more):
+    result = run("report", log(), more=more)
+    assert result.returncode == 0
+    width = 60 if more.get("COLUMNS") in ("60", "0") else 80
+    assert max(len(line) for line in result.stdout.splitlines()) <= width
+
+
+def test_colour_only_when_asked(run, log):
+    assert "\x1b[" in run("report", log(), "--color", "always").stdout
+    assert "\x1b[" not in run("report", log(), "--color", "auto").stdout
+    assert "\x1b[" not in run("report", log(), "--color", "never", more={"FORCE_COLOR": "1"}).stdout
+
+
+def test_an_output_that_cannot_show_blocks_gets_what_it_can(run, log):
+    result = run("report", log(), more={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0
+    assert result.stdout.isascii()
+
+
+def test_json_is_json(run, log):
+    told = json.loads(run("report", log(), "--json", more={"PYTHONIOENCODING": "utf-8:strict"}).stdout)
+    assert told["schema"] == "bootseer.report/1"
+    assert told["startup"]["num_nodes"] == 3
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_output_that_cannot_be_written(run, log, form):
+    name = log()
+    with Path("/dev/full").open("w") as full:
+        result = run("report", name, *form, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (
+        1,
+        "bootseer: standard output: cannot be written: No space left on device\n",
+    )
+    closed = run("report", name, *form, preexec_fn=lambda: os.close(1), capture_output=False, stderr=subprocess.PIPE)
+    assert (closed.returncode, closed.stderr.count("\n")) == (1, 1)
+    assert "standard output is closed" in closed.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_leaves_is_no_traceback(env, log, tmp_path, form):
+    name = log(b"".join(Fleet(200).lines()))
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.Popen(
+        [*BOOTSEER, "report", name, *form], cwd=tmp_path, env=env, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    _, errors = process.communicate(timeout=60)
+    assert errors == b""
+    assert process.returncode != 0
+
+
+def test_control_c_while_it_reads(env, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    process = subprocess.Popen([*BOOTSEER, "report", "fifo"], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+    with (tmp_path / "fifo").open("wb") as file:  # opens when the program has opened the other end
+        file.write(LOG)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert errors.strip() == b"bootseer: interrupted"
+    assert process.returncode == 130
+
+
+def test_files_that_cannot_be_written_are_told(run, log):
+    result = run("report", log(), "--html", "no/such/folder.html")
+    assert result.stderr == "bootseer: no/such/folder.html: cannot be written: No such file or directory\n"
+    assert result.returncode == 1
+
+
+def test_usage_errors(run, log):
+    name = log()
+    for words in (["--began-pattern", "("], ["--attempt", "-1"], ["--price", "-2"], ["--nodes", "0"], ["--nope"]):
+        result = run("report", name, *words)
+        assert (result.returncode, result.stdout) == (2, ""), words
+    assert "holds attempts 0" in run("report", name, "--attempt", "7").stderr
+
+
+def test_a_folder_with_a_locked_file_tells_the_rest(run, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_bytes(LOG)
+    (tmp_path / "logs" / "b.log").symlink_to("/proc/self/mem")  # cannot be read, not even by root
+    assert "1 file of the folder could not be read" in run("report", "logs").stdout
+    assert "cannot be read" in one_line(run("report", "logs/b.log"), 1)
+
+
+def test_a_thousand_small_files(run, tmp_path):
+    (tmp_path / "logs").mkdir()
+    for number in range(1000):
+        (tmp_path / "logs" / f"{number}.log").write_bytes(LINES[number % len(LINES)])
+    told = json.loads(run("report", "logs", "--json").stdout)
+    assert (told["input"]["files"], told["startup"]["num_nodes"]) == (1000, 3)
+
+
+def test_very_many_nodes_and_barriers_take_linear_time(run, log):
+    """Quadratic analysis would need minutes for either."""
+    line = b'@bootseer1 {"wall_ns":%d,"mono_ns":%d,"job":"j","node":"n%d","stage":"a","phase":"%s","span":"%x"%s}\n'
+    nodes = [
+        line % (1_790_000_000 * 10**9 + i + k * 10**9, 5 + i + k * 10**9, i, phase, i, b"")
+        for i in range(20_000)
+        for k, phase in enumerate((b"begin", b"end"))
+    ]
+    told = json.loads(run("report", log(b"".join(nodes)), "--json").stdout)
+    assert told["startup"]["num_nodes"] == 20_000
+    barriers = [
+        line % (1_790_000_000 * 10**9 + i * 1000 + k, 5 + i * 1000 + k, n, phase, i, b',"attrs":{"barrier":"b%d"}' % i)
+        for n in range(2)
+        for i in range(5000)
+        for k, phase in enumerate((b"begin", b"end"))
+    ]
+    result = run("report", log(b"".join(barriers)))
+    assert "barriers before (--json has all)" in result.stdout
+    assert len(result.stdout.splitlines()) < 60
+
+
+def test_the_page_of_a_report_without_nodes_is_complete():
+    from bootseer.analysis.model import Fact, Input
+    from bootseer.analysis.untimed import untimed
+
+    fact = Fact("uv", "environment_setup.install", "installed <b>7</b>", 0.3, "n", "a.log:3")
+    page = render_html(untimed("moe", 2.0, [fact], Input(1, 2, 3, 0, 0, {})))
+    assert "&lt;b&gt;7" in page
+    assert "1970-01-01" not in page

@@ -1,0 +1,121 @@
+"""What a job can see of the hook: functions that it keeps, loaders that it asks, tracebacks and warnings it prints."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest_launch import stages
+
+TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or "torchrun"
+
+
+def _torch() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+needs_torch = pytest.mark.skipif(not _torch(), reason="PyTorch is not installed")
+
+KEEPS_THE_READER = """
+import copy, pickle, time, torch
+kept = torch.load
+class Data:
+    reader = torch.load
+    def __init__(self): self.read = torch.load
+data = Data()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+restored = "bootseer" not in torch.load.__code__.co_filename
+print(restored, pickle.loads(pickle.dumps(data)).read is torch.load, copy.deepcopy(data).read is torch.load)
+torch.save(torch.ones(1), "kept.pt")
+print(kept("kept.pt"), kept.__module__, kept.__name__)
+"""
+
+COMPILED_COLLECTIVE = """
+import sys, torch, torch.distributed as dist
+original = dist.all_reduce
+dist.init_process_group("gloo")
+assert dist.all_reduce is original
+from torch.distributed import all_reduce
+import torch._dynamo  # makes its table of collectives, by identity
+
+@torch.compile(backend="eager", fullgraph=True)
+def double(batch):
+    both = batch * 2
+    all_reduce(both)
+    dist.all_reduce(both)
+    return both
+
+dist.barrier()
+result = double(torch.ones(2)).tolist()
+sys.stdout.write(f"{result} {torch._dynamo.utils.counters['stats']['unique_graphs']}\\n")
+sys.stdout.flush()
+inner = [cell.cell_contents.__code__.co_filename for cell in dist.all_reduce.__closure__]
+assert not [name for name in inner if "bootseer" in name]
+dist.destroy_process_group()
+"""
+
+ASKS_THE_LOADER = """
+import importlib.util
+spec = importlib.util.find_spec("torch")
+print(spec.loader.get_filename("torch"), spec.loader.is_package("torch"), len(spec.loader.get_source("torch")))
+"""
+
+
+@needs_torch
+@pytest.mark.torch
+def test_a_kept_reader_can_be_sent_to_workers_after_the_marking(run, tmp_path):
+    (tmp_path / "job.py").write_text(KEEPS_THE_READER)
+    done = run("run", "-q", "--", sys.executable, "job.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True True\ntensor([1.]) torch.serialization load\n"
+
+
+@needs_torch
+@pytest.mark.torch
+def test_collectives_compile_as_without_us(run, events, tmp_path):
+    """Dynamo may learn the collectives while we wait for the first one: they must be the real ones."""
+    (tmp_path / "job.py").write_text(COMPILED_COLLECTIVE)
+    done = run("run", "-q", "--", TORCHRUN, "--standalone", "--nproc-per-node", "2", "job.py", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[8.0, 8.0] 1") == 2
+    assert stages(events(), "end").count("model_initialization.first_collective") == 2
+
+
+@needs_torch
+@pytest.mark.torch
+def test_the_loader_answers_like_the_real_one(run, tmp_path):
+    (tmp_path / "job.py").write_text(ASKS_THE_LOADER)
+    plain = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run("run", "-q", "--", sys.executable, "job.py")
+    assert (done.returncode, done.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import no_such_module\n",
+        "import warnings\nwarnings.warn('half', UserWarning, stacklevel=2)\nraise RuntimeError('half')\n",
+        "",
+    ],
+    ids=["broken", "warns", "stub"],
+)
+def test_a_torch_that_is_none_looks_as_without_us(run, env, tmp_path, source):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    (tmp_path / "job.py").write_text("import torch\nprint(torch.__file__)\n")
+    job = [sys.executable, "-B", "job.py"]
+    plain = subprocess.run(job, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run("run", "-q", "--", *job)
+    assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr)

@@ -1,0 +1,148 @@
+"""`bootseer run` in hostile surroundings: lost streams and readers, kills, limits, wild variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.launch import spools
+from conftest_launch import BOOTSEER, stages
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for a process's state; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def _wait_for(pid: int, states: str) -> None:
+    deadline = time.monotonic() + 10
+    while _state(pid) not in states.split(","):
+        assert time.monotonic() < deadline, f"{pid} is in state {_state(pid)!r}, not in {states}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _started(env: dict[str, str], script: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A running bootseer and the pid of its command, which has printed it."""
+    words = [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", script]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+SLEEP = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-", "2> >(true)"])
+def test_the_exit_code_survives_lost_streams(env, closed):
+    script = f"{sys.executable} -m bootseer run -- sh -c 'sleep 0.2; exit 7' {closed}"
+    assert subprocess.run(["bash", "-c", script], env=env, check=False, timeout=30).returncode == 7
+
+
+def test_kill_9_of_bootseer_ends_the_command(env):
+    """`timeout -k`, subprocess.run(timeout=...) and supervisors kill the process that they started."""
+    with _started(env, SLEEP) as (process, command):
+        process.kill()
+        process.wait()
+        _wait_for(command, ",Z,X")
+
+
+@pytest.mark.parametrize("name", ["SIGALRM", "SIGXCPU", "SIGPWR", "SIGRTMAX"])
+def test_a_scheduler_s_rarer_signals_reach_the_command(env, name):
+    script = f"""import os, signal, sys
+signal.signal(signal.{name}, lambda *_: sys.exit(21))
+print(os.getpid(), flush=True)
+while True: signal.pause()"""
+    with _started(env, script) as (process, _):
+        process.send_signal(getattr(signal, name))
+        assert process.wait(timeout=20) == 21
+
+
+def test_stop_and_continue_reach_the_command(env):
+    with _started(env, SLEEP) as (process, command):
+        process.send_signal(signal.SIGTSTP)
+        _wait_for(command, "T")
+        _wait_for(process.pid, "T")
+        process.send_signal(signal.SIGCONT)
+        _wait_for(command, "S")
+        process.terminate()
+        assert process.wait(timeout=20) == 143
+
+
+@pytest.mark.parametrize("flags", [[], ["--began-pattern", "zz"]], ids=["plain", "pattern"])
+def test_a_reader_that_goes_ends_the_writer(env, flags):
+    process = subprocess.Popen([*BOOTSEER, "run", "-q", *flags, "--", "yes"], env=env, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(2)
+    process.stdout.close()
+    assert process.wait(timeout=20) == 128 + signal.SIGPIPE
+
+
+def test_the_pattern_s_relay_loses_nothing_to_a_slow_non_blocking_reader(env):
+    read, write = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(read, True)
+    words = [*BOOTSEER, "run", "-q", "--began-pattern", "zz", "--", "head", "-c", "1000000", "/dev/zero"]
+    process = subprocess.Popen(words, env=env, stdout=write)
+    os.close(write)
+    received = 0
+    while data := os.read(read, 4096):
+        received += len(data)
+    os.close(read)
+    assert (received, process.wait(timeout=20)) == (1_000_000, 0)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["BOOTSEER_JOB", "BOOTSEER_NODE", "SLURM_JOB_ID", "TRACEPARENT", "RANK", "SLURM_RESTART_COUNT", "POD_UID"],
+)
+@pytest.mark.parametrize("value", [b"\xff", b"a\nb\n@bootseer1 {}", b"../../etc", b"9" * 40], ids=str)
+def test_wild_variables_cost_nothing(run, events, variable, value):
+    done = run("run", "-q", "--", "echo", "works", more={variable: os.fsdecode(value)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "works\n", "")
+    assert stages(events(), "end")[-2:] == ["command", "run"]
+
+
+def test_a_huge_attempt_does_not_end_the_counting(tmp_path):
+    spools.make_attempt(str(tmp_path), "job", 10**17)
+    assert spools.make_attempt(str(tmp_path), "job", None)[1] == 0
+    assert spools.make_attempt(str(tmp_path), "job", None)[1] == 1
+
+
+def test_parallel_runs_of_one_job_get_numbers_of_their_own(env, tmp_path):
+    words = [*BOOTSEER, "run", "-q", "--job", "many", "--", "true"]
+    running = [subprocess.Popen(words, env=env) for _ in range(20)]
+    assert {process.wait(timeout=60) for process in running} == {0}
+    assert len(list((tmp_path / "spool" / "many").iterdir())) == 20
+
+
+def test_a_scheduler_that_hangs_delays_the_end_only_by_the_flush(run, tmp_path):
+    (tmp_path / "sacct").write_text("#!/bin/sh\nexec sleep 30\n")
+    (tmp_path / "sacct").chmod(0o755)
+    more = {"SLURM_JOB_ID": "3", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert run("run", "-q", "--", "echo", "works", more=more, timeout=15).stdout == "works\n"
+
+
+def test_a_spool_that_vanishes_costs_events_only(run, tmp_path):
+    done = run("run", "-q", "--spool", "gone", "--", "sh", "-c", "rm -rf gone; echo works")
+    assert (done.returncode, done.stdout) == (0, "works\n")
+
+
+def test_a_deleted_working_directory(run, tmp_path):
+    script = f"mkdir d; cd d; rmdir ../d; exec {sys.executable} -m bootseer run -q -- echo works"
+    done = run("run", "-q", "--", "sh", "-c", script)
+    assert (done.returncode, done.stdout) == (0, "works\n")
