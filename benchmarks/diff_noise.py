@@ -15,7 +15,8 @@ from harness import Benchmark, Must, Outcome
 
 from bootseer.analysis.diff import MIN_TESTED, SAME, SLOWER, compare
 from bootseer.analysis.model import Report
-from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
 
 _SEEDS = {1: 1000, 2: 1000, 8: 600, 64: 200}

@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 from bootseer.analysis.model import Report, Stage
-from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 
 NS = 1_000_000_000

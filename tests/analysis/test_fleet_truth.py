@@ -9,7 +9,8 @@ import pytest
 
 from bootseer.analysis.inputs import Source
 from bootseer.analysis.model import Report
-from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import scan
 from bootseer.trace.event import decode
 from fleet import INSTALL, RELEASE_S, Fleet, slow_installs

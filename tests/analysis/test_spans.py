@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.trace.event import INSTANT, KINDS, PHASES, Event
 from startups import began, moment, report, row, span
 

@@ -268,6 +268,8 @@ class Report:
     overhead: Overhead
     stages: list[Stage]
     nodes: list[Node]
+    ranks: list[Node]
+    """Every rank by itself, where there are at most 64 and more than nodes; else empty."""
     critical_chain: list[Link]
     stragglers: list[Straggler]
     straggler_groups: list[StragglerGroup]

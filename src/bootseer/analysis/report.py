@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis import model, scale, words
 from bootseer.analysis.chain import Told, critical_chain, straggler_groups, straggler_rows
-from bootseer.analysis.clock import Offset, offsets
-from bootseer.analysis.foreign.parser import UNKNOWN_JOB
-from bootseer.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane, align, lanes_of
+from bootseer.analysis.foreign.parser import FOREIGN
+from bootseer.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
+from bootseer.analysis.overview import chosen, of_one_job, overview, share
+from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, prepare, total
 from bootseer.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
 from bootseer.analysis.stages import STAGES, WAIT_FOR_OTHERS, stages
 from bootseer.analysis.timeline import Piece, cut
@@ -27,19 +28,6 @@ from bootseer.analysis.untimed import untimed
 from bootseer.errors import UsageError
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
 from bootseer.units import NS_PER_S, seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the reader of a report may say."""
-
-    job: str | None = None
-    attempt: int | None = None
-    restart: int | None = None
-    num_nodes: int | None = None
-    """Nodes that the job has, when the logs do not tell."""
-    gpus_per_node: int | None = None
-    price_per_gpu_hour: float | None = None
 
 
 def analyse(
@@ -60,13 +48,14 @@ def analyse(
         if facts and read is not None:
             return untimed(options.job, options.price_per_gpu_hour, facts, read)
         raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
-    found = _of_one_job(startups(kept), options)
-    chosen = _chosen(found, options)
-    prepared = {startup.key: _prepare(startup) for startup in found}
-    overviews = [_overview(startup, prepared[startup.key], options) for startup in found]
+    found = of_one_job(startups(kept), options)
+    picked = chosen(found, options)
+    prepared = {startup.key: prepare(startup) for startup in found}
+    overviews = [overview(startup, prepared[startup.key], options) for startup in found]
     if read is None:
-        read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=duplicates, skipped={})
-    return _Builder(chosen, prepared[chosen.key], options).report(overviews, _share(kept, overviews), list(facts), read)
+        read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
+    read = replace(read, duplicates=duplicates)
+    return _Builder(picked, prepared[picked.key], options).report(overviews, share(kept, overviews), list(facts), read)
 
 
 def jobs(events: Iterable[Event]) -> list[str]:
@@ -74,113 +63,7 @@ def jobs(events: Iterable[Event]) -> list[str]:
     return sorted({event.job for event in events})
 
 
-def _of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
-    # A job that no line names comes last: nobody would ask for it.
-    names = sorted({startup.key.job for startup in found}, key=lambda name: (name == UNKNOWN_JOB, name))
-    shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-    if options.job is not None and options.job not in names:
-        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
-    if options.job is None and len(names) > 1:
-        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
-    return [startup for startup in found if startup.key.job == (options.job or names[0])]
-
-
-def _printable(name: str) -> str:
-    """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
-    plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
-    return name if plain else repr(name)
-
-
-def _chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
-    fitting = [
-        startup
-        for startup in found
-        if options.attempt in (None, startup.key.attempt) and options.restart in (None, startup.key.restart)
-    ]
-    if not fitting:
-        there = ", ".join(sorted({f"{startup.key.attempt}" for startup in found}))
-        raise UsageError(f"no such attempt of job {found[0].key.job!r}", hint=f"the input holds attempts {there}")
-    return fitting[-1]
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """A startup on one clock, with its lanes and barriers. `clocks` holds the offsets that were taken out."""
-
-    lanes: list[Lane]
-    barriers: list[barrier_model.Barrier]
-    clocks: Mapping[str, Offset]
-    begin_ns: int
-    submitted_ns: int | None
-    end_ns: int
-
-
-def _prepare(startup: StartupSpans) -> _Prepared:
-    clocks = offsets(startup.nodes)
-    align(startup.nodes, clocks)
-    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name])]
-    scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
-    submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
-    began = [lane.end_ns for lane in lanes if lane.outcome == OK]
-    for lane in lanes if began else []:  # what a lost lane left open may last as long as the job
-        lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
-    begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
-    end = max(began or [lane.end_ns for lane in lanes])
-    return _Prepared(
-        lanes, barrier_model.barriers_of(lanes), clocks, begin, min(submitted) if submitted else None, max(end, begin)
-    )
-
-
-def _gpus(startup: StartupSpans, node: str, options: Options) -> int | None:
-    value = startup.run_attrs.get(node, {}).get("gpus")
-    if options.gpus_per_node is not None:
-        return options.gpus_per_node
-    return value if isinstance(value, int) and 0 <= value < 1 << 16 else None
-
-
-def _sum(values: Iterable[int | None]) -> int | None:
-    total = 0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
-
-
-def _outcome(lanes: Sequence[Lane]) -> str:
-    if any(lane.outcome == OK for lane in lanes):
-        return "training_began"
-    return FAILED if any(lane.outcome == FAILED for lane in lanes) else "truncated"
-
-
-def _overview(startup: StartupSpans, ready: _Prepared, options: Options) -> model.Overview:
-    return model.Overview(
-        job=startup.key.job,
-        attempt=startup.key.attempt,
-        restart=startup.key.restart,
-        kind=startup.kind,
-        begin_ns=ready.begin_ns,
-        startup_s=seconds(ready.end_ns - ready.begin_ns),
-        num_nodes=len(startup.nodes),
-        num_gpus=_sum(_gpus(startup, node, options) for node in startup.nodes),
-        outcome=_outcome(ready.lanes),
-    )
-
-
-def _share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> model.Share | None:
-    """Startups of the job over its wall time: only when the events reach beyond one startup."""
-    times = [event.wall_ns for event in events if event.job == overviews[0].job]
-    wall_s = seconds(max(times) - min(times))
-    startup_s = sum(overview.startup_s for overview in overviews)
-    if len(overviews) < 2 or wall_s <= 0:
-        return None
-    gpus = [overview.num_gpus for overview in overviews]
-    hours = None
-    if all(count is not None for count in gpus):
-        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / 3600
-    return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)
-
-
+_MAX_RANKS = 64
 _ENDING_FACTS = ("exit_code", "signal", "local_rank")
 _TELLING = {UNOBSERVED: 0, OK: 1}
 """How much a lane with this outcome tells of its node; any other outcome tells the most."""
@@ -189,7 +72,7 @@ _TELLING = {UNOBSERVED: 0, OK: 1}
 class _Builder:
     """Puts the parts of one report together; everything it shares is relative to `zero`."""
 
-    def __init__(self, startup: StartupSpans, ready: _Prepared, options: Options) -> None:
+    def __init__(self, startup: StartupSpans, ready: Prepared, options: Options) -> None:
         self.startup = startup
         self.options = options
         self.ready = ready
@@ -197,7 +80,7 @@ class _Builder:
         self.price = options.price_per_gpu_hour
         self.pieces: dict[int, list[Piece]] = {}
         self.arrivals = barrier_model.last_arrivals(self.ready.barriers)
-        self.gpus = {node: _gpus(startup, node, options) for node in startup.nodes}
+        self.gpus = {node: gpus_of(startup, node, options) for node in startup.nodes}
         self.began = any(lane.outcome == OK for lane in ready.lanes)
         self.ranks = Counter(lane.node for lane in ready.lanes if lane.rank != NO_RANK)
 
@@ -232,7 +115,7 @@ class _Builder:
         )
         rows = stages(nodes, self.price)
         stragglers = straggler_rows(told)
-        num_gpus = _sum(self.gpus.values())
+        num_gpus = total(self.gpus.values())
         coverage = self._coverage(nodes)
         startup = model.Startup(
             job=key.job,
@@ -240,7 +123,7 @@ class _Builder:
             restart=key.restart,
             kind=self.startup.kind,
             zero_ns=self.zero,
-            outcome=_outcome(ready.lanes),
+            outcome=outcome_of(ready.lanes),
             ended_by=min((lane.ended_by for lane in ready.lanes if lane.outcome == OK), default="last_event"),
             num_nodes=len(nodes),
             num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
@@ -257,6 +140,7 @@ class _Builder:
             overhead=self._overhead(nodes),
             stages=self._scheduler_rows() + rows,
             nodes=nodes,
+            ranks=self._ranks(),
             critical_chain=critical_chain(told),
             stragglers=stragglers,
             straggler_groups=straggler_groups(told, stragglers),
@@ -270,6 +154,11 @@ class _Builder:
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
         return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+
+    def _ranks(self) -> list[model.Node]:
+        """Each rank's own way, while they are few enough to be looked at one by one."""
+        lanes = self.ready.lanes
+        return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
     def _endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
@@ -401,7 +290,9 @@ class _Builder:
             ranks_heard=len({(lane.node, lane.rank) for lane in self.ready.lanes if lane.rank != NO_RANK}),
             ranks_expected=_largest(stated, "world_size"),
             nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
-            events_lost=sum(lost for attrs in stated if isinstance(lost := attrs.get("events_lost"), int) and lost > 0),
+            events_lost=sum(
+                lost for span in spans if isinstance(lost := span.attrs.get("events_lost"), int) and lost > 0
+            ),
         )
 
     def _clock(self) -> model.Clock:
@@ -429,7 +320,7 @@ def _in_facts(stage: str, facts: Sequence[model.Fact]) -> bool:
     return any(fact.stage.partition(".")[0] == stage for fact in facts)
 
 
-_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", "source"})
+_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", FOREIGN})
 
 
 def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:

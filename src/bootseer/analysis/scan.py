@@ -18,10 +18,11 @@ from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.analysis import inputs
-from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Line, Parser
+from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser
 from bootseer.analysis.foreign.registry import parsers
 from bootseer.analysis.foreign.timestamp import parse_prefix
 from bootseer.analysis.model import Fact, Input
+from bootseer.analysis.search import line_starts
 from bootseer.errors import PermanentError
 from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode
 from bootseer.trace.sinks import SUFFIX
@@ -98,7 +99,7 @@ def scan(
 
 def _name_jobs(result: Scanned) -> None:
     """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
-    own = [event for event in result.events if "source" not in event.attrs]
+    own = [event for event in result.events if not _foreign(event)]
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
     if len(jobs) != 1 or len(own) == len(result.events):
         return
@@ -108,10 +109,10 @@ def _name_jobs(result: Scanned) -> None:
     attempt = max(event.attempt for event in result.events if event.job == job)
     events = []
     for event in result.events:
-        if "source" not in event.attrs:
+        if not _foreign(event):
             events.append(event)
         # What the hook saw itself it saw better, but the user's own pattern is what he wants.
-        elif event.stage not in stages or event.attrs["source"] == "pattern":
+        elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
             node = (
                 next(iter(nodes.values()))
                 if len(nodes) == 1
@@ -122,6 +123,11 @@ def _name_jobs(result: Scanned) -> None:
             else:  # an event list of a whole cluster tells of other jobs' pods
                 result.skipped["other_node"] += 1
     result.events = events
+
+
+def _foreign(event: Event) -> bool:
+    """Made from a foreign log, whose lines have one clock. A user's own attribute of that name has two."""
+    return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
 
 
 def _text(name: str) -> str:
@@ -185,13 +191,14 @@ class _FileScan:
         """All needles in a block of whole lines, in the order of their lines."""
         hits: dict[int, list[Parser]] = {}
         for needle, wanting in self.needles.items():
-            for begin in _line_starts(text, needle):
+            for begin in line_starts(text, needle):
                 found = hits.setdefault(begin, [])
                 found += [parser for parser in wanting if parser not in found]
-        own = list(_line_starts(text, TAG_STEM))
+        own = list(line_starts(text, TAG_STEM))
         events = set(own)
-        for needle in _PARTIAL:
-            events.update(begin for begin in _line_starts(text, needle) if _ends_in_tag(text, begin))
+        # A container's log as the node keeps it has the collector's words on every line.
+        for needle in _PARTIAL if _CRI.match(text) else ():
+            events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
         began = -1
         if self.began_pattern is not None and (match := self.began_pattern.search(text)):
             self.began_pattern = None
@@ -223,7 +230,7 @@ class _FileScan:
         if line.wall_ns is None:
             self.result.skipped["began_without_time"] += 1
             return
-        attrs = {"by": "pattern", "source": "pattern", "line": line.text[:200]}
+        attrs = {"by": "pattern", FOREIGN: "pattern", "line": line.text[:200]}
         place = f"{line.file}:{line.number}".encode("utf-8", "replace")
         span = hashlib.blake2b(place, digest_size=8).hexdigest()
         self.result.events.append(
@@ -238,17 +245,6 @@ class _FileScan:
                 self.result.events.append(decode(raw[place:until])[0])
             except Malformed as error:
                 self.result.skipped[error.reason] += 1
-
-
-def _line_starts(text: bytes, needle: bytes) -> Iterable[int]:
-    """Offsets of the lines that hold the needle, each once."""
-    place = text.find(needle)
-    while place >= 0:
-        yield text.rfind(b"\n", 0, place) + 1
-        after = text.find(b"\n", place)
-        if after < 0:
-            return
-        place = text.find(needle, after)
 
 
 def _open_record(text: bytes, end: int) -> int:

@@ -42,6 +42,7 @@ def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], r
         overhead=model.Overhead(None, None, None, None, None, None, None, None, None, None, price),
         stages=[],
         nodes=[],
+        ranks=[],
         critical_chain=[],
         stragglers=[],
         straggler_groups=[],

@@ -47,7 +47,7 @@ def command(
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
     """
-    from bootseer.analysis.report import Options
+    from bootseer.analysis.prepare import Options
     from bootseer.launch.reading import read_report
 
     options = Options(

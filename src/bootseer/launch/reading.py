@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
 from bootseer.analysis.model import Report
-from bootseer.analysis.report import Options, analyse
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import Scanned, scan
 from bootseer.errors import UsageError
 from bootseer.launch import spools

@@ -47,9 +47,13 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
             "stragglers, nodes that did not make it, the slowest. Search finds every node."
         )
     else:
-        ordered = sorted(report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node))
+        by_rank = 0 < len(report.ranks) <= FOLD_ABOVE
+        ordered = sorted(
+            report.ranks if by_rank else report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node)
+        )
         body = _group("", "".join(_node_row(node, report, scale, palette) for node in ordered))
-        note = "One row per node, told by the rank that came last. Open a row for its segments."
+        row = "rank" if by_rank else "node, told by the rank that came last"
+        note = f"One row per {row}. Open a row for its segments."
     top = (
         f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'
     )
@@ -102,7 +106,7 @@ def _group(title: str, rows: str) -> str:
 
 
 def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str:
-    chain = [link.barrier for link in report.critical_chain if link.node == node.node]
+    chain = [link.barrier for link in report.critical_chain if (link.node, link.rank) == (node.node, node.rank)]
     slow = [s for s in report.stragglers if s.node == node.node]
     tags = '<b class="tag crit" title="last at a barrier">critical</b>' if chain else ""
     tags += '<b class="tag slow">straggler</b>' if slow else ""

@@ -6,6 +6,7 @@ from a log is cleaned of control characters first: a log must not drive the read
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
@@ -163,7 +164,8 @@ def _bar(node: Node, width: int, total_s: float) -> Text:
 
 def _shown(report: Report) -> list[tuple[str, Node]]:
     """All nodes when they are few; else the middle, the tails and the stragglers."""
-    nodes = report.nodes
+    # Ranks tell more than nodes, as long as there is room for them.
+    nodes = report.ranks if 0 < len(report.ranks) <= _MAX_NODES else report.nodes
     if len(nodes) <= _MAX_NODES:
         return [(node.node + (f" r{node.rank}" if node.rank >= 0 else ""), node) for node in nodes]
     ordered = sorted(nodes, key=lambda node: (node.outcome != "ok", node.work_s))
@@ -191,14 +193,25 @@ def _print_waterfall(report: Report, console: Console) -> None:
         line = Text(f"{set_cell_size(_fit(name, _LABEL_WIDTH), _LABEL_WIDTH)} ")
         console.print(line.append_text(_bar(node, width, total_s)))
     used = {(_cell(s.kind, s.stage), s.kind, _top(s.stage)) for node in report.nodes for s in node.segments}
-    legend = Text(" " * (_LABEL_WIDTH + 1))
     names = sorted(
         {(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2]
     )
-    for sign, style, name in names:
-        legend.append(f"{sign} ", style).append(f"{name}  ", "dim")
-    console.print(legend)
+    for line in _legend(names, width):
+        console.print(Text(" " * (_LABEL_WIDTH + 1)).append_text(line))
     console.print()
+
+
+def _legend(names: Iterable[tuple[str, str, str]], width: int) -> list[Text]:
+    """The legend in lines that break between entries, never behind a sign."""
+    lines = [Text()]
+    for sign, style, name in names:
+        entry = Text(f"{sign} ", style).append(clean(name), "dim")
+        if lines[-1] and lines[-1].cell_len + 2 + entry.cell_len > width:
+            lines.append(Text())
+        if lines[-1]:
+            lines[-1].append("  ")
+        lines[-1].append_text(entry)
+    return lines
 
 
 def _table(*columns: str) -> Table:

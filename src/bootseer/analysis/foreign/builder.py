@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from bootseer.analysis.foreign import durations, timestamp
-from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line
+from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Findings, Line
 from bootseer.analysis.model import Fact
 from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
 from bootseer.units import seconds
@@ -139,7 +139,7 @@ class Builder:
             restart=place.restart,
             rank=place.rank,
             pid=place.pid,
-            attrs={"source": self._source, **(attrs or {})},
+            attrs={FOREIGN: self._source, **(attrs or {})},
         )
 
     def _add(self, event: Event, phase: str, wall_ns: int) -> None:

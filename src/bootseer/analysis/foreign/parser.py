@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 from bootseer.analysis.model import Fact
 from bootseer.trace.event import Event
 
+FOREIGN = "parsed_from"
+"""The attribute that names the program whose log line an event was made from."""
 UNKNOWN_JOB = "(unknown)"
 """The job of an event made from a foreign line that names none; the reader puts the real one in its place."""
 

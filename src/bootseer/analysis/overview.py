@@ -1,0 +1,76 @@
+"""The startups in the input: which one is meant, each in a line, and their share of the job's time.
+
+Called by `analysis.report`. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bootseer.analysis import model
+from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, total
+from bootseer.analysis.spans import StartupSpans
+from bootseer.errors import UsageError
+from bootseer.trace.event import Event
+from bootseer.units import seconds
+
+
+def of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
+    """The startups of the job that is meant. Raises `UsageError` when there are several and no choice."""
+    # A job that no line names comes last: nobody would ask for it.
+    names = sorted({startup.key.job for startup in found}, key=lambda name: (name == UNKNOWN_JOB, name))
+    shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
+    if options.job is not None and options.job not in names:
+        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
+    if options.job is None and len(names) > 1:
+        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
+    return [startup for startup in found if startup.key.job == (options.job or names[0])]
+
+
+def _printable(name: str) -> str:
+    """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
+    plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
+    return name if plain else repr(name)
+
+
+def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
+    """The startup that is meant, by default the last. Raises `UsageError` when there is none."""
+    fitting = [
+        startup
+        for startup in found
+        if options.attempt in (None, startup.key.attempt) and options.restart in (None, startup.key.restart)
+    ]
+    if not fitting:
+        there = ", ".join(sorted({f"{startup.key.attempt}" for startup in found}))
+        raise UsageError(f"no such attempt of job {found[0].key.job!r}", hint=f"the input holds attempts {there}")
+    return fitting[-1]
+
+
+def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.Overview:
+    """One startup in a line."""
+    return model.Overview(
+        job=startup.key.job,
+        attempt=startup.key.attempt,
+        restart=startup.key.restart,
+        kind=startup.kind,
+        begin_ns=ready.begin_ns,
+        startup_s=seconds(ready.end_ns - ready.begin_ns),
+        num_nodes=len(startup.nodes),
+        num_gpus=total(gpus_of(startup, node, options) for node in startup.nodes),
+        outcome=outcome_of(ready.lanes),
+    )
+
+
+def share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> model.Share | None:
+    """Startups of the job over its wall time: only when the events reach beyond one startup."""
+    times = [event.wall_ns for event in events if event.job == overviews[0].job]
+    wall_s = seconds(max(times) - min(times))
+    startup_s = sum(overview.startup_s for overview in overviews)
+    if len(overviews) < 2 or wall_s <= 0:
+        return None
+    gpus = [overview.num_gpus for overview in overviews]
+    hours = None
+    if all(count is not None for count in gpus):
+        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / 3600
+    return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)
