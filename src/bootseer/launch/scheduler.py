@@ -8,8 +8,10 @@ may put it into `BOOTSEER_SUBMITTED`. What nobody tells stays unobserved.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -19,7 +21,10 @@ from typing import NamedTuple
 from bootseer.launch.session import PODINFO
 from bootseer.units import NS_PER_S
 
-_DEADLINE_S = 10.0
+KUBERNETES = "kubernetes"
+_DEADLINE_S = 5.0
+_LOOK_EVERY_S = 0.1
+_STALE_NS = 3600 * NS_PER_S
 _SACCT = re.compile(r"(?P<submit>[\dT:-]{19})\|(?P<eligible>[^|]*)\|(?P<start>[^|\s]*)\s*\Z")
 _SCONTROL = re.compile(
     r"SubmitTime=(?P<submit>\S+).*?EligibleTime=(?P<eligible>\S+).*?StartTime=(?P<start>\S+)", re.DOTALL
@@ -28,25 +33,24 @@ _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILIN
 
 
 class Times(NamedTuple):
-    """Moments of the scheduler, unix ns; None is unobserved."""
+    """Moments of the scheduler, unix ns, and who told them; None is unobserved."""
 
     submitted_ns: int | None = None
     started_ns: int | None = None
     """The node was given to the job."""
-    source: str = ""
+    submitted_by: str = ""
+    started_by: str = ""
 
 
-def asks_slurm(env: Mapping[str, str]) -> bool:
-    """Whether `times` would run a program, which belongs off the path of the job."""
-    return bool(env.get("SLURM_JOB_ID")) and not env.get("BOOTSEER_SUBMITTED")
+def times(env: Mapping[str, str], ended: threading.Event, *, may_ask: bool = True) -> Times:
+    """What the schedulers around us tell; never raises. Runs in a thread, until `ended` is set at the latest.
 
-
-def times(env: Mapping[str, str]) -> Times:
-    """What the schedulers around us tell; never raises, takes at most ten seconds."""
+    With `may_ask` Slurm's programs are run; without it only variables and files are read.
+    """
+    found = _slurm(env, ended, may_ask=may_ask) if env.get("SLURM_JOB_ID") else _kubernetes(env)
     given = parse_time(env.get("BOOTSEER_SUBMITTED", ""))
-    podinfo = Path(env.get("BOOTSEER_PODINFO", PODINFO))
-    found = _slurm(env) if env.get("SLURM_JOB_ID") else _kubernetes(podinfo)
-    found = found._replace(submitted_ns=given or found.submitted_ns)
+    if given is not None:
+        found = found._replace(submitted_ns=given, submitted_by="BOOTSEER_SUBMITTED")
     # A job cannot start before it was submitted, nor after now: such a pair comes from two clocks.
     if found.submitted_ns and found.started_ns and not found.submitted_ns <= found.started_ns <= time.time_ns():
         return Times()
@@ -66,40 +70,53 @@ def parse_time(text: str) -> int | None:
         return None
 
 
-def _slurm(env: Mapping[str, str]) -> Times:
+def _slurm(env: Mapping[str, str], ended: threading.Event, *, may_ask: bool) -> Times:
     job = env["SLURM_JOB_ID"]
-    if env.get("SLURM_PROCID", "0") in ("", "0"):
+    if may_ask and env.get("SLURM_PROCID", "0") in ("", "0"):
         for source, command, form in (
             ("sacct", ["sacct", "-X", "-n", "-P", "-j", job, "-o", "Submit,Eligible,Start"], _SACCT),
             ("scontrol", ["scontrol", "-o", "show", "job", job], _SCONTROL),
         ):
-            match = form.search(_answer(command, env))
+            match = form.search(_answer(command, env, ended))
             if match is None:
                 continue
             submit, eligible, start = (parse_time(match[name]) for name in ("submit", "eligible", "start"))
             # A requeued job waits again from the moment that it became eligible again.
             requeued = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
             if submit or start:
-                return Times(eligible if requeued and eligible else submit, start, source)
+                return Times(eligible if requeued and eligible else submit, start, source, source)
     started = parse_time(env.get("SLURM_JOB_START_TIME", ""))
-    return Times(None, started, "slurm environment" if started else "")
+    return Times(None, started, "", "slurm environment")
 
 
-def _answer(command: list[str], env: Mapping[str, str]) -> str:
+def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) -> str:
+    """What a program prints; empty when it fails, takes too long, or the run ends meanwhile."""
     clean = {**env, "SLURM_TIME_FORMAT": "standard"}  # another format would change what we parse
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S / 2, env=clean, check=True
-        ).stdout[-65536:]
-    except (OSError, subprocess.SubprocessError):
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean
+        )
+    except OSError:
         return ""
+    with process:
+        for _ in range(round(_DEADLINE_S / _LOOK_EVERY_S)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                answer, _ = process.communicate(timeout=_LOOK_EVERY_S)
+                return answer[-65536:].decode("utf-8", "replace") if process.returncode == 0 else ""
+            if ended.is_set():
+                break
+        process.kill()
+    return ""
 
 
-def _kubernetes(podinfo: Path) -> Times:
+def _kubernetes(env: Mapping[str, str]) -> Times:
     try:
-        annotations = (podinfo / "annotations").read_text(errors="replace")[: 1 << 20]
+        with (Path(env.get("BOOTSEER_PODINFO", PODINFO)) / "annotations").open(errors="replace") as file:
+            match = _CONFIG_SEEN.search(file.read(1 << 20))
     except OSError:
         return Times()
-    match = _CONFIG_SEEN.search(annotations)
     seen = parse_time(match[1]) if match else None
-    return Times(None, seen, "kubernetes" if seen else "")
+    # The annotation is the pod's: in a container that was started again later it tells of the first start.
+    if seen is None or time.time_ns() - seen > _STALE_NS:
+        return Times()
+    return Times(None, seen, "", KUBERNETES)

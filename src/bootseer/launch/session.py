@@ -62,11 +62,10 @@ class Session:
             attempt = 0  # a number that this node makes up would not be the other nodes'
         self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
         identity = identity._replace(attempt=attempt)
-        words = [spool_word(self.folder)] if "spool" in options.sinks else []
-        words += ["stderr"] if "stderr" in options.sinks else []
         self.otlp = next((word for word in options.sinks if word.partition("=")[0] == "otlp"), None)
-        if self.otlp and not words:
-            words = [spool_word(self.folder)]  # the exporter reads the spool
+        # The exporter reads the spool.
+        words = [spool_word(self.folder)] if "spool" in options.sinks or self.otlp else []
+        words += ["stderr"] if "stderr" in options.sinks else []
         self.sinks = ",".join(words)
         given = traceparent.parse(env.get(traceparent.VARIABLE, ""))
         own = fingerprint(f"{identity.job}\0{attempt}")
@@ -113,15 +112,7 @@ class Session:
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
         ):
             return
-        from bootseer.launch import scheduler
-
-        # As PID 1 all children are reaped together, so that no helper program may run beside the command.
-        if scheduler.asks_slurm(env) and os.getpid() == 1:
-            self._scheduler_times({**env, "SLURM_JOB_ID": ""})
-        elif scheduler.asks_slurm(env):
-            self._start(lambda: self._scheduler_times(env))
-        else:
-            self._scheduler_times(env)
+        self._start(lambda: self._scheduler_times(env))
 
     def _start(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, daemon=True)
@@ -131,18 +122,18 @@ class Session:
     def _scheduler_times(self, env: Mapping[str, str]) -> None:
         from bootseer.launch import scheduler
 
-        found = scheduler.times(env)
+        # As PID 1 all children are reaped together, so that no program may run beside the command.
+        found = scheduler.times(env, self._ended, may_ask=os.getpid() != 1)
         began_ns = self.began_ns
         if found.submitted_ns and found.submitted_ns <= began_ns:
-            self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.source)
+            self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by)
         if found.started_ns and found.started_ns <= began_ns:
             # Kubernetes' node pulled the image between the two moments; Slurm's ran its prolog.
-            stage = "image_loading" if found.source == "kubernetes" else "allocation"
-            self._past(stage, found.started_ns, began_ns, found.source)
+            stage = "image_loading" if found.started_by == scheduler.KUBERNETES else "allocation"
+            self._past(stage, found.started_ns, began_ns, found.started_by)
 
     def _past(self, stage: str, begin_ns: int, end_ns: int, told_by: str) -> None:
-        attrs = {"told_by": told_by or "BOOTSEER_SUBMITTED"}
-        span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs=attrs)
+        span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs={"told_by": told_by})
         self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
 
     def _export(self) -> None:
@@ -160,7 +151,9 @@ class Session:
         deadline = time.monotonic() + EXIT_FLUSH_S
         for thread in self._beside:
             thread.join(max(deadline - time.monotonic(), 0))
-        if not self.quiet and "spool" in self.sinks:
+        if lost:
+            say(f"{lost} events could not be written to {self.folder}; the report will miss them")
+        elif not self.quiet and "spool" in self.sinks:
             where = self.tracer.identity.job if self.in_default_root else shlex.quote(self.folder)
             say(f"where the startup's time went: bootseer report {where}")
 

@@ -1,0 +1,120 @@
+"""What schedulers tell of the time before a node was ours, and what is made of it in the events."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from bootseer.launch.scheduler import parse_time, times
+from bootseer.units import NS_PER_S
+from conftest_launch import stages
+
+
+def told(env: dict[str, str], **kwargs: bool):
+    return times(env, threading.Event(), **kwargs)
+
+
+def ago(seconds: float) -> str:
+    return datetime.fromtimestamp(time.time() - seconds, UTC).isoformat()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-11-20T17:54:26Z", 1795197266 * NS_PER_S),
+        ("2026-11-20T17:54:26.123456789+00:00", 1795197266 * NS_PER_S + 123456000),
+        ("1795197266", 1795197266 * NS_PER_S),
+        ("1795197266.25", 1795197266 * NS_PER_S + 250_000_000),
+        ("Unknown", None),
+        ("", None),
+        ("9" * 400, None),
+        ("2026-13-45T00:00:00", None),
+    ],
+)
+def test_times_are_read_or_unobserved(text, expected):
+    assert parse_time(text) == expected
+
+
+def test_kubernetes_tells_when_the_node_saw_the_pod(tmp_path):
+    (tmp_path / "annotations").write_text(
+        f'a="b"\nkubernetes.io/config.seen="{ago(20)}"\nkubernetes.io/config.source="api"\n'
+    )
+    found = told({"BOOTSEER_PODINFO": str(tmp_path)})
+    assert found.submitted_ns is None
+    assert found.started_ns == pytest.approx(time.time_ns() - 20 * NS_PER_S, abs=5 * NS_PER_S)
+    assert found.started_by == "kubernetes"
+
+
+@pytest.mark.parametrize("content", ["", 'kubernetes.io/config.seen="soon"', "\x00" * 100, None])
+def test_annotations_that_say_nothing_are_unobserved(tmp_path, content):
+    if content is not None:
+        (tmp_path / "annotations").write_text(content)
+    assert told({"BOOTSEER_PODINFO": str(tmp_path)}).started_ns is None
+
+
+def test_a_pod_that_was_seen_long_ago_is_a_container_started_again(tmp_path):
+    (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(7200)}"\n')
+    assert told({"BOOTSEER_PODINFO": str(tmp_path)}).started_ns is None
+
+
+def test_times_of_two_clocks_are_no_times(tmp_path):
+    (tmp_path / "annotations").write_text(f'kubernetes.io/config.seen="{ago(60)}"\n')
+    found = told({"BOOTSEER_PODINFO": str(tmp_path), "BOOTSEER_SUBMITTED": ago(10)})
+    assert (found.submitted_ns, found.started_ns) == (None, None)
+
+
+def _program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_requeued_slurm_job_waits_from_when_it_was_eligible(tmp_path):
+    line = "2026-11-20T10:00:00|2026-11-20T11:00:00|2026-11-20T11:05:00"
+    _program(tmp_path, "sacct", f"echo '{line}'")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    first, again = told(env), told({**env, "SLURM_RESTART_COUNT": "1"})
+    assert (first.started_ns - first.submitted_ns) / NS_PER_S == 3900
+    assert (again.started_ns - again.submitted_ns) / NS_PER_S == 300
+
+
+def test_only_the_first_task_asks_slurm(tmp_path):
+    _program(tmp_path, "sacct", f"touch {tmp_path}/asked")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": "1795197266"}
+    found = told({**env, "SLURM_PROCID": "3"})
+    assert not (tmp_path / "asked").exists()
+    assert (found.started_ns, found.started_by) == (1795197266 * NS_PER_S, "slurm environment")
+    told(env, may_ask=False)
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_hung_program_ends_with_the_run(tmp_path):
+    _program(tmp_path, "sacct", f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: times(env, ended))
+    thread.start()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.01)
+    ended.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_queue_and_image_loading_become_stages(run, events, tmp_path):
+    podinfo = tmp_path / "podinfo"
+    podinfo.mkdir()
+    (podinfo / "annotations").write_text(f'kubernetes.io/config.seen="{ago(20)}"\n')
+    more = {"BOOTSEER_PODINFO": str(podinfo), "BOOTSEER_SUBMITTED": ago(50)}
+    assert run("run", "--", "sleep", "0.5", more=more).returncode == 0
+    found = events()
+    assert {"queue", "image_loading"} <= set(stages(found))
+    queue = [event for event in found if event.stage == "queue"]
+    assert (queue[1].mono_ns - queue[0].mono_ns) / 1e9 == pytest.approx(30, abs=1)
+    assert queue[0].attrs["told_by"] == "BOOTSEER_SUBMITTED"
