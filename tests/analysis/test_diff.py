@@ -94,7 +94,7 @@ def test_few_nodes_need_a_large_change():
 
 
 @pytest.mark.parametrize(("read_s", "verdict"), [(20, SAME), (45, SAME), (75, SLOWER)])
-def test_the_whole_startup_is_judged_by_a_quarter(read_s, verdict):
+def test_the_whole_startup_is_judged_by_its_size(read_s, verdict):
     """One node of sixteen is slow: no median moves, and the job is later by 25 s or 55 s of 137 s."""
     slow = {(3, "model_initialization.checkpoint_read"): float(read_s)}
     difference = compare(of(Fleet(16)), of(Fleet(16, work_of=slow)))

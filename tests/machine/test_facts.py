@@ -22,7 +22,7 @@ def test_facts_are_plain_and_anonymous(tmp_path: Path) -> None:
         assert secret not in text
 
 
-def test_disk_kind() -> None:
+def test_disk_kind(tmp_path: Path) -> None:
     assert disk_kind("/dev/shm") == "tmpfs"
     assert disk_kind("/proc") == "proc"
-    assert disk_kind("/nonexistent") is None
+    assert disk_kind(str(tmp_path / "nowhere")) is None

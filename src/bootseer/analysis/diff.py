@@ -1,11 +1,11 @@
 """Compare two startups: what changed, which stage moved, and whether that is more than noise.
 
-Startups on shared machines differ from run to run, and a fleet of a thousand nodes makes any difference
-"significant". So a stage counts as moved only when the difference is large enough to matter (share and seconds), and,
-where there are nodes enough to test, when a Mann-Whitney test over the nodes agrees after Holm's correction for the
-number of stages. With fewer nodes the bar is higher instead. docs/adr/0004 has the reasons for the limits.
+Startups on shared machines differ from run to run, and a fleet of a thousand nodes makes any difference "significant".
+So a stage counts as moved only when the difference is large enough to matter (share and seconds) and a test agrees:
+Mann-Whitney over the nodes, after Holm's correction for the number of stages, with eight nodes or more; with fewer the
+bar is higher and Student's test on logarithms must agree. docs/adr/0004 has the reasons.
 
-Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979. Decides and touches nothing.
+Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Student 1908. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,28 @@ _MIN_SHARE = 0.10
 _MIN_S = 0.5
 _FEW_SHARE = 0.50
 _FEW_S = 2.0
-_WHOLE_SHARE = 0.25
+_ONE_NODE_SHARE = 1.25
+"""One node does not show how much nodes scatter."""
+_LEAST_SCATTER = 0.03
+_TINY_S = 0.01
+_T_LIMITS = {
+    1: 63.66,
+    2: 9.925,
+    3: 5.841,
+    4: 4.604,
+    5: 4.032,
+    6: 3.707,
+    7: 3.499,
+    8: 3.355,
+    9: 3.250,
+    10: 3.169,
+    11: 3.106,
+    12: 3.055,
+    13: 3.012,
+    14: 2.977,
+}
+"""Two-sided limits of Student's t at p = 0.01 by degrees of freedom, from the usual tables."""
+_WHOLE_SHARE = 0.35
 """Of the whole startup, which is one number a side and cannot be tested."""
 
 SLOWER = "slower"
@@ -42,7 +63,7 @@ class Limits:
     """From where on a difference counts."""
 
     min_share: float = _MIN_SHARE
-    """Of the median of A."""
+    """Of the smaller median, so that half and double are equally far."""
     min_s: float = _MIN_S
 
 
@@ -98,14 +119,13 @@ def compare(a: Report, b: Report, limits: Limits | None = None) -> Difference:
     """What moved from startup A to startup B."""
     limits = limits or Limits()
     before, after = _samples(a), _samples(b)
-    tested = min(len(a.nodes), len(b.nodes)) >= MIN_TESTED
+    num_nodes = min(len(a.nodes), len(b.nodes))
+    tested = num_nodes >= MIN_TESTED
     names = list(dict.fromkeys([*before, *after]))
     raw = {name: mann_whitney_p(before.get(name, []), after.get(name, [])) for name in names} if tested else {}
     corrected = holm(raw)
-    stages = [
-        _moved(name, before.get(name, []), after.get(name, []), corrected.get(name), limits, tested) for name in names
-    ]
-    overall = _overall(a, b, limits, tested)
+    stages = [_moved(name, before.get(name, []), after.get(name, []), corrected.get(name), limits) for name in names]
+    overall = _overall(a, b, limits, num_nodes)
     return Difference(
         a=_name(a),
         b=_name(b),
@@ -143,31 +163,42 @@ def _samples(report: Report) -> dict[str, list[float]]:
     return samples
 
 
-def _moved(stage: str, a: Sequence[float], b: Sequence[float], p: float | None, limits: Limits, tested: bool) -> Moved:
+def _moved(stage: str, a: Sequence[float], b: Sequence[float], p: float | None, limits: Limits) -> Moved:
     if not a or not b:
         return Moved(stage, median(a) if a else None, median(b) if b else None, None, None, None, SAME)
     before, after = median(a), median(b)
-    verdict = _judge(before, after, p, limits, tested)
+    if p is not None:
+        real = _large(before, after, limits.min_share, limits.min_s) and p < _ALPHA
+    else:
+        alone = min(len(a), len(b)) == 1
+        least = max(limits.min_share, _ONE_NODE_SHARE if alone else _FEW_SHARE)
+        real = _large(before, after, least, max(limits.min_s, _FEW_S)) and (alone or _apart(a, b))
+    verdict = SAME if not real else SLOWER if after > before else FASTER
     return Moved(stage, before, after, after - before, (after - before) / before if before else None, p, verdict)
 
 
-def _judge(before: float, after: float, p: float | None, limits: Limits, tested: bool) -> str:
+def _apart(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether a few nodes lie further apart than they scatter: Student's test on logarithms at p < 0.01."""
+    logs = [[math.log(max(value, _TINY_S)) for value in side] for side in (a, b)]
+    means = [sum(side) / len(side) for side in logs]
+    freedom = len(a) + len(b) - 2
+    squares = sum((value - mean) ** 2 for side, mean in zip(logs, means, strict=True) for value in side)
+    # Two nodes that agree by chance do not prove that nodes never scatter.
+    deviation = max(math.sqrt(squares / freedom), _LEAST_SCATTER)
+    t = abs(means[0] - means[1]) / (deviation * math.sqrt(1 / len(a) + 1 / len(b)))
+    return t > _T_LIMITS[min(freedom, max(_T_LIMITS))]
+
+
+def _large(before: float, after: float, least_share: float, least_s: float) -> bool:
     delta = abs(after - before)
-    share = delta / before if before else math.inf
-    if tested:
-        real = share >= limits.min_share and delta >= limits.min_s and p is not None and p < _ALPHA
-    else:
-        real = share >= max(limits.min_share, _FEW_SHARE) and delta >= max(limits.min_s, _FEW_S)
-    if not real:
-        return SAME
-    return SLOWER if after > before else FASTER
+    return delta >= least_s and delta >= least_share * min(before, after)
 
 
 def _whole_s(report: Report) -> float:
     return report.overhead.startup_s or 0.0
 
 
-def _overall(a: Report, b: Report, limits: Limits, tested: bool) -> Moved:
+def _overall(a: Report, b: Report, limits: Limits, num_nodes: int) -> Moved:
     """The whole startup: one number a side, so that only its size can be judged."""
     before, after = _whole_s(a), _whole_s(b)
     delta = after - before
@@ -175,8 +206,9 @@ def _overall(a: Report, b: Report, limits: Limits, tested: bool) -> Moved:
     verdict = SAME
     # One that ended before training took less time for no good reason.
     if all(report.startup.outcome == "training_began" for report in (a, b)):
-        least = max(limits.min_share, _WHOLE_SHARE if tested else _FEW_SHARE)
-        if abs(delta) >= max(limits.min_s, _FEW_S) and abs(delta) >= least * before:
+        few = _ONE_NODE_SHARE if num_nodes == 1 else 2 * _FEW_SHARE
+        least = max(limits.min_share, _WHOLE_SHARE if num_nodes >= MIN_TESTED else few)
+        if _large(before, after, least, max(limits.min_s, _FEW_S)):
             verdict = SLOWER if delta > 0 else FASTER
     return Moved("startup", before, after, delta, share, None, verdict)
 
@@ -221,13 +253,15 @@ def _verdict(a: Report, b: Report, overall: Moved, stages: Sequence[Moved], test
     short = [side for side, report in (("A", a), ("B", b)) if report.startup.outcome != "training_began"]
     moved = [stage for stage in stages if stage.verdict != SAME and "." not in stage.stage]
     moved = moved or [stage for stage in stages if stage.verdict != SAME]
-    basis = "" if tested else " (too few nodes for a test; only large changes count)"
+    basis = "" if tested else " (few nodes: only large changes count)"
     if short:
         told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved)) or "none"
         who = " and ".join(short)
         return f"The whole cannot be compared, {who} did not reach training; stages moved beyond noise: {told}{basis}."
     if not moved:
         if overall.verdict == SAME:
+            if not tested and abs(delta) >= _FEW_S:
+                return f"B took {delta:+.2f} s against A; with so few nodes that may be noise."
             return f"No difference beyond noise: {delta:+.2f} s{basis}."
         return f"B is {overall.verdict} by {abs(delta):.2f} s, and no single stage explains it{basis}."
     told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved))
