@@ -27,9 +27,9 @@ MIN_TESTED = 8
 _ALPHA = 0.01
 _MIN_SHARE = 0.10
 _MIN_S = 0.5
-_FEW_SHARE = 0.50
+_FEW_SHARE = 0.60
 _FEW_S = 2.0
-_ONE_NODE_SHARE = 1.25
+_ONE_NODE_SHARE = 1.50
 """One node does not show how much nodes scatter."""
 _LEAST_SCATTER = 0.03
 _TINY_S = 0.01
@@ -206,7 +206,7 @@ def _overall(a: Report, b: Report, limits: Limits, num_nodes: int) -> Moved:
     verdict = SAME
     # One that ended before training took less time for no good reason.
     if all(report.startup.outcome == "training_began" for report in (a, b)):
-        few = _ONE_NODE_SHARE if num_nodes == 1 else 2 * _FEW_SHARE
+        few = _ONE_NODE_SHARE if num_nodes == 1 else 1.0
         least = max(limits.min_share, _WHOLE_SHARE if num_nodes >= MIN_TESTED else few)
         if _large(before, after, least, max(limits.min_s, _FEW_S)):
             verdict = SLOWER if delta > 0 else FASTER
