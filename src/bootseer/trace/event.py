@@ -11,6 +11,7 @@ Decides and touches nothing: callers bring the clock readings. `trace.sinks` wri
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -40,8 +41,9 @@ _INT64 = 2**63
 _MAX_NAME = 256
 _MAX_STAGE = 8 * 65  # what the expression below can match: a cut name would be another name
 _MAX_VALUE = 1024
-_STAGE = re.compile(r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}")
-_TAG = re.compile(rb"@bootseer(\d{1,4}) (?=\{)")
+_STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
+_TAG = rb"@bootseer(\d{1,4}) (?=\{)"
+# Patterns are compiled by re at their first use: a job that only writes events needs but one of them.
 
 # Version 0 is the short-key draft of this format. The rule is that a reader takes its own version and the one
 # before; a later version adds its renames here and drops the oldest row.
@@ -112,9 +114,19 @@ class Malformed(ValueError):  # noqa: N818 - a verdict on a text, caught where i
         self.reason = reason
 
 
+@functools.cache
+def _tag() -> re.Pattern[bytes]:
+    return re.compile(_TAG)
+
+
+@functools.lru_cache(maxsize=4096)
+def _valid_stage(text: str) -> bool:
+    return re.fullmatch(_STAGE, text) is not None
+
+
 def stage_name(text: str) -> str:
     """The nearest valid stage name: a job must not die of a badly named stage."""
-    if _STAGE.fullmatch(text):
+    if _valid_stage(text):
         return text
     parts = [re.sub(r"[^a-z0-9_]+", "_", part.lower())[:64].strip("_") for part in text.split(".")[:8]]
     return ".".join(part for part in parts if part) or "unnamed"
@@ -191,7 +203,7 @@ def decode(text: bytes, start: int = 0) -> tuple[Event, int]:
 
     Raises `Malformed`; its reasons are `no_tag`, `version`, `truncated`, `oversized`, `not_json`, `bad_field`.
     """
-    tag = _TAG.search(text, start)
+    tag = _tag().search(text, start)
     if tag is None:
         raise Malformed("no_tag")
     renamed = _RENAMED.get(int(tag[1]))
@@ -243,7 +255,7 @@ def _event(record: dict[str, Any], renamed: Mapping[str, str]) -> Event:
         event = Event(**fields, attrs={_text(k, 64): _read_value(v) for k, v in attrs.items()}, extra=extra)
     except TypeError:
         raise Malformed("bad_field") from None
-    if event.phase not in PHASES or event.outcome not in OUTCOMES or not _STAGE.fullmatch(event.stage):
+    if event.phase not in PHASES or event.outcome not in OUTCOMES or not _valid_stage(event.stage):
         raise Malformed("bad_field")
     if not event.span or not event.job or not event.node or event.attempt < 0 or event.restart < 0:
         raise Malformed("bad_field")

@@ -5,11 +5,11 @@ Decides and touches nothing. Source: W3C Trace Context, level 1, and OpenTelemet
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 VARIABLE = "TRACEPARENT"
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+_HEX = frozenset("0123456789abcdef")
+_LENGTHS = (2, 32, 16, 2)  # version, trace, span, flags
 
 
 class TraceParent(NamedTuple):
@@ -24,9 +24,11 @@ class TraceParent(NamedTuple):
 
 def parse(text: str) -> TraceParent | None:
     """None for everything that the standard tells a receiver to ignore."""
-    match = _FORM.fullmatch(text.strip())
-    if match is None or match[1] == "ff" or (match[1] == "00" and match[4]):
+    # Without a regular expression: compiling one takes longer than all of this, in front of every job.
+    fields = text.strip().split("-")
+    if tuple(map(len, fields[:4])) != _LENGTHS or not all(_HEX.issuperset(field) for field in fields[:4]):
         return None
-    if set(match[2]) == {"0"} or set(match[3]) == {"0"}:
+    version, trace, span = fields[:3]
+    if version == "ff" or (version == "00" and len(fields) > 4) or not trace.strip("0") or not span.strip("0"):
         return None
-    return TraceParent(match[2], match[3])
+    return TraceParent(trace, span)
