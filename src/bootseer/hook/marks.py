@@ -2,6 +2,7 @@
 
     model_initialization.interpreter       process start to first Python code
     model_initialization.import_torch      the import statement
+    model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
     model_initialization.first_collective  the first collective, where lazy communicators are made
@@ -28,8 +29,10 @@ from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, guarded
 from bootseer.hook.steps import mark_compilation, mark_steps
-from bootseer.trace.event import BEGIN, END, FAILED, OK
+from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
+
+_LONG_IMPORT_NS = 100_000_000
 
 
 @guarded
@@ -79,6 +82,16 @@ def after_import(name: str, *, failed: bool = False) -> None:
         state.tracer.emit(
             STAGE + "import_torch", END, span=span, outcome=outcome, attrs={"version": version} if version else {}
         )
+
+
+@guarded
+def imported(name: str, started_ns: int) -> None:
+    """An outermost import has ended: the long ones are told, after the fact."""
+    state = active()
+    if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
+        stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")
+        span = state.tracer.emit(stage, BEGIN, mono_ns=started_ns, attrs={"module": name})
+        state.tracer.emit(stage, END, span=span, outcome=OK)
 
 
 def after_import_of() -> dict[str, Callable[[ModuleType], None]]:

@@ -1,24 +1,29 @@
-"""Tell the hook when a watched module has been imported, without changing how it is imported.
+"""Tell the hook when a watched module has been imported, and how long other imports take, without changing them.
 
 A finder at the head of `sys.meta_path` asks the finders behind it for the real spec and lends it a loader for the one
 call in which the module's code runs; the module itself ends up with the loader and spec that it would have had.
+Watched modules are few and known. Of all others only an outermost import by a plain source loader is timed.
 Called by `path/sitecustomize.py` at the first import of torch or safetensors; calls `hook.marks`.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
 from bootseer.hook import marks
-from bootseer.hook.state import guarded
+from bootseer.hook.state import active, guarded
 from bootseer.trace.tracer import process_tracer
 
 _after: dict[str, Callable[[ModuleType], None]] = {}
+_running: list[str] = []
+"""Imports in progress on the main thread, the outermost first."""
 
 
 class _Lent(Loader):
@@ -44,12 +49,18 @@ class _Lent(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         marks.before_import(name)
+        _running.append(name)
+        started_ns = time.monotonic_ns()
         try:
             self.loader.exec_module(module)
         except BaseException:
             marks.after_import(name, failed=True)
             raise
+        finally:
+            _running.pop()
         marks.after_import(name)
+        if not _running and name != "torch":
+            marks.imported(name, started_ns)
         after = _after.pop(name, None)
         if after is not None:
             guarded(after)(module)
@@ -60,16 +71,26 @@ class _Lent(Loader):
 
 def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """The spec that the other finders give, with our loader lent to it; None lets them act as if we were not here."""
-    if name not in _after:
+    watched = name in _after
+    if not watched and not _outermost():
         return None
     for finder in sys.meta_path:
         if finder is not _Finder and hasattr(finder, "find_spec"):
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                known = hasattr(spec.loader, "exec_module") if watched else type(spec.loader) is SourceFileLoader
+                if spec.loader is not None and known:
                     spec.loader = _Lent(spec.loader)
                 return spec
     return None
+
+
+def _outermost() -> bool:
+    """Whether the main thread begins an import, as against asking for a spec or importing within an import."""
+    if _running or active() is None or threading.get_ident() != threading.main_thread().ident:
+        return False
+    asking = sys._getframe(3)  # find_spec, then two frames of the import system
+    return asking.f_code.co_name == "_find_and_load_unlocked"
 
 
 class _Finder:
