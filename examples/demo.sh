@@ -43,7 +43,8 @@ start() { # number, arguments of the job...
   local spool="$out/start-$1" attempt=$(($1 - 1))
   shift
   fresh_environment
-  VIRTUAL_ENV="$out/venv" PATH="$out/venv/bin:$PATH" \
+  # Whoever submits a job can say when; a scheduler would.
+  BOOTSEER_SUBMITTED="$(date +%s.%N)" VIRTUAL_ENV="$out/venv" PATH="$out/venv/bin:$PATH" \
     OMP_NUM_THREADS=1 \
     PIP_IGNORE_INSTALLED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off \
     "$bootseer" run "${options[@]}" --attempt "$attempt" --spool "$spool" -- "${train[@]}" "$@" >&2

@@ -1,7 +1,8 @@
 """Mark the first step (first training forward to the end of the first optimizer step) and the first steady one.
 
 Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
-forward hook leaves before the first compilation begins, and after one the optimizer hooks stay, doing nothing.
+forward hook leaves before the first compilation begins, and after one the optimizer hooks stay, doing nothing. They
+stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def mark_steps(torch: ModuleType) -> None:
 
     def undo() -> None:
         # Compiled code guards on the hooks that it saw: taking them away would compile it once more.
-        if not state.compiled:
-            for handle in handles:
+        for handle in () if state.compiled else handles:
+            hooks = handle.hooks_dict_ref()
+            # This runs in one of the hooks: a hook may leave the dict during the walk only as its last one.
+            if hooks and next(reversed(hooks)) == handle.id:
                 handle.remove()
 
     state.undo.append(undo)
@@ -84,11 +87,14 @@ def _first_forward(layer: Any) -> None:
 
 def mark_compilation(callbacks: ModuleType) -> None:
     """torch.compile: a stage of its own, and the moment from which on no hook may come or go."""
+    ours = active()
+    if ours is None:
+        return
     handler = callbacks.callback_handler
     span = ""
 
     @guarded
-    def started(args: Any) -> None:
+    def started(*_: Any) -> None:  # torch before 2.8 passes nothing
         nonlocal span
         state = active()
         if state is None or state.began:
@@ -103,7 +109,7 @@ def mark_compilation(callbacks: ModuleType) -> None:
         span = state.tracer.emit(stage, BEGIN, attrs={"backend": "torch.compile"})
 
     @guarded
-    def ended(args: Any) -> None:
+    def ended(*_: Any) -> None:
         nonlocal span
         state = active()
         if state is not None and span:
@@ -113,10 +119,8 @@ def mark_compilation(callbacks: ModuleType) -> None:
 
     handler.register_start_callback(started)
     handler.register_end_callback(ended)
-    state = active()
-    if state is not None:
-        state.undo.append(lambda: handler.remove_start_callback(started))
-        state.undo.append(lambda: handler.remove_end_callback(ended))
+    ours.undo.append(lambda: handler.remove_start_callback(started))
+    ours.undo.append(lambda: handler.remove_end_callback(ended))
 
 
 def _only_initializes(state: State, optimizer: Any) -> bool:

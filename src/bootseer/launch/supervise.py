@@ -70,8 +70,8 @@ def block_signals() -> None:
 
 
 def unblock_signals() -> None:
-    """Undo `block_signals`."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
+    """Undo `block_signals`, and what `wait` holds back besides."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGTSTP})
 
 
 def replace_process(command: Sequence[str], env: Mapping[str, str]) -> int:

@@ -53,13 +53,14 @@ class SpoolSink:
         self._fd = -1
         self._pid = 0
         self._torn = False
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler of the job may write while this thread writes.
+        self._lock = threading.RLock()
         # Another thread may hold the lock at the moment of a fork; in the child nobody would ever release it.
         renew = weakref.WeakMethod(self._renew_lock)
         os.register_at_fork(after_in_child=lambda: (method := renew()) and method())
 
     def _renew_lock(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def write(self, line: bytes) -> None:
         with self._lock:

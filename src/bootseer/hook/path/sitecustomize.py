@@ -31,8 +31,8 @@ def _watch_imports() -> None:
         def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
             if name not in ("torch", "safetensors"):
                 return None
-            sys.meta_path.remove(cls)
             try:
+                sys.meta_path.remove(cls)  # another thread may have come first: its import watches for both
                 sys.meta_path.append(Package)
                 from bootseer.hook import watch
 
