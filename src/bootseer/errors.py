@@ -13,14 +13,6 @@ class BootseerError(Exception):
     exit_code = 1
 
 
-class TransientError(BootseerError):
-    """May succeed when tried again, not before `retry_after_s` seconds have passed."""
-
-    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class PermanentError(BootseerError):
     """Trying again gives the same result."""
 

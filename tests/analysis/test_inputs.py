@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import subprocess
 import sys
 import zlib
 
@@ -143,3 +144,35 @@ def test_standard_input_may_be_closed_or_bring_its_bytes_one_by_one(monkeypatch)
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Slow(gzip.compress(b"a line\n"))))
     assert b"".join(inputs.blocks(inputs.Source("-", None))) == b"a line\n"
+
+
+LOCKED = """
+import os, sys
+from bootseer.analysis.inputs import sources
+from bootseer.launch.environment_setup import steps
+from bootseer.errors import UsageError
+if os.geteuid() == 0:
+    os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+print([source.name for source in sources(["logs"])], [source.name for source in sources(["logs/locked/b.log"])])
+try:
+    steps("logs/locked/b.log", [])
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_may_be_listed_and_not_searched_is_no_traceback(tmp_path):
+    tmp_path.chmod(0o755)
+    locked = tmp_path / "logs" / "locked"
+    locked.mkdir(parents=True)
+    (tmp_path / "logs" / "a.log").write_text("a")
+    (locked / "b.log").write_text("b")
+    locked.chmod(0o444)
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    locked.chmod(0o755)
+    assert done.stdout.splitlines() == [
+        "['logs/a.log', 'logs/locked/b.log'] ['logs/locked/b.log']",
+        "logs/locked/b.log: no such file",
+    ], done.stderr

@@ -46,6 +46,9 @@ def test_json_and_widths(run, logs):
         ("n" * 4000, 2, "no such file"),
         ("/dev/null", 1, "no event"),
         (str(GOLDEN / "uv" / "plain.log"), 1, "nothing in it has a time"),
+        (str(GOLDEN / "uv" / "plain.log@0"), 1, "nothing in it has a time"),
+        ("fast.log@7", 2, "no such attempt"),
+        ("fast.log@" + "1" * 5000, 2, "no such file"),
     ],
 )
 def test_a_side_that_is_none(run, logs, place, code, words):
@@ -54,3 +57,10 @@ def test_a_side_that_is_none(run, logs, place, code, words):
         assert (result.returncode, result.stdout) == (code, "")
         assert words in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_limits_are_numbers(run, logs):
+    for option in ("--min-share", "--min-seconds"):
+        for value in ("nan", "inf", "-1"):
+            result = run("diff", "fast.log", "slow.log", option, value)
+            assert (result.returncode, result.stdout) == (2, "")

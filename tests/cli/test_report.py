@@ -215,10 +215,23 @@ def test_files_that_cannot_be_written_are_told(run, log):
 
 def test_usage_errors(run, log):
     name = log()
-    for words in (["--began-pattern", "("], ["--attempt", "-1"], ["--price", "-2"], ["--nodes", "0"], ["--nope"]):
+    for words in (
+        ["--began-pattern", "("],
+        ["--began-pattern", "a{99999999999999999999}"],
+        ["--attempt", "-1"],
+        ["--price", "-2"],
+        ["--price", "nan"],
+        ["--price", "inf"],
+        ["--gpus-per-node", "9" * 40],
+        ["--nodes", "0"],
+        ["--nope"],
+    ):
         result = run("report", name, *words)
         assert (result.returncode, result.stdout) == (2, ""), words
     assert "holds attempts 0" in run("report", name, "--attempt", "7").stderr
+    assert "no such attempt or restart" in run("report", name, "--restart", "7").stderr
+    assert run("report", name, "--began-pattern", os.fsdecode(b"\xff")).returncode == 0
+    assert run("report", "nowhere", preexec_fn=lambda: os.close(2)).returncode == 2
 
 
 def test_a_folder_with_a_locked_file_tells_the_rest(run, tmp_path):

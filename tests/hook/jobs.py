@@ -38,7 +38,7 @@ print(f"left behind {ours} {counts} path {path} {torch.__spec__.loader.__class__
 dist.destroy_process_group()
 """
 
-SINGLE = """
+TWELVE_STEPS = """
 import time, torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,6 +47,14 @@ for _ in range(12):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     time.sleep(0.05)  # steps of one length, however loaded the machine is
+"""
+
+HOOKED_BY_OTHERS = f"""
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+counts = [0, 0]
+register_optimizer_step_pre_hook(lambda *_: counts.__setitem__(0, counts[0] + 1))
+register_optimizer_step_post_hook(lambda *_: counts.__setitem__(1, counts[1] + 1))
+{TWELVE_STEPS}print(counts)
 """
 
 INITIALIZES_OPTIMIZER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest_launch import stages
-from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, INITIALIZES_OPTIMIZER, SINGLE, TRAIN
+from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, HOOKED_BY_OTHERS, INITIALIZES_OPTIMIZER, TRAIN, TWELVE_STEPS
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
 STAGE = "model_initialization."
@@ -130,7 +130,7 @@ def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
 
 
 def test_a_single_process_needs_no_launcher(run, events, tmp_path):
-    assert run("run", "--", sys.executable, _write(tmp_path, SINGLE)).returncode == 0
+    assert run("run", "--", sys.executable, _write(tmp_path, TWELVE_STEPS)).returncode == 0
     found = events()
     assert "first_step" in stages(found, "end")
     assert stages(found, "instant")[0] == "training_began"
@@ -174,7 +174,7 @@ def test_compiled_code_is_compiled_as_without_us(run, events, tmp_path, how):
 @pytest.mark.parametrize("how", ["--no-hook", "BOOTSEER_HOOK"])
 def test_it_can_be_switched_off(run, events, tmp_path, how):
     flags, more = (["--no-hook"], {}) if how == "--no-hook" else ([], {"BOOTSEER_HOOK": "0"})
-    assert run("run", *flags, "--", sys.executable, _write(tmp_path, SINGLE), more=more).returncode == 0
+    assert run("run", *flags, "--", sys.executable, _write(tmp_path, TWELVE_STEPS), more=more).returncode == 0
     assert stages(events()) == ["run", "command"]
 
 
@@ -189,16 +189,20 @@ def test_torch_works_where_bootseer_is_not_installed(run, events, tmp_path):
     python = str(bare / "bin" / "python")
     probe = subprocess.run([python, "-S", "-c", "import bootseer"], capture_output=True, check=False)
     assert probe.returncode != 0
-    assert run("run", "--", python, _write(tmp_path, SINGLE)).returncode == 0
+    assert run("run", "--", python, _write(tmp_path, TWELVE_STEPS)).returncode == 0
     assert "first_step" in stages(events(), "end")
 
 
 def test_an_error_in_the_hook_does_not_reach_the_job(run, events, tmp_path):
-    job = _write(
-        tmp_path, "import torch.optim.optimizer as o\n" + SINGLE.replace("import torch", "import torch, sys", 1)
-    )
-    broken = "import bootseer.hook.state as s\ns._state.tracer.identity = None\n"
-    (tmp_path / "job.py").write_text("import torch\n" + broken + SINGLE)
+    broken = "import torch\nimport bootseer.hook.state as s\ns._state.tracer.identity = None\n"
+    job = _write(tmp_path, broken + TWELVE_STEPS)
     done = run("run", "--", sys.executable, job)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
     assert "training_began" not in stages(events(), "instant")
+
+
+def test_the_jobs_own_optimizer_hooks_see_every_step(run, events, tmp_path):
+    """torch walks through a dict of hooks while ours decides to leave it."""
+    done = run("run", "--", sys.executable, _write(tmp_path, HOOKED_BY_OTHERS))
+    assert (done.returncode, done.stdout) == (0, "[12, 12]\n"), done.stderr
+    assert "steady_step" in stages(events(), "instant")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest_launch import stages
+from hook.jobs import TWELVE_STEPS
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or "torchrun"
 
@@ -22,21 +23,14 @@ def _torch() -> bool:
 
 needs_torch = pytest.mark.skipif(not _torch(), reason="PyTorch is not installed")
 
-KEEPS_THE_READER = """
+KEEPS_THE_READER = f"""
 import copy, pickle, time, torch
 kept = torch.load
 class Data:
     reader = torch.load
     def __init__(self): self.read = torch.load
 data = Data()
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(12):
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    time.sleep(0.05)
-restored = "bootseer" not in torch.load.__code__.co_filename
+{TWELVE_STEPS}restored = "bootseer" not in torch.load.__code__.co_filename
 print(restored, pickle.loads(pickle.dumps(data)).read is torch.load, copy.deepcopy(data).read is torch.load)
 torch.save(torch.ones(1), "kept.pt")
 print(kept("kept.pt"), kept.__module__, kept.__name__)
@@ -119,3 +113,22 @@ def test_a_torch_that_is_none_looks_as_without_us(run, env, tmp_path, source):
     plain = subprocess.run(job, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     done = run("run", "-q", "--", *job)
     assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
+@needs_torch
+def test_a_program_may_ask_the_finders_itself(run, tmp_path):
+    source = "import torch, sys\nfor finder in sys.meta_path:\n    finder.find_spec('colorsys', None)\nprint('asked')\n"
+    (tmp_path / "job.py").write_text(source)
+    done = run("run", "--", sys.executable, "job.py")
+    assert done.stdout == "asked\n", done.stderr
+
+
+def test_a_checkpoint_of_very_many_files_is_not_measured_file_by_file(tmp_path):
+    from bootseer.hook.reads import _describe_read
+
+    describe = _describe_read("torch.distributed.checkpoint.load")
+    for number in range(64):
+        (tmp_path / f"__{number}_0.distcp").write_bytes(b"1234")
+    assert describe((), {"checkpoint_id": tmp_path})["bytes"] == 256
+    (tmp_path / "__64_0.distcp").write_bytes(b"1234")
+    assert "bytes" not in describe((), {"checkpoint_id": tmp_path})

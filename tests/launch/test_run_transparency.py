@@ -86,7 +86,35 @@ def test_a_script_without_interpreter_line_runs_as_in_a_shell(run, tmp_path):
     assert run("run", "--", str(script), "hello").stdout == "hello\n"
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "--"], ["run", "true"], ["run", "--no-such-option", "--", "true"]])
+@pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
+def test_no_signal_stays_blocked_behind_a_setup(run, tmp_path, more):
+    (tmp_path / "setup.sh").write_text("true\n")
+    done = run("run", "--setup", "setup.sh", "--", "grep", "SigBlk", "/proc/self/status", more=more)
+    assert int(done.stdout.split()[1], 16) == 0
+
+
+def test_every_requirements_file_counts_for_the_digest(run, events, tmp_path):
+    for name in ("first.txt", "second.txt"):
+        (tmp_path / name).write_text("\n")
+    for text in ("\n", "# changed\n"):
+        (tmp_path / "first.txt").write_text(text)
+        assert run("run", "-r", "first.txt", "-r", "second.txt", "--", "true").returncode == 0
+    digests = [
+        event.attrs["requirements_digest"] for event in events() if event.stage == "run" and event.phase == "begin"
+    ]
+    assert len(set(digests)) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["run", "--"],
+        ["run", "true"],
+        ["run", "--no-such-option", "--", "true"],
+        ["run", "--attempt", "9" * 30, "--", "true"],
+    ],
+)
 def test_usage_errors_are_2_and_start_nothing(run, words):
     done = run(*words)
     assert done.returncode == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -42,3 +44,13 @@ def test_table_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert "to do: apt-get install [some] package" in text.getvalue()  # square brackets are not markup here
     assert "".join(map(str.strip, lines)).count("folder/") == 40  # folded, never cut
+
+
+def test_output_that_cannot_be_written_is_no_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "bootseer", "doctor", "--json"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "bootseer: standard output: cannot be written: No space left on device\n",
+    )

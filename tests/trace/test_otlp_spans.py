@@ -22,7 +22,7 @@ def test_duration_comes_from_the_monotonic_clock() -> None:
     (span,) = pairing.feed([END])
     assert (span.start_ns, span.end_ns, span.outcome, span.truncated) == (1000, 1050, "ok", False)
     assert span.attrs == {"bytes": 5, "n": 1}
-    assert pairing.num_open == 0
+    assert pairing.finish() == []
 
 
 def test_monotonic_clock_going_backwards_is_no_negative_span() -> None:

@@ -94,17 +94,6 @@ def test_an_endless_line_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     assert tail.malformed == 1
 
 
-def test_what_was_there_before_can_be_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.events"
-    append(path, line(1))
-    tail = SpoolTail(str(tmp_path), skip_existing=True)
-    assert numbers(tail) == []
-    append(path, line(2))
-    append(tmp_path / "b.events", line(3))
-    assert numbers(tail) == [2, 3]
-    assert numbers(SpoolTail(str(tmp_path))) == [1, 2, 3]
-
-
 def test_files_that_go_shrink_or_are_replaced(tmp_path: Path) -> None:
     tail, path = SpoolTail(str(tmp_path)), tmp_path / "a.events"
     append(path, line(1) + line(2))
@@ -126,7 +115,6 @@ def test_only_regular_spool_files_are_opened(tmp_path: Path) -> None:
     append(tmp_path / "other.log", line(2))
     tail = SpoolTail(str(tmp_path))
     assert tail.poll(last=True) == []
-    assert tail.unreadable == 0
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:

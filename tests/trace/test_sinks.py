@@ -279,3 +279,29 @@ def test_safe_name(text: str, name: str) -> None:
 
 def test_a_line_is_one_atomic_pipe_write() -> None:
     assert MAX_LINE_BYTES < 4096
+
+
+INTERRUPTED = """
+import os, signal, sys
+from bootseer.trace.sinks import SpoolSink
+
+class Folder:  # asked for its path in the middle of a write
+    def __fspath__(self):
+        if first:
+            first.clear()
+            signal.raise_signal(signal.SIGALRM)
+        return sys.argv[1]
+
+first = [1]
+sink = SpoolSink(Folder(), "n")
+signal.signal(signal.SIGALRM, lambda *_: sink.write(b"from the handler\\n"))
+sink.write(b"from the program\\n")
+"""
+
+
+def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", INTERRUPTED, str(tmp_path)], timeout=60, check=True)
+    assert sorted(text for texts in lines(tmp_path).values() for text in texts) == [
+        b"from the handler\n",
+        b"from the program\n",
+    ]

@@ -56,7 +56,7 @@ def _link(told: Told, barrier: Barrier) -> model.Link:
         waited = sum((last.at_ns - visit.at_ns) * (told.gpus[node] or 0) for node, visit in nodes.items()) / 3600e9
 
     def at(ns: float) -> float:
-        return (ns - told.zero_ns) / 1e9
+        return seconds(ns - told.zero_ns)
 
     return model.Link(
         barrier=barrier.name,

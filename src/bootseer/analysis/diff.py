@@ -34,7 +34,6 @@ _ONE_NODE_SHARE = 1.50
 _LEAST_SCATTER = 0.03
 _TINY_S = 0.01
 _T_LIMITS = {
-    1: 63.66,
     2: 9.925,
     3: 5.841,
     4: 4.604,

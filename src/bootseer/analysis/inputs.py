@@ -1,7 +1,8 @@
 """Open what the user points at: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
 
 Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks
-to terabytes costs time and no memory; one that is cut short gives what it holds. Called by `analysis.scan`.
+to terabytes costs time and no memory; one that is cut short gives what it holds. Called by `analysis.scan` and
+`launch.reading`.
 """
 
 from __future__ import annotations
@@ -41,14 +42,6 @@ class Source:
     """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
 
     @property
-    def size_bytes(self) -> int:
-        """Size on disk, 0 when it is not known."""
-        try:
-            return self.path.stat().st_size if self.path is not None and self.path.is_file() else 0
-        except OSError:
-            return 0
-
-    @property
     def modified_ns(self) -> int:
         """When the log was last written: near the times in it that name no year."""
         try:
@@ -80,7 +73,7 @@ def sources(places: Sequence[str]) -> list[Source]:
             found.append(Source("(standard input)", None))
         elif not exists(place):
             raise UsageError(f"{_shown(place)}: no such file or folder", hint=_HINT)
-        elif path.is_dir():
+        elif os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a folder that may not be searched
             inside = _inside(place)
             if not inside:
                 raise UsageError(f"{_shown(place)}: the folder holds no files", hint=_HINT, exit_code=1)
@@ -100,8 +93,16 @@ def _inside(place: str) -> list[Path]:
         path
         for folder, _, names in os.walk(place)
         for name in names
-        if not name.startswith(".") and (path := Path(folder, name)).is_file()
+        if not name.startswith(".") and _is_file(path := Path(folder, name))
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether this is a file; what may not even be looked at counts as one, to be told as unreadable."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True
 
 
 def _shown(name: str) -> str:
@@ -114,7 +115,7 @@ class Cut(Exception):  # noqa: N818 - it is a condition that the reader counts, 
 
 
 def blocks(source: Source) -> Iterator[bytes]:
-    """The bytes of a source, unpacked, in blocks of a few MiB.
+    """The bytes of a source, unpacked, in blocks.
 
     Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
     """

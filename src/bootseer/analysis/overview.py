@@ -42,8 +42,12 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
         if options.attempt in (None, startup.key.attempt) and options.restart in (None, startup.key.restart)
     ]
     if not fitting:
-        there = ", ".join(sorted({f"{startup.key.attempt}" for startup in found}))
-        raise UsageError(f"no such attempt of job {found[0].key.job!r}", hint=f"the input holds attempts {there}")
+        there = sorted({(startup.key.attempt, startup.key.restart) for startup in found})
+        told = ", ".join(f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10])
+        more = ", ..." if len(there) > 10 else ""
+        raise UsageError(
+            f"no such attempt or restart of job {found[0].key.job!r}", hint=f"the input holds attempts {told}{more}"
+        )
     return fitting[-1]
 
 

@@ -2,7 +2,7 @@
 
 The order of work: tell startups apart and pair spans (`spans`), bring the nodes' clocks together (`clock`), build lanes
 and barriers (`lanes`, `barriers`), cut each node's time into pieces (`timeline`), add up (`stages`), find who held the
-others back (`stragglers`), and say it in words (`words`). Called by the report verbs and later by the service.
+others back (`stragglers`), and say it in words (`words`). Called by `launch.reading`.
 Decides and touches nothing.
 """
 
@@ -56,11 +56,6 @@ def analyse(
         read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
     read = replace(read, duplicates=duplicates)
     return _Builder(picked, prepared[picked.key], options).report(overviews, share(kept, overviews), list(facts), read)
-
-
-def jobs(events: Iterable[Event]) -> list[str]:
-    """The jobs that events belong to, sorted."""
-    return sorted({event.job for event in events})
 
 
 _MAX_RANKS = 64

@@ -7,7 +7,7 @@ at the last sign of life of its node and says so. Called by `analysis.report`. D
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -72,7 +72,6 @@ class NodeSpans:
     clock_stepped: bool = False
     num_runs: int = 0
     """More than one: the attempt number was used again, and only the last run is told."""
-    orphan_ends: int = 0
 
 
 @dataclass(slots=True)
@@ -108,9 +107,9 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     later = _first_of_later_restarts(grouped)
     found = []
     for key, by_node in grouped.items():
-        kinds = [event.kind for node_events in by_node.values() for event in node_events]
+        kinds = Counter(event.kind for node_events in by_node.values() for event in node_events)
         nodes = {node: _node(node, node_events, later[key].get(node)) for node, node_events in by_node.items()}
-        found.append(StartupSpans(key, max(set(kinds), key=kinds.count), nodes, _run_attrs(nodes)))
+        found.append(StartupSpans(key, kinds.most_common(1)[0][0], nodes, _run_attrs(nodes)))
     by_key = {startup.key: startup for startup in found}
     for startup in found:
         first = by_key.get(startup.key._replace(restart=0))
@@ -177,7 +176,6 @@ def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
         if gone_ns is not None and span.stage in (RUN, COMMAND) and span.end_ns > gone_ns:
             span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
         node.spans.append(span)
-    node.orphan_ends = len(ends)
     return node
 
 

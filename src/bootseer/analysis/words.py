@@ -5,6 +5,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -143,7 +144,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]
     if stand:
-        what = max(set(stand), key=stand.count)
+        what = Counter(stand).most_common(1)[0][0]
         why = "" if missing else ": somebody who was not heard of is missing there, or the network is"
         lines.append(f"{_nodes(len(stand))} still waited at {what} when the logs end{why}.")
     return lines

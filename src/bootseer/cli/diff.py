@@ -6,14 +6,14 @@ import os
 
 import click
 
+from bootseer.cli.amount import Amount
+
 
 @click.command("diff", short_help="Compare two startups.")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option(
-    "--min-share", type=click.FloatRange(0), default=0.10, show_default=True, help="Smallest share that counts."
-)
-@click.option("--min-seconds", type=click.FloatRange(0), default=0.5, show_default=True, help="Smallest change in s.")
+@click.option("--min-share", type=Amount(), default=0.10, show_default=True, help="Smallest share that counts.")
+@click.option("--min-seconds", type=Amount(), default=0.5, show_default=True, help="Smallest change in s.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON (schema bootseer.diff/1).")
 @click.option("--exit-zero", is_flag=True, help="Exit 0 even when B is slower.")
 def command(a: str, b: str, min_share: float, min_seconds: float, as_json: bool, exit_zero: bool) -> int:

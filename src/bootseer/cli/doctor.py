@@ -5,9 +5,7 @@ Shows what `machine.probes` found; knows nothing about how.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bootseer.cli.printing import print_json, terminal
 from bootseer.launch.spools import default_root
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
@@ -38,9 +37,10 @@ def command(as_json: bool, spool: Path | None) -> None:
     good = usable(checks)
     if as_json:
         rows = [{**asdict(check), "required": check.required} for check in checks]
-        click.echo(json.dumps({"schema": SCHEMA, "ok": good, "checks": rows}, indent=2))
+        print_json({"schema": SCHEMA, "ok": good, "checks": rows})
     else:
-        show(checks, Console(file=sys.stdout, highlight=False, emoji=False))
+        with terminal() as console:
+            show(checks, console)
     if not good:
         raise SystemExit(1)
 

@@ -18,17 +18,22 @@ def main() -> None:
         if code is None:
             code = _any_verb()
     except BootseerError as error:
-        sys.stderr.write(f"bootseer: {error}\n")
+        _say(f"bootseer: {error}")
         if isinstance(error, UsageError) and error.hint:
-            sys.stderr.write(f"hint: {error.hint}\n")
+            _say(f"hint: {error.hint}")
         code = error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("bootseer: interrupted\n")
+        _say("bootseer: interrupted")
         code = 130
     except BrokenPipeError:  # `bootseer report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
     sys.exit(code)
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:  # it was closed: the exit code still tells
+        sys.stderr.write(line + "\n")
 
 
 def _quick_run(arguments: list[str]) -> int | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 TEXT = "text"
 COUNT = "count"
 FLAG = "flag"
+MAX_COUNT = 999_999_999
 
 
 class Option(NamedTuple):
@@ -77,7 +78,7 @@ def _read(option: Option, value: str) -> object:
     if option.choices and value not in option.choices:
         return None
     if option.kind == COUNT:
-        if not (value.isascii() and value.isdecimal() and len(value) < 10) or int(value) < option.least:
+        if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_COUNT))):
             return None
-        return int(value)
+        return int(value) if int(value) >= option.least else None
     return value

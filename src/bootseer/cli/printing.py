@@ -1,4 +1,4 @@
-"""What the reporting verbs print on standard output, and how wide; called by `report` and `diff`.
+"""What `report`, `diff` and `doctor` print on standard output, and how wide.
 
 Standard output may be closed, full, a pipe that nobody reads, or unable to encode a bar's blocks: none of these is
 worth a traceback.
@@ -54,7 +54,7 @@ def _piped_width() -> int:
 def _standard_output() -> Iterator[TextIO]:
     file = sys.stdout
     if file is None:
-        raise PermanentError("standard output is closed: there is nowhere to print the report")
+        raise PermanentError("standard output is closed: there is nowhere to print to")
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
     try:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from bootseer.cli.amount import Amount
+
 
 @click.command("report", short_help="Show where a startup's time went.")
 @click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
@@ -16,8 +18,8 @@ import click
 @click.option("--attempt", type=click.IntRange(0), help="The attempt to tell of (default: the last).")
 @click.option("--restart", type=click.IntRange(0), help="The restart within the attempt (default: the last).")
 @click.option("--nodes", type=click.IntRange(1), help="How many nodes the job has, when the logs do not tell.")
-@click.option("--gpus-per-node", type=click.IntRange(0), help="GPUs of each node, when the logs do not tell.")
-@click.option("--price", type=click.FloatRange(0), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
+@click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs of each node, when the logs do not tell.")
+@click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
@@ -48,6 +50,7 @@ def command(
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
     """
     from bootseer.analysis.prepare import Options
+    from bootseer.cli.pattern import compiled
     from bootseer.launch.reading import read_report
 
     options = Options(
@@ -58,12 +61,7 @@ def command(
         gpus_per_node=gpus_per_node,
         price_per_gpu_hour=price,
     )
-    pattern = None
-    if began_pattern is not None:
-        try:
-            pattern = re.compile(began_pattern.encode(), re.MULTILINE)
-        except re.error as error:
-            raise click.BadParameter(f"not a regular expression: {error}", param_hint="--began-pattern") from error
+    pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     report = read_report(logs, options, os.environ, began_pattern=pattern)
     if html is not None:
         from bootseer.render.html import render as render_html
@@ -83,7 +81,7 @@ def command(
     with terminal(color) as console:
         render(report, console)
     for path in (html, perfetto):
-        if path is not None:
+        if path is not None and sys.stderr is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")
 
 

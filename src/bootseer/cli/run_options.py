@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
 from bootseer.cli.options import COUNT, FLAG, Option, Values
@@ -57,18 +56,12 @@ def start(values: Values, command: Sequence[str]) -> int:
 
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
-    settings["began_pattern"] = _pattern(settings["began_pattern"])
+    if settings["began_pattern"] is not None:
+        from bootseer.cli.pattern import compiled
+
+        settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
-
-
-def _pattern(text: object) -> re.Pattern[bytes] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(str(text).encode("utf-8", "surrogateescape"))
-    except re.error as error:
-        raise UsageError(f"--began-pattern {text!r} is not a regular expression: {error}") from error
 
 
 def _check_sinks(words: object) -> None:

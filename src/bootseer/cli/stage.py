@@ -9,8 +9,8 @@ import click
 from bootseer.cli.command import WithCommand, command_of
 
 
-def _attr(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str | int | float]:
-    found: dict[str, str | int | float] = {}
+def _attr(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str | int]:
+    found: dict[str, str | int] = {}
     for word in value:
         name, sign, text = word.partition("=")
         if not sign or not name:
@@ -26,7 +26,7 @@ def _attr(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) ->
 @click.argument("name")
 @click.option("--attr", "-a", "attrs", multiple=True, callback=_attr, metavar="NAME=VALUE", help="A fact to record.")
 @click.pass_context
-def command(ctx: click.Context, name: str, attrs: dict[str, str | int | float]) -> int:
+def command(ctx: click.Context, name: str, attrs: dict[str, str | int]) -> int:
     """Run COMMAND as the stage NAME of the startup around it; its exit code is passed on.
 
     Outside of `bootseer run` (or with tracing off) it is a plain exec of COMMAND.

@@ -94,7 +94,7 @@ def mark_compilation(callbacks: ModuleType) -> None:
     span = ""
 
     @guarded
-    def started(*_: Any) -> None:  # torch before 2.8 passes nothing
+    def started(*_: Any) -> None:  # older versions of torch pass nothing
         nonlocal span
         state = active()
         if state is None or state.began:

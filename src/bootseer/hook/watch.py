@@ -89,7 +89,10 @@ def _outermost() -> bool:
     """Whether the main thread begins an import, as against asking for a spec or importing within an import."""
     if _running or active() is None or threading.get_ident() != threading.main_thread().ident:
         return False
-    asking = sys._getframe(3)  # find_spec, then two frames of the import system
+    try:
+        asking = sys._getframe(3)  # find_spec, then two frames of the import system
+    except ValueError:  # a program that asks the finders itself, from its top level
+        return False
     return asking.f_code.co_name == "_find_and_load_unlocked"
 
 

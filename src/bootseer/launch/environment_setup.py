@@ -34,7 +34,7 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
     """The commands that a setup consists of. Raises `UsageError` for files that are not there."""
     found = []
     for path in ([script] if script else []) + list(requirements):
-        if not Path(path).is_file():
+        if not os.path.isfile(path):  # noqa: PTH113 - pathlib raises for a folder that may not be searched
             raise UsageError(f"{path}: no such file", hint="give --setup and --requirements a file that exists")
     if script:
         # An executable script names its own interpreter.

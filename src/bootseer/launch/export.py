@@ -35,4 +35,5 @@ def export_spool(
     delivered = exporter.close(CLOSE_S)
     if exporter.failed or not delivered:
         lost = exporter.failed + exporter.pending
-        say(f"{lost} spans did not reach the collector; the spool keeps the events: {folder}")
+        why = f" ({exporter.last_error})" if exporter.last_error else ""
+        say(f"{lost} spans did not reach the collector{why}; the spool keeps the events: {folder}")

@@ -21,6 +21,8 @@ from bootseer.errors import UsageError
 from bootseer.launch import spools
 
 _PROGRESS_EVERY_S = 0.5
+_MAX_DIGITS = 19
+"""A longer number is no attempt, but part of a name."""
 
 
 def read_report(
@@ -48,10 +50,11 @@ def read_report(
 
 def read_one(place: str, env: Mapping[str, str]) -> Report:
     """The report of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`."""
-    name, sign, number = place.rpartition("@")
-    if sign and name and number.isascii() and number.isdecimal() and not inputs.exists(place):
-        return read_report([name], Options(attempt=int(number)), env)
-    report = read_report([place], Options(), env)
+    name, _, number = place.rpartition("@")
+    options = Options()
+    if name and number.isascii() and number.isdecimal() and len(number) < _MAX_DIGITS and not inputs.exists(place):
+        place, options = name, Options(attempt=int(number))
+    report = read_report([place], options, env)
     if not report.nodes:
         raise UsageError(
             f"{place!r}: nothing in it has a time, so there is no startup to compare",
@@ -110,7 +113,7 @@ class _Progress:
 
     def show(self, count: int) -> None:
         now = time.monotonic()
-        if now - self._shown_s >= _PROGRESS_EVERY_S and sys.stderr.isatty():
+        if now - self._shown_s >= _PROGRESS_EVERY_S and sys.stderr is not None and sys.stderr.isatty():
             self._shown_s, self._used = now, True
             sys.stderr.write(f"\rbootseer: read {count / 1e6:,.0f} MB ")
             sys.stderr.flush()

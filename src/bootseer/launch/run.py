@@ -101,8 +101,12 @@ def _run_command(
         from bootseer.launch.relay import Relay, follow_window_size
 
         found = _once(session.training_began)
-        relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
-        follow_window_size(relays)
+        try:
+            relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
+        except OSError as error:  # no pseudo terminal is left, or no descriptor
+            say(f"the output cannot be watched for the pattern ({error}); the command runs without")
+        else:
+            follow_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
         pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr)

@@ -195,10 +195,12 @@ def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict
     }
     if identity.num_nodes:
         facts["num_nodes"] = identity.num_nodes
-    for path in options.requirements:
+    if options.requirements:
         import hashlib
 
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        facts["requirements_digest"] = digest
+        digest = hashlib.blake2b()
+        for path in options.requirements:
+            with open(path, "rb") as file:
+                digest.update(file.read())
+        facts["requirements_digest"] = digest.hexdigest()[:16]
     return facts

@@ -3,7 +3,7 @@
 A band is a range of percentiles of the nodes' own time (work and untracked, without waiting) and is drawn as what
 its members were most often doing at each moment, so that a band lines up with the barriers. Rows of their own get the
 nodes that somebody will look for: those on the critical chain, stragglers, nodes that did not make it, the slowest.
-Called by the HTML and Perfetto renderers. Must not know: HTML.
+Called by all renderers. Must not know: HTML.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from bootseer.analysis.model import Link, Report, Straggler, StragglerGroup
 from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
@@ -16,6 +14,7 @@ from bootseer.render.html_text import (
     esc,
     head,
     hours,
+    moment,
     money,
     num,
     percent,
@@ -53,7 +52,7 @@ def header(report: Report) -> str:
         f"{startup.kind} startup",
         ", ".join(size),
         f"scale {startup.scale} GPUs" if startup.scale else "",
-        f"began {_moment(startup.zero_ns)}" if startup.zero_ns > 0 else "",
+        f"began {moment(startup.zero_ns)}" if startup.zero_ns > 0 else "",
         _ENDS.get(startup.ended_by, startup.ended_by),
     ]
     meta = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
@@ -64,13 +63,6 @@ def header(report: Report) -> str:
         f'<p class="verdict {css}"><b class="chip">{esc(words)}</b> <span id="verdict">{esc(report.verdict)}</span></p>'
         f'<ul class="meta">{meta}</ul></header>{banners}'
     )
-
-
-def _moment(unix_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
-        return "at an unreadable time"
 
 
 def figures(report: Report) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Report, Segment, Stage
+from bootseer.analysis.stages import STAGES
 from bootseer.render.clean import clean
 from bootseer.render.fold import coalesced, time_range, top
 from bootseer.render.html_text import esc, ratio, seconds
 
-KNOWN_STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
 NUM_COLOURS = 10
 ROW_HEIGHT = 22
 _MAX_BARRIER_NAME = 24
@@ -55,11 +55,11 @@ class Palette:
         seen = {top(stage.stage) for stage in report.stages}
         seen.update(top(seg.stage) for node in report.nodes for seg in node.segments)
         seen.discard(UNTRACKED)
-        others = sorted(seen - set(KNOWN_STAGES))
-        self._index = {stage: i for i, stage in enumerate(KNOWN_STAGES)}
-        first = len(KNOWN_STAGES)
+        others = sorted(seen - set(STAGES))
+        self._index = {stage: i for i, stage in enumerate(STAGES)}
+        first = len(STAGES)
         self._index |= {stage: first + i % (NUM_COLOURS - first) for i, stage in enumerate(others)}
-        self.stages = [stage for stage in KNOWN_STAGES if stage in seen] + others
+        self.stages = [stage for stage in STAGES if stage in seen] + others
         self._waiting = {s.stage for s in report.stages if s.work_s == 0 and s.wait_s > 0}
 
     def css(self, stage: str, kind: str) -> str:

@@ -5,8 +5,6 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from bootseer.analysis.model import Overview, Report, Stage
 from bootseer.render.html_svg import Palette, cdf, stacked, swatch
 from bootseer.render.html_text import (
@@ -16,6 +14,7 @@ from bootseer.render.html_text import (
     esc,
     head,
     hours,
+    moment,
     money,
     num,
     percent,
@@ -230,20 +229,13 @@ def _startup_cells(one: Overview, most: float, this: bool) -> str:
         + cell(one.attempt, count)
         + cell(one.restart, count)
         + word_cell(one.kind)
-        + f'<td data-sort="{one.begin_ns}">{esc(_moment(one.begin_ns))}</td>'
+        + f'<td data-sort="{one.begin_ns}">{esc(moment(one.begin_ns, "%m-%d %H:%M:%S"))}</td>'
         + word_cell(one.outcome.replace("_", " "))
         + cell(one.num_nodes, count)
         + cell(one.num_gpus, count)
         + cell(one.startup_s, seconds)
         + f'<td class="wide">{drawing}</td></tr>'
     )
-
-
-def _moment(unix_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime("%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "unreadable"
 
 
 def glossary() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime
 from html import escape
 
 from bootseer.render.clean import clean
@@ -59,7 +60,7 @@ GLOSSARY = {
     "coverage": ("Coverage", "Nodes heard of over nodes expected. A node that is missing may be the straggler."),
     "clock": (
         "Clock offset",
-        "What a node's clock reads less the reference node's. Nodes are ordered after correction; durations come "
+        "What a node's clock reads less the middle of all. Nodes are ordered after correction; durations come "
         "from each node's monotonic clock and need none.",
     ),
     "unobserved": ("Unobserved", "Nothing in the input tells this number. It is not zero."),
@@ -149,6 +150,13 @@ def section(ident: str, title: str, body: str, note: str = "") -> str:
 
 def seconds(value: float) -> str:
     return format_seconds(value) if math.isfinite(value) else UNOBSERVED
+
+
+def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
+    try:
+        return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return "at an unreadable time"
 
 
 def hours(value: float) -> str:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
+from bootseer.render.fold import top
 from bootseer.units import format_bytes, format_seconds
 
 _COLOURS = {
@@ -132,16 +133,12 @@ def _print_facts(report: Report, console: Console) -> None:
     console.print()
 
 
-def _top(stage: str) -> str:
-    return stage.partition(".")[0]
-
-
 def _cell(kind: str, stage: str) -> tuple[str, str]:
     if kind == WAIT:
         return "·", "dim"
     if kind == UNTRACKED and stage == "untracked":
         return "╌", "dim"
-    return _SIGNS.get(_top(stage), "▪"), _COLOURS.get(_top(stage), _OTHER_COLOUR)
+    return _SIGNS.get(top(stage), "▪"), _COLOURS.get(top(stage), _OTHER_COLOUR)
 
 
 def _bar(node: Node, width: int, total_s: float) -> Text:
@@ -192,7 +189,7 @@ def _print_waterfall(report: Report, console: Console) -> None:
     for name, node in _shown(report):
         line = Text(f"{set_cell_size(_fit(name, _LABEL_WIDTH), _LABEL_WIDTH)} ")
         console.print(line.append_text(_bar(node, width, total_s)))
-    used = {(_cell(s.kind, s.stage), s.kind, _top(s.stage)) for node in report.nodes for s in node.segments}
+    used = {(_cell(s.kind, s.stage), s.kind, top(s.stage)) for node in report.nodes for s in node.segments}
     names = sorted(
         {(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2]
     )
@@ -294,8 +291,7 @@ def _print_stragglers(report: Report, console: Console) -> None:
         z = "-" if row.z is None else f"{row.z:.0f}"
         table.add_row(_fit(row.node, 24), _short(row.delay_s), z, _short(row.savings_s), _fit(row.stage, 28))
     console.print(table)
-    if len(report.stragglers) > _MAX_ROWS:
-        console.print(Text(f"  and {len(report.stragglers) - _MAX_ROWS} more (--json has all)", style="dim"))
+    print_rest(len(report.stragglers) - _MAX_ROWS, console)
     console.print()
 
 
@@ -306,9 +302,14 @@ def _print_said(report: Report, console: Console) -> None:
     for fact in report.facts[:_MAX_ROWS]:
         took = f", {format_seconds(fact.duration_s)}" if fact.duration_s is not None else ""
         console.print(Text(f"  {fact.source}: {clean(fact.text)}{took}"), overflow="ellipsis", no_wrap=True)
-    if len(report.facts) > _MAX_ROWS:
-        console.print(Text(f"  and {len(report.facts) - _MAX_ROWS} more (--json has all)", style="dim"))
+    print_rest(len(report.facts) - _MAX_ROWS, console)
     console.print()
+
+
+def print_rest(count: int, console: Console) -> None:
+    """Say that so many lines are left out; nothing when there are none."""
+    if count > 0:
+        console.print(Text(f"  and {count} more (--json has all)", style="dim"))
 
 
 def _print_foot(report: Report, console: Console) -> None:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from bootseer.analysis.diff import FASTER, SLOWER, Difference
 from bootseer.render.clean import clean
+from bootseer.render.terminal import print_rest
 from bootseer.units import format_seconds
 
 _MAX_FACTS = 20
@@ -44,5 +45,4 @@ def render(difference: Difference, console: Console) -> None:
         console.print(Text("What changed", style="bold"))
         for fact in difference.changed[:_MAX_FACTS]:
             console.print(Text(f"  {clean(fact.fact)}: {clean(fact.a)} -> {clean(fact.b)}"))
-        if len(difference.changed) > _MAX_FACTS:
-            console.print(Text(f"  and {len(difference.changed) - _MAX_FACTS} more (--json has all)", style="dim"))
+        print_rest(len(difference.changed) - _MAX_FACTS, console)

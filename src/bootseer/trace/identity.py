@@ -1,8 +1,8 @@
 """Who is starting: job, attempt, node and rank, read from what launchers leave in the environment.
 
 Order of discovery: what the user said (`BOOTSEER_*`, which `bootseer run` sets from its flags), Slurm, Kubeflow
-(`PET_*`), torchrun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in Python children.
-Decides and touches nothing: the environment and the host name are arguments.
+(`PET_*`), TorchX, torchrun, mpirun, SkyPilot, host name. Used by `bootseer run`, by the API and by the hook in
+Python children. Decides and touches nothing: the environment and the host name are arguments.
 """
 
 from __future__ import annotations

@@ -60,10 +60,6 @@ class Pairing:
         self._open: dict[tuple[str, str], Event] = {}
         self._last_ns: dict[tuple[str, int, str], int] = {}
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def feed(self, events: Iterable[Event]) -> list[Finished]:
         """The spans that these events finish, in the order of their ends."""
         finished = []

@@ -27,16 +27,12 @@ class _Position:
 
 
 class SpoolTail:
-    """New events of a folder. `malformed` counts lines that were no event; `unreadable` failed tries to read a file."""
+    """New events of a folder. `malformed` counts lines that were no event."""
 
-    def __init__(self, folder: str, *, skip_existing: bool = False) -> None:
-        """With `skip_existing`, what stands in the folder now (earlier attempts) is not delivered."""
+    def __init__(self, folder: str) -> None:
         self.malformed = 0
-        self.unreadable = 0
         self._folder = folder
         self._files: dict[str, _Position] = {}
-        if skip_existing:
-            self._files = {name: _Position(inode, size) for name, inode, size in self._listing()}
 
     def poll(self, *, last: bool = False) -> list[Event]:
         """Events of the lines completed since the last call, file by file; empty when there are none.
@@ -77,8 +73,7 @@ class SpoolTail:
         try:
             data = self._bytes(name, position.offset)
         except OSError:
-            self.unreadable += 1
-            return
+            return  # the next look tries again
         complete = data.rfind(b"\n") + 1
         at_end = len(data) < _MAX_BYTES_PER_LOOK
         if not complete:

@@ -2,8 +2,8 @@
 
 Called by `analysis.scan`. Decides and touches nothing.
 
-Every distinct needle is one pass over the bytes (about 1.5 GB/s each), paid by gigabytes of log that hold none of them,
-so the needles of all parsers together are eight:
+Every distinct needle is one pass over the bytes (`analysis.search` tells how fast), paid by gigabytes of log that hold
+none of them, so the needles of all parsers together are eight:
 
     ` nranks `            all of NCCL, in any version
     `torch/distributed/`  all lines of torchrun, also those of one message's many lines
