@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -135,6 +134,8 @@ def _run_command(
 
 
 def _once(function: Callable[[str], None]) -> Callable[[str], None]:
+    import threading
+
     lock = threading.Lock()
 
     def first(line: str) -> None:

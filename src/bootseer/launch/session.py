@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.launch import spools
@@ -22,6 +21,9 @@ from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
 
 if TYPE_CHECKING:
+    import threading
+
+    from bootseer.launch.beside import Beside
     from bootseer.launch.run import Options
 
 EXIT_FLUSH_S = 2.0
@@ -79,8 +81,7 @@ class Session:
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
         self.tracer.parent = self.span
-        self._beside: list[threading.Thread] = []
-        self._ended = threading.Event()
+        self._beside: Beside | None = None
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
@@ -104,26 +105,26 @@ class Session:
 
     def start_beside(self, env: Mapping[str, str]) -> None:
         """Start what goes on while the command runs."""
-        if self.otlp is not None:
-            self._start(self._export)
-        if not (
+        scheduled = (
             env.get("SLURM_JOB_ID")
             or env.get("BOOTSEER_SUBMITTED")
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
-        ):
+        )
+        if self.otlp is None and not scheduled:
             return
-        self._start(lambda: self._scheduler_times(env))
+        from bootseer.launch.beside import Beside
 
-    def _start(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        self._beside.append(thread)
+        self._beside = Beside()
+        if self.otlp is not None:
+            self._beside.start(self._export)
+        if scheduled:
+            self._beside.start(lambda ended: self._scheduler_times(env, ended))
 
-    def _scheduler_times(self, env: Mapping[str, str]) -> None:
+    def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
         from bootseer.launch import scheduler
 
         # As PID 1 all children are reaped together, so that no program may run beside the command.
-        found = scheduler.times(env, self._ended, may_ask=os.getpid() != 1)
+        found = scheduler.times(env, ended, may_ask=os.getpid() != 1)
         began_ns = self.began_ns
         if found.submitted_ns and found.submitted_ns <= began_ns:
             self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by)
@@ -136,21 +137,19 @@ class Session:
         span = self.tracer.emit(stage, BEGIN, parent=self.span, wall_ns=begin_ns, attrs={"told_by": told_by})
         self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
 
-    def _export(self) -> None:
+    def _export(self, ended: threading.Event) -> None:
         from bootseer.launch.export import export_spool
 
         url = (self.otlp or "").partition("=")[2]
-        export_spool(self.folder, self.tracer.identity.node, url or None, self._ended, say)
+        export_spool(self.folder, self.tracer.identity.node, url or None, ended, say)
 
     def close(self, code: int) -> None:
         """Write the end, and give what runs beside a moment to finish."""
         lost = self.tracer.sink.lost
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
-        self._ended.set()
-        deadline = time.monotonic() + EXIT_FLUSH_S
-        for thread in self._beside:
-            thread.join(max(deadline - time.monotonic(), 0))
+        if self._beside is not None:
+            self._beside.finish(EXIT_FLUSH_S)
         if lost:
             say(f"{lost} events could not be written to {self.folder}; the report will miss them")
         elif not self.quiet and "spool" in self.sinks:

@@ -202,7 +202,7 @@ def _legend(names: Iterable[tuple[str, str, str]], width: int) -> list[Text]:
     """The legend in lines that break between entries, never behind a sign."""
     lines = [Text()]
     for sign, style, name in names:
-        entry = Text(f"{sign} ", style).append(clean(name), "dim")
+        entry = Text().append(f"{sign} ", style).append(clean(name), "dim")
         if lines[-1] and lines[-1].cell_len + 2 + entry.cell_len > width:
             lines.append(Text())
         if lines[-1]:

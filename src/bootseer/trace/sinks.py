@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 import weakref
+from _thread import RLock  # threading's own, without its 1.5 ms in front of every job
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,13 +54,13 @@ class SpoolSink:
         self._pid = 0
         self._torn = False
         # Reentrant: a signal handler of the job may write while this thread writes.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         # Another thread may hold the lock at the moment of a fork; in the child nobody would ever release it.
         renew = weakref.WeakMethod(self._renew_lock)
         os.register_at_fork(after_in_child=lambda: (method := renew()) and method())
 
     def _renew_lock(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def write(self, line: bytes) -> None:
         with self._lock:
