@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NS_PER_S = 1_000_000_000
+S_PER_H = 3600
 
 
 def seconds(ns: int | float) -> float:

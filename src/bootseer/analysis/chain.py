@@ -15,7 +15,7 @@ from bootseer.analysis.clock import Offset
 from bootseer.analysis.lanes import Lane
 from bootseer.analysis.stragglers import LATE_START, delays, groups, savings_ns, slowest_visits
 from bootseer.analysis.timeline import Piece, time_by_stage
-from bootseer.units import seconds
+from bootseer.units import S_PER_H, seconds
 
 _MAX_ROWS = 50
 """Stragglers that are listed one by one; groups hold all of them."""
@@ -38,7 +38,7 @@ class Told:
         counts = [count for node, count in self.gpus.items() if node not in without]
         if any(count is None for count in counts):
             return None
-        return seconds(length_ns) * sum(count or 0 for count in counts) / 3600
+        return seconds(length_ns) * sum(count or 0 for count in counts) / S_PER_H
 
 
 def critical_chain(told: Told) -> list[model.Link]:
@@ -53,7 +53,8 @@ def _link(told: Told, barrier: Barrier) -> model.Link:
     waited = None
     nodes = slowest_visits(barrier)
     if all(told.gpus[node] is not None for node in nodes):
-        waited = sum((last.at_ns - visit.at_ns) * (told.gpus[node] or 0) for node, visit in nodes.items()) / 3600e9
+        waited_ns = sum((last.at_ns - visit.at_ns) * (told.gpus[node] or 0) for node, visit in nodes.items())
+        waited = seconds(waited_ns) / S_PER_H
 
     def at(ns: float) -> float:
         return seconds(ns - told.zero_ns)

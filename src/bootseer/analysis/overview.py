@@ -13,7 +13,7 @@ from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, to
 from bootseer.analysis.spans import StartupSpans
 from bootseer.errors import UsageError
 from bootseer.trace.event import Event
-from bootseer.units import seconds
+from bootseer.units import S_PER_H, seconds
 
 
 def of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
@@ -76,5 +76,5 @@ def share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> model
     gpus = [overview.num_gpus for overview in overviews]
     hours = None
     if all(count is not None for count in gpus):
-        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / 3600
+        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / S_PER_H
     return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)

@@ -27,7 +27,7 @@ from bootseer.analysis.timeline import Piece, cut
 from bootseer.analysis.untimed import untimed
 from bootseer.errors import UsageError
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
-from bootseer.units import NS_PER_S, seconds
+from bootseer.units import NS_PER_S, S_PER_H, seconds
 
 
 def analyse(
@@ -259,8 +259,8 @@ class _Builder:
         wait = sum(node.wait_s for node in nodes)
         hours = wait_hours = None
         if all(node.gpus is not None for node in nodes):
-            hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / 3600
-            wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / 3600
+            hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
+            wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
         job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
         return model.Overhead(
             job_level_s=job_level if self.began else None,

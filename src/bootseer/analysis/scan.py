@@ -24,7 +24,7 @@ from bootseer.analysis.foreign.timestamp import parse_prefix
 from bootseer.analysis.model import Fact, Input
 from bootseer.analysis.search import line_starts
 from bootseer.errors import PermanentError
-from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode
+from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
 _MAX_LINE = 1 << 20
@@ -130,11 +130,6 @@ def _foreign(event: Event) -> bool:
     return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
 
 
-def _text(name: str) -> str:
-    """A file's name without the bytes that are no text."""
-    return name.encode("utf-8", "replace").decode("utf-8")
-
-
 class _FileScan:
     """One file's scan: keeps the unfinished last line between blocks."""
 
@@ -158,7 +153,7 @@ class _FileScan:
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
-        self.node = _text(source.path.name.split(".")[0]) if source.path is not None else "stdin"
+        self.node = encodable(source.path.name.split(".")[0]) if source.path is not None else "stdin"
         self.near_ns = source.modified_ns
 
     def feed(self, block: bytes) -> None:

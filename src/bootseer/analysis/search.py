@@ -1,7 +1,8 @@
 """Find the lines of a block of log bytes that hold a needle.
 
 A log that says nothing of startups costs one pass for each needle, and this pass is the speed of the whole scan. The C
-library's `memmem` makes it at 4 GB/s, `bytes.find` at 1 to 2 (`make bench`, scan_foreign). Called by `analysis.scan`.
+library's `memmem` makes it about three times as fast as `bytes.find`; `make bench` (scan_foreign) measures the whole.
+Called by `analysis.scan`.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from bootseer.analysis.model import UNTRACKED_STAGE, WAIT, Node, Segment, Stage
 from bootseer.analysis.spans import TRUNCATED
 from bootseer.analysis.timeline import enclosing
 from bootseer.trace.event import FAILED
+from bootseer.units import S_PER_H
 
 STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
 """The stages of every full startup; what of them was not seen is reported as unobserved."""
 WAIT_FOR_OTHERS = "wait_for_others"
 """After its own first step, a node waits for the last one."""
 _CDF_POINTS = 101
-_S_PER_H = 3600.0
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def _row(name: str, times: dict[str, _Times], gpus: dict[str, int | None], price
     known = [count for node in times if (count := gpus[node]) is not None]
     hours = None
     if len(known) == len(times):
-        hours = sum((t.work_s + t.wait_s) * (gpus[node] or 0) for node, t in times.items()) / _S_PER_H
+        hours = sum((t.work_s + t.wait_s) * (gpus[node] or 0) for node, t in times.items()) / S_PER_H
     return Stage(
         stage=name,
         depth=name.count("."),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bootseer.errors import UsageError
@@ -36,6 +37,8 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
     for path in ([script] if script else []) + list(requirements):
         if not os.path.isfile(path):  # noqa: PTH113 - pathlib raises for a folder that may not be searched
             raise UsageError(f"{path}: no such file", hint="give --setup and --requirements a file that exists")
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{path}: may not be read", hint="make it readable for the user that runs the job")
     if script:
         # An executable script names its own interpreter.
         command = (
@@ -55,31 +58,35 @@ def run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *,
 
     Signals must be blocked. A signal that arrives meanwhile goes to the step and ends the setup with it.
     """
+
+    def all_steps() -> tuple[int, str]:
+        for step in steps:
+            work = partial(_run, step, env, tracer, own_group)
+            code, what = _staged(tracer, step.stage, {"file": Path(step.what).name}, work)
+            if code:
+                return code, what
+        return 0, ""
+
+    return _staged(tracer, STAGE, {}, all_steps)
+
+
+def _staged(
+    tracer: Tracer | None, stage: str, attrs: Mapping[str, object], work: Callable[[], tuple[int, str]]
+) -> tuple[int, str]:
+    """Do the work as a stage, when there is a tracer; an exit code other than 0 makes it a failed one."""
     if tracer is None:
-        return _run(steps, env, None, own_group=own_group)
-    with tracer.span(STAGE) as span:
-        code, what = _run(steps, env, tracer, own_group=own_group)
+        return work()
+    with tracer.span(stage, attrs) as span:
+        code, what = work()
         if code:
             span.fail(f"exit code {code}")
     return code, what
 
 
-def _run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> tuple[int, str]:
-    for step in steps:
-        span = tracer.span(step.stage, {"file": Path(step.what).name}) if tracer is not None else None
-        extra = {}
-        if span is not None and tracer is not None:
-            span.__enter__()
-            extra = tracer.environment()
-        try:
-            code = wait(spawn(step.command, {**env, **extra}, own_group=own_group, stdout=2), own_group=own_group)
-            what = step.what
-        except CannotStart as error:
-            code, what = error.code, str(error)
-        if span is not None:
-            if code:
-                span.fail(f"exit code {code}")
-            span.__exit__(None, None, None)
-        if code:
-            return code, what
-    return 0, ""
+def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> tuple[int, str]:
+    child_env = {**env, **tracer.environment()} if tracer is not None else env
+    try:
+        pid = spawn(step.command, child_env, own_group=own_group, stdout=2)
+    except CannotStart as error:
+        return error.code, str(error)
+    return wait(pid, own_group=own_group), step.what

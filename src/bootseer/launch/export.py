@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from bootseer.errors import BootseerError
+from bootseer.trace.event import Event
 from bootseer.trace.otlp import CLOSE_S, OtlpExporter
 from bootseer.trace.otlp_tail import SpoolTail
 
@@ -17,9 +18,13 @@ _LOOK_EVERY_S = 1.0
 
 
 def export_spool(
-    folder: str, node: str, endpoint: str | None, ended: threading.Event, say: Callable[[str], None]
+    folder: str,
+    owns: Callable[[Event], bool],
+    endpoint: str | None,
+    ended: threading.Event,
+    say: Callable[[str], None],
 ) -> None:
-    """Feed the node's new events to the collector until `ended` is set, then flush within two seconds. Never raises."""
+    """Feed the run's own events to the collector until `ended` is set, then flush within two seconds. Never raises."""
     try:
         exporter = OtlpExporter(endpoint)
     except BootseerError as error:
@@ -30,8 +35,7 @@ def export_spool(
     over = False
     while not over:
         over = ended.wait(_LOOK_EVERY_S)
-        # On a shared folder every node exports its own events only.
-        exporter.feed(event for event in tail.poll(last=over) if event.node == node)
+        exporter.feed(filter(owns, tail.poll(last=over)))
     delivered = exporter.close(CLOSE_S)
     if exporter.failed or not delivered:
         lost = exporter.failed + exporter.pending

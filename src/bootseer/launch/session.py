@@ -7,7 +7,6 @@ scheduler's programs, the exporter, digests of files) is imported where it is ne
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from bootseer.launch import spools
 from bootseer.launch.supervise import say
 from bootseer.trace import traceparent
-from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
 from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
@@ -141,7 +140,14 @@ class Session:
         from bootseer.launch.export import export_spool
 
         url = (self.otlp or "").partition("=")[2]
-        export_spool(self.folder, self.tracer.identity.node, url or None, ended, say)
+        export_spool(self.folder, self._owns, url or None, ended, say)
+
+    def _owns(self, event: Event) -> bool:
+        """Whether an event is this run's: others may share the folder, the node, or the attempt's number."""
+        who = self.tracer.identity
+        mine = event.node == who.node and who.rank in (NO_RANK, event.rank)
+        # What the scheduler told lies before the run and names it as its parent.
+        return mine and (event.wall_ns >= self.began_ns or event.parent == self.span)
 
     def close(self, code: int) -> None:
         """Write the end, and give what runs beside a moment to finish."""
@@ -153,7 +159,9 @@ class Session:
         if lost:
             say(f"{lost} events could not be written to {self.folder}; the report will miss them")
         elif not self.quiet and "spool" in self.sinks:
-            where = self.tracer.identity.job if self.in_default_root else shlex.quote(self.folder)
+            import shlex
+
+            where = shlex.quote(self.tracer.identity.job if self.in_default_root else self.folder)
             say(f"where the startup's time went: bootseer report {where}")
 
 

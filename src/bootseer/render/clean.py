@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 
+from bootseer.trace.event import encodable
+
 # Controls would be invisible, and direction marks could make a name read as another one.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 def clean(text: object) -> str:
     """Printable text that every output can encode; what is not becomes U+FFFD."""
-    printable = _UNPRINTABLE.sub("\ufffd", str(text))
-    return printable if printable.isascii() else printable.encode("utf-8", "replace").decode("utf-8")
+    return encodable(_UNPRINTABLE.sub("\ufffd", str(text)))

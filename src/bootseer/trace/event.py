@@ -268,9 +268,12 @@ _TYPES: Final[Mapping[str, type[Any]]] = {
 
 
 def _text(value: str, limit: int) -> str:
-    value = value[:limit]
-    # Lone surrogates are legal in JSON and illegal in every output we write.
-    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    return encodable(value[:limit])
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates: legal in JSON and file names, illegal in every output that we write."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _read_value(value: Any) -> Any:

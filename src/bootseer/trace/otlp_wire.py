@@ -27,7 +27,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 from requests.adapters import HTTPAdapter
 
-from bootseer.trace.event import FAILED, INSTANT, OK
+from bootseer.trace.event import FAILED, INSTANT, OK, encodable
 from bootseer.trace.otlp_spans import Finished, span_id, trace_id
 
 _TRY_AGAIN = frozenset({429, 502, 503, 504})
@@ -136,7 +136,7 @@ def _num_rejected(content: bytes) -> int:
 def _span(finished: Finished) -> ReadableSpan:
     event = finished.event
     trace = trace_id(event)
-    attributes = {_text(key): _value(value) for key, value in finished.attrs.items() if value is not None}
+    attributes = {encodable(key): _value(value) for key, value in finished.attrs.items() if value is not None}
     attributes |= {"bootseer.rank": event.rank, "process.pid": event.pid, "bootseer.mono_ns": event.mono_ns}
     if event.phase == INSTANT:
         attributes["bootseer.instant"] = True
@@ -144,9 +144,9 @@ def _span(finished: Finished) -> ReadableSpan:
         attributes["bootseer.truncated"] = True
     code = _STATUS.get(finished.outcome, StatusCode.UNSET)
     # Only an error may carry a description.
-    description = _text(str(finished.attrs.get("error", ""))) if code is StatusCode.ERROR else None
+    description = encodable(str(finished.attrs.get("error", ""))) if code is StatusCode.ERROR else None
     return ReadableSpan(
-        name=_text(event.stage),
+        name=encodable(event.stage),
         context=_context(trace, span_id(event.span)),
         parent=_context(trace, span_id(event.parent)) if event.parent else None,
         resource=_resource(event.job, event.attempt, event.restart, event.kind, event.node),
@@ -167,11 +167,11 @@ def _resource(job: str, attempt: int, restart: int, kind: str, node: str) -> Res
     return Resource(
         {
             "service.name": "bootseer",
-            "host.name": _text(node),
-            "bootseer.job": _text(job),
+            "host.name": encodable(node),
+            "bootseer.job": encodable(job),
             "bootseer.attempt": attempt,
             "bootseer.restart": restart,
-            "bootseer.kind": _text(kind),
+            "bootseer.kind": encodable(kind),
         }
     )
 
@@ -181,13 +181,9 @@ def _time(ns: int) -> int:
     return min(max(ns, 0), _INT64 - 1)
 
 
-def _text(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _value(value: Any) -> str | int | float | bool:
     if isinstance(value, (bool, float)):
         return value
     if isinstance(value, int):
         return value if -_INT64 <= value < _INT64 else float(min(max(value, -(2**1000)), 2**1000))
-    return _text(value if isinstance(value, str) else repr(value))
+    return encodable(value if isinstance(value, str) else repr(value))
