@@ -3,4 +3,10 @@ fails a run that executed nothing."""
 
 from __future__ import annotations
 
+import signal
+
 pytest_plugins = ["conftest_launch", "conftest_ran"]
+
+# A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
+# test would end nothing. The tests say what is ignored, not the shell that happened to start them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
