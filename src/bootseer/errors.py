@@ -13,8 +13,28 @@ class BootseerError(Exception):
     exit_code = 1
 
 
+class TransientError(BootseerError):
+    """The same request may succeed later. `retry_after_s` is what the other side asked for, or None."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class PermanentError(BootseerError):
     """Trying again gives the same result."""
+
+
+class NotFoundError(PermanentError):
+    """There is no object of this name."""
+
+
+class AccessError(PermanentError):
+    """The other side knows who asks and refuses, or does not know who asks."""
+
+
+class CorruptError(PermanentError):
+    """Bytes are not what their digest or their format says. Never handed on as data."""
 
 
 class UsageError(BootseerError):
