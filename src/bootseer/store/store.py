@@ -88,7 +88,7 @@ def is_content_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name itself. Raises `UsageError` for what is no object's name: it may come from a document of someone else."""
+    """The name itself. Raises `UsageError` for what is no object's name: names come from documents of others too."""
     if len(name) > MAX_NAME or not (is_content_name(name) or _PATH.fullmatch(name)):
         raise UsageError(f"{name[:MAX_NAME]!r} is not a name of an object", hint="use letters, digits, . _ - and /")
     return name
