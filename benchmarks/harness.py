@@ -61,6 +61,8 @@ class Outcome:
     must_reach: Sequence[Must] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
     """Figures beside the samples: profiles, CPU time, peak memory."""
+    method: str = METHOD
+    """How the arms took turns and what was warm, where it is not as usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         "machine": facts(),
         "load_average": [load_before, os.getloadavg()[0]],
         "quick": quick,
-        "method": METHOD,
+        "method": outcome.method,
         "parameters": outcome.parameters,
         "unit": outcome.unit,
         "samples": outcome.samples,

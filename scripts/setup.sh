@@ -30,6 +30,13 @@ chromium chromium the test that opens the HTML report in a browser
 runc runc starting containers as Kubernetes nodes do
 mkfs.erofs erofs-utils making EROFS images
 fusermount3 fuse3 mounting FUSE file systems
+busybox busybox-static the small images of the tests
+docker-registry docker-registry the registry that tests, demo and benchmarks start
+skopeo skopeo copying images into that registry
+umoci umoci the unpacked images that ours are compared with
+debootstrap debootstrap the image of the demo job
+containerd containerd the full pull that lazy images are compared with
+java default-jre-headless the HDFS that the tests start
 slurmctld slurm-wlm the test that runs jobs under a real Slurm
 munged munge the key service that Slurm needs
 LIST

@@ -201,6 +201,19 @@ def test_an_ordinary_user_gets_answers_too() -> None:
     assert states["EROFS"] in ("limited", "missing")  # only root mounts EROFS
 
 
+def test_files_that_describe_devices_are_named(tmp_path: Path) -> None:
+    assert surroundings.check_devices([tmp_path, tmp_path / "missing"]).status == "missing"
+    (tmp_path / "nvidia.yaml").write_text("")
+    assert surroundings.check_devices([tmp_path]).found == str(tmp_path / "nvidia.yaml")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_layers_one_by_one_need_a_kernel_of_6_7() -> None:
+    new = (kernel.kernel_version(os.uname().release) or (0, 0)) >= (6, 7)
+    assert kernel.check_overlay_layers().status == ("ok" if new else "limited")
+
+
 def test_a_trial_that_dies_is_an_answer() -> None:
     trial = mounts.attempt("erofs", "too", "few")
     assert not trial.worked

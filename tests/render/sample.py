@@ -15,6 +15,7 @@ from bootseer.analysis.model import (
     Clock,
     Coverage,
     Fact,
+    ImageStart,
     Input,
     Kind,
     Link,
@@ -243,6 +244,7 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
         coverage=Coverage(len(nodes), expected, sum(n.num_ranks for n in nodes), expected * nodes[0].num_ranks, cut, 3),
         clock=Clock(nodes[0].node, 0.012, 0.0021, 1, [nodes[-1].node]),
         unobserved=["allocation", "Time in the queue: neither Slurm nor Kubernetes variables were there."],
+        images=[_image(node.node, "fallback" if i == 0 and len(nodes) > 2 else "hot") for i, node in enumerate(nodes)],
         facts=[
             Fact(
                 "nccl",
@@ -329,6 +331,7 @@ def empty() -> Report:
         coverage=Coverage(0, None, 0, None, 0, 0),
         clock=Clock("", 0.0, None, 0, []),
         unobserved=["No stage was seen."],
+        images=[],
         facts=[],
         share=None,
         startups=[],
@@ -344,6 +347,15 @@ HOSTILE = (
     "</title></style><svg onload=\"document.documentElement.dataset.pwned='5'\">",
     "\u202egnp.exe\x00\ud800 &amp;",
 )
+
+
+def _image(node: str, mode: str) -> ImageStart:
+    reason = "this kernel has no EROFS" if mode == "fallback" else "hot set 96.0 MiB"
+    fetched = (5 << 20, 96 << 20, 0) if mode == "hot" else (0, 0, 412 << 20)
+    return ImageStart(
+        *(node, "registry.example/train:7", "sha256:" + "ab" * 32, mode, reason, 0.41, "training_began"),
+        *(6, 412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, 3 << 20, 7),
+    )
 
 
 def hostile() -> Report:
@@ -373,6 +385,7 @@ def hostile() -> Report:
         critical_chain=[replace(link, barrier=script, stage=svg, node=image) for link in report.critical_chain],
         stragglers=[replace(one, node=script, stage=image, barrier=close) for one in report.stragglers],
         straggler_groups=[replace(group, stage=svg, nodes=list(HOSTILE)) for group in report.straggler_groups],
+        images=[replace(image, image=script, reason=close, mode=svg, node=attribute) for image in report.images],
         facts=[replace(fact, source=script, text=image, where=close, node=attribute) for fact in report.facts],
         unobserved=list(HOSTILE),
         clock=replace(report.clock, reference_node=script, steps=list(HOSTILE)),

@@ -198,6 +198,41 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageStart:
+    """How one node got its container image: which way, what was fetched until then, and how well it was foreseen."""
+
+    node: str
+    image: str
+    """As the user named it, without credentials."""
+    digest: str
+    mode: str
+    """`hot`: lazily with a hot set; `lazy`: lazily without one; `local`: all of it was there; `pull`: everything first,
+    as predicted to be faster; `fallback`: everything first, because lazily was not possible."""
+    reason: str
+    """Why this mode, in words."""
+    seconds: float | None
+    """From the reference to the container's start."""
+    until: str
+    """When the numbers below were taken: `training_began` or `end` (of the command)."""
+    layers: int
+    stored_bytes: int
+    """Size of the image as stored."""
+    local_bytes: int
+    """Of these, on the node already."""
+    demand_bytes: int
+    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    hot_bytes: int
+    cold_bytes: int
+    requests: int
+    coverage: float | None
+    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    wasted_bytes: int
+    """Fetched as hot and never read."""
+    late_blocks: int
+    """Named by the hot set, and not there yet when a reader came."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """One startup in a list of them."""
 
@@ -276,6 +311,8 @@ class Report:
     coverage: Coverage
     clock: Clock
     unobserved: list[str]
+    images: list[ImageStart]
+    """One for each node that `bootseer run --image` started a container on, by node."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview]

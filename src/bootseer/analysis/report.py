@@ -18,6 +18,7 @@ from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis import model, scale, words
 from bootseer.analysis.chain import Told, critical_chain, straggler_groups, straggler_rows
 from bootseer.analysis.foreign.parser import FOREIGN
+from bootseer.analysis.images import image_starts
 from bootseer.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
 from bootseer.analysis.overview import chosen, of_one_job, overview, share
 from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, prepare, total
@@ -142,6 +143,7 @@ class _Builder:
             coverage=coverage,
             clock=self._clock(),
             unobserved=unobserved,
+            images=image_starts(self.startup),
             facts=facts,
             share=share,
             startups=overviews,

@@ -49,6 +49,7 @@ def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], r
         coverage=model.Coverage(0, None, 0, None, 0, 0),
         clock=model.Clock("", 0.0, None, 0, []),
         unobserved=[stage for stage in STAGES if stage not in told],
+        images=[],
         facts=list(facts),
         share=None,
         startups=[],

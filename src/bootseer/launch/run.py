@@ -20,6 +20,7 @@ from bootseer.trace.event import BEGIN, END, FAILED, OK
 
 if TYPE_CHECKING:
     from bootseer.launch.environment_setup import Step
+    from bootseer.launch.image_stage import Wanted
     from bootseer.trace.tracer import Tracer
 
 
@@ -35,10 +36,16 @@ class Options(NamedTuple):
     hook: bool = True
     began_pattern: re.Pattern[bytes] | None = None
     quiet: bool = False
+    image: Wanted | None = None
+    """The container image that the command runs in."""
 
 
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
     """Run the command; returns the exit code to end with. Raises `UsageError` before anything was started."""
+    if options.image is not None:
+        from bootseer.launch.image_stage import run_in_image
+
+        return run_in_image(command, options, env)
     steps = _setup_steps(options)
     if env.get("BOOTSEER_DISABLE") == "1":
         return _unmeasured(command, steps, env)
@@ -51,7 +58,7 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     if steps:
         code = _run_setup(steps, child_env, tracer, own_group=own_group)
     if not code:
-        code = _run_command(command, options, child_env, session, own_group=own_group)
+        code = run_command(command, options, child_env, session, own_group=own_group)
     if session is not None:
         session.close(code)
     return code
@@ -86,14 +93,24 @@ def _unmeasured(command: Sequence[str], steps: Sequence[Step], env: Mapping[str,
     return supervise.replace_process(command, env)
 
 
-def _run_command(
-    command: Sequence[str], options: Options, env: dict[str, str], session: Session | None, *, own_group: bool
+def run_command(
+    command: Sequence[str],
+    options: Options,
+    env: dict[str, str],
+    session: Session | None,
+    *,
+    own_group: bool,
+    program: str = "",
+    span: str = "",
 ) -> int:
-    span = ""
+    """Start the command, wait for it, and write down both; returns its exit code. Signals must be blocked.
+
+    `program` is what the command is called where it is not its first word; `span` is its span's id where others know
+    it already.
+    """
     if session is not None:
-        span = session.tracer.emit(
-            "command", BEGIN, parent=session.span, attrs={"program": os.path.basename(command[0])}
-        )
+        attrs = {"program": os.path.basename(program or command[0])}
+        span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
         env.update(session.tracer.environment(span))
     relays = []
     if options.began_pattern is not None and session is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.launch import spools
@@ -81,6 +81,7 @@ class Session:
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
         self.tracer.parent = self.span
         self._beside: Beside | None = None
+        self._more: list[Callable[[threading.Event], None]] = []
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
         """The environment for the setup and the command."""
@@ -102,6 +103,10 @@ class Session:
         """The user's pattern was found in the output."""
         self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern", "line": line})
 
+    def also_beside(self, work: Callable[[threading.Event], None]) -> None:
+        """Let `work(ended)` run too while the command runs."""
+        self._more.append(work)
+
     def start_beside(self, env: Mapping[str, str]) -> None:
         """Start what goes on while the command runs."""
         scheduled = (
@@ -109,11 +114,13 @@ class Session:
             or env.get("BOOTSEER_SUBMITTED")
             or os.path.isdir(env.get("BOOTSEER_PODINFO", PODINFO))
         )
-        if self.otlp is None and not scheduled:
+        if self.otlp is None and not scheduled and not self._more:
             return
         from bootseer.launch.beside import Beside
 
         self._beside = Beside()
+        for work in self._more:
+            self._beside.start(work)
         if self.otlp is not None:
             self._beside.start(self._export)
         if scheduled:
@@ -140,9 +147,9 @@ class Session:
         from bootseer.launch.export import export_spool
 
         url = (self.otlp or "").partition("=")[2]
-        export_spool(self.folder, self._owns, url or None, ended, say)
+        export_spool(self.folder, self.owns, url or None, ended, say)
 
-    def _owns(self, event: Event) -> bool:
+    def owns(self, event: Event) -> bool:
         """Whether an event is this run's: others may share the folder, the node, or the attempt's number."""
         who = self.tracer.identity
         mine = event.node == who.node and who.rank in (NO_RANK, event.rank)

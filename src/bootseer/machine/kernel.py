@@ -146,6 +146,17 @@ def check_overlayfs() -> Check:
     return Check("overlayfs", "broken", "", as_root.reason, "", opens)
 
 
+def check_overlay_layers() -> Check:
+    name, opens = "overlay layers", ("images of very many layers",)
+    trial = mounts.attempt("layers")
+    if trial.worked:
+        return Check(name, "ok", "added one by one", opens=opens)
+    if trial.forbidden:
+        return Check(name, "limited", "not for this user", trial.reason, _AS_ROOT, opens)
+    why = f"{trial.reason}: layers are named in one page of options, some dozens fit"
+    return Check(name, "limited", "as one option", why, "a kernel of 6.7 or later", opens)
+
+
 def check_user_namespaces() -> Check:
     opens = ("capture and mounts without root",)
     trial = mounts.attempt("userns")

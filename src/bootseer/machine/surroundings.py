@@ -1,4 +1,4 @@
-"""Probes of what surrounds a run: the terminal, the spool folder, the clock.
+"""Probes of what surrounds a run: the terminal, the spool folder, files that describe devices, the clock.
 
 Who calls: `probes`.
 """
@@ -11,11 +11,14 @@ import shutil
 import struct
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bootseer.machine.check import SPOOL, Check
 from bootseer.units import format_bytes
 
+CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
+"""Where container engines look for files that describe devices; a later folder outranks an earlier one."""
 _ENOUGH_BYTES = 64 * 1024**2
 """A startup writes some 100 kB per rank; below this the disk is about to be full anyway."""
 
@@ -56,6 +59,20 @@ def check_spool(folder: Path) -> Check:
     if free < _ENOUGH_BYTES:
         return Check(SPOOL, "limited", found, "nearly full: events may be lost", "free some space", opens)
     return Check(SPOOL, "ok", found, opens=opens)
+
+
+def check_devices(folders: Sequence[Path] = CDI_FOLDERS) -> Check:
+    """Whether files of the Container Device Interface describe this machine's GPUs."""
+    name, opens = "CDI", ("image run --gpus: GPUs in containers",)
+    files = []
+    for folder in folders:
+        if folder.is_dir():
+            files += [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".yaml", ".yml")]
+    if files:
+        return Check(name, "ok", ", ".join(str(path) for path in files[:3]), opens=opens)
+    why = f"no file in {' or '.join(str(folder) for folder in folders)}"
+    install = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, on machines with GPUs"
+    return Check(name, "missing", "", why, install, opens)
 
 
 def check_clock() -> Check:

@@ -17,6 +17,7 @@ from bootseer.analysis.model import Report
 from bootseer.render import html_sections as upper
 from bootseer.render import html_tables as lower
 from bootseer.render.html_gantt import nodes_section, payload, timeline
+from bootseer.render.html_images import images_section
 from bootseer.render.html_svg import Palette, patterns, scale_of
 from bootseer.render.html_text import data_block, esc
 
@@ -28,6 +29,7 @@ _LINKS = (
     ("spread", "Spread"),
     ("ledger", "Cost"),
     ("coverage", "Evidence"),
+    ("images", "Images"),
     ("facts", "Other logs"),
     ("startups", "Startups"),
     ("nodes", "Nodes"),
@@ -48,6 +50,7 @@ def render(report: Report) -> str:
             lower.distributions(report, palette),
             lower.ledger(report, palette),
             lower.evidence(report),
+            images_section(report),
             lower.facts(report),
             lower.startups(report),
             nodes_section(report),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bootseer.analysis.images import summary
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
@@ -50,6 +51,7 @@ def render(report: Report, console: Console) -> None:
     _print_stages(report, console)
     _print_chain(report, console)
     _print_stragglers(report, console)
+    _print_images(report, console)
     _print_said(report, console)
     _print_foot(report, console)
 
@@ -292,6 +294,15 @@ def _print_stragglers(report: Report, console: Console) -> None:
         table.add_row(_fit(row.node, 24), _short(row.delay_s), z, _short(row.savings_s), _fit(row.stage, 28))
     console.print(table)
     print_rest(len(report.stragglers) - _MAX_ROWS, console)
+    console.print()
+
+
+def _print_images(report: Report, console: Console) -> None:
+    if not report.images:
+        return
+    console.print(Text("How the container image came", style="bold"))
+    for line in summary(report.images):
+        console.print(Text(f"  {clean(line)}"))
     console.print()
 
 

@@ -11,15 +11,17 @@ makes one attempt: when to try again and for how long is for the caller to decid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bootseer.errors import UsageError
+from bootseer.errors import CorruptError, PermanentError, UsageError
 
 _CONTENT = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_NAME = 512
+PIECE_BYTES = 256 * 1024
+"""Largest piece that `read` yields: bounds what a slow reader holds, and is large enough that pieces cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Upload(Protocol):
 
         `refs` are objects that this one needs, and `subject` (`sha256:…`) is the manifest in the same place that it
         is about: a registry keeps the former as long as this object, and lists this one under the latter. Other
-        stores ignore both.
+        stores ignore both. An object under its content name cannot keep or be about others.
+
+        Raises `CorruptError` when `name` is a content name and not that of what was written.
         """
 
     def abort(self) -> None:
@@ -59,11 +63,15 @@ class Store(Protocol):
     def uri(self) -> str:
         """Where this is, without credentials; `open_store` takes it."""
 
-    def read(self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0) -> Iterator[bytes]:
+    def read(
+        self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
+    ) -> Generator[bytes, None, None]:
         """Bytes `start` to `start + length` (or to the end) of an object, in pieces as they arrive.
 
-        Exactly these bytes or an error: an answer that is shorter, longer or of another range is a `TransientError`.
-        `timeout_s` bounds the whole read, however slowly the bytes drip. Closing the iterator early ends the request.
+        Exactly these bytes or an error: an answer that is shorter, longer or of another range is a `TransientError`,
+        a range that does not lie inside the object a `PermanentError`. The request is made when the first piece is
+        asked for; `timeout_s` bounds the whole read from then on, however slowly the bytes drip. Closing the iterator
+        early ends the request.
         """
 
     def upload(self) -> Upload:
@@ -89,6 +97,47 @@ def is_content_name(name: str) -> bool:
 
 def check_name(name: str) -> str:
     """The name itself. Raises `UsageError` for what is no object's name: names come from documents of others too."""
-    if len(name) > MAX_NAME or not (is_content_name(name) or _PATH.fullmatch(name)):
+    # `sha256/` is where stores that are folders keep what has content names.
+    fits = len(name) <= MAX_NAME and (is_content_name(name) or _PATH.fullmatch(name))
+    if not fits or name.startswith("sha256/"):
         raise UsageError(f"{name[:MAX_NAME]!r} is not a name of an object", hint="use letters, digits, . _ - and /")
     return name
+
+
+def check_range(start: int, length: int | None) -> None:
+    """Raises `UsageError` for a range that no object can have."""
+    if start < 0 or (length is not None and length < 0):
+        raise UsageError(f"{length} bytes from {start} on are no range", hint="use numbers that are not negative")
+
+
+def range_end(name: str, size_bytes: int, start: int, length: int | None) -> int:
+    """Where the range ends in an object of this size. Raises `PermanentError` when it does not lie inside."""
+    end = size_bytes if length is None else start + length
+    if start > size_bytes or end > size_bytes:
+        asked = f"bytes from {start} on" if length is None else f"bytes {start} to {end}"
+        raise PermanentError(f"{name} has {size_bytes} bytes; {asked} were asked for")
+    return end
+
+
+def name_of_upload(where: str, name: str | None, digits: str) -> str:
+    """The name under which an upload becomes visible, given its sha256. Raises `CorruptError` for another's name."""
+    content = f"sha256:{digits}"
+    if name is None:
+        return content
+    if is_content_name(check_name(name)) and name != content:
+        raise CorruptError(f"{where}: what was written is {content} and not {name}; nothing was stored")
+    return name
+
+
+def upload_ended(where: str) -> UsageError:
+    """What an upload raises when it is used after `commit` or `abort`."""
+    return UsageError(f"{where}: this upload has ended", hint="begin another one")
+
+
+def content_path(name: str) -> str:
+    """Where a store that is a tree of folders keeps the object of this name."""
+    if not is_content_name(name):
+        return name
+    digits = name.removeprefix("sha256:")
+    # Two levels: folders with millions of entries are slow on many file systems.
+    return f"sha256/{digits[:2]}/{digits}"

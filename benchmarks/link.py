@@ -1,0 +1,68 @@
+"""A network link of a known rate on one machine: a network namespace behind a veth pair, shaped by the kernel's `tbf`.
+
+The benchmarks put a server into the namespace, so that everything it sends crosses the link, which counts the bytes.
+Needs root and iproute2; the kernel may lack `netem`, so the link limits the rate and adds no latency.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+HERE = "198.18.0.1"
+"""The near end. These addresses are set aside for benchmarks (RFC 2544)."""
+THERE = "198.18.0.2"
+"""The far end, where the server listens."""
+
+
+class Link:
+    """The link, unshaped at first. A context manager: at its end the server must have ended, and the namespace goes."""
+
+    def __init__(self) -> None:
+        self._namespace = f"bench-{os.getpid()}"
+        self._near, self._far = f"bn{os.getpid()}", f"bf{os.getpid()}"
+
+    def __enter__(self) -> Link:
+        _run("ip", "netns", "add", self._namespace)
+        try:
+            _run("ip", "link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self._namespace)
+            _run("ip", "address", "add", f"{HERE}/30", "dev", self._near)
+            _run("ip", "link", "set", self._near, "up")
+            for words in (("address", "add", f"{THERE}/30", "dev", self._far), ("link", "set", self._far, "up")):
+                _run(*self.inside(["ip", *words]))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _run("ip", "netns", "delete", self._namespace)
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command as it runs at the far end."""
+        return ["ip", "netns", "exec", self._namespace, *command]
+
+    def shape(self, mbit_per_s: int | None) -> None:
+        """Limit what the far end sends; None lifts the limit."""
+        if mbit_per_s is None:
+            words = ["tc", "qdisc", "replace", "dev", self._far, "root", "pfifo_fast"]
+        else:
+            # As much as a 1 Gbit/s link carries in 4 ms: below that, the timer's grain shows in the rate.
+            limit = ["rate", f"{mbit_per_s}mbit", "burst", "512kb", "latency", "50ms"]
+            words = ["tc", "qdisc", "replace", "dev", self._far, "root", "tbf", *limit]
+        _run(*self.inside(words))
+
+    def received_bytes(self) -> int:
+        """What has arrived from the far end so far, with all headers."""
+        return int(Path(f"/sys/class/net/{self._near}/statistics/rx_bytes").read_text())
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -1,0 +1,154 @@
+"""A cold node: the page cache dropped, a start watched up to its first useful work, and what its tools cost until then.
+
+The workload tells its first useful work itself, by a line on stdout: `ready` and the CPU seconds that it used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+T = TypeVar("T")
+
+_PR_SET_CHILD_SUBREAPER = 36
+_DEADLINE_S = 600.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def workload(work: str, label: str = "work") -> list[str]:
+    """A Python program that does the work and tells that it is done. BootSeer knows it by its label."""
+    program = f"# {label}\nimport sys, time\nexec(sys.argv[1])\nprint('ready', time.process_time(), flush=True)"
+    return ["python3", "-c", program, work]
+
+
+TORCH = "import torch; ones = torch.ones(64, 64); ones @ ones"
+OTHER = "import pandas, scipy.stats"
+
+
+def drop_page_cache() -> None:
+    """Nothing that was read from a file stays in memory, but for what running programs have mapped. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def adopt() -> None:
+    """Make this process the parent of what its children leave running, so that `descendants` finds all daemons."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """All processes below one."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    except OSError:
+        return
+    for child in children:
+        yield child
+        yield from descendants(child)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and of those children that it has waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(int(field) for field in fields[11:15]) * _TICK_S
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest resident size so far."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One start up to its first useful work."""
+
+    ready_s: float
+    tools_cpu_s: float
+    """Of all but the workload and the server: clients, daemons, unpacking. The kernel's own threads are not in it."""
+    tools_peak_bytes: int
+    """The largest process of the tools that still ran."""
+
+
+def start(
+    steps: Sequence[Sequence[str]], env: Mapping[str, str], others: set[int], at_ready: Callable[[], T]
+) -> tuple[Started, T]:
+    """Run the steps one after the other, the last of which holds the workload, and wait until it has ended.
+
+    `others` are processes that are no part of the start, such as the server; `at_ready` is called at the first useful
+    work. Raises `RuntimeError` with the last lines that a step wrote when it fails.
+    """
+    before = _cpu_of_tools(others)
+    began = time.monotonic()
+    for step in steps[:-1]:
+        done = subprocess.run(
+            step, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DEADLINE_S, check=False
+        )
+        if done.returncode:
+            raise _failed(step, done.returncode, done.stdout + done.stderr)
+    process = subprocess.Popen(
+        steps[-1], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    text = b""
+    while not (line := _line(process.stdout, began + _DEADLINE_S)).startswith(b"ready "):
+        text += line
+        if not line:
+            raise _failed(steps[-1], process.wait(_DEADLINE_S), text)
+    ready_s = time.monotonic() - began
+    seen = at_ready()
+    workload_s = float(line.split()[1])
+    tools_s = _cpu_of_tools(others) - before - workload_s
+    tools = set(descendants(os.getpid())) - others
+    peak = max((peak_bytes(pid) for pid in tools if "python3 -c" not in _command(pid)), default=0)
+    text = process.stdout.read()
+    if process.wait(_DEADLINE_S):
+        raise _failed(steps[-1], process.returncode, text)
+    return Started(ready_s, max(tools_s, 0.0), peak), seen
+
+
+def _cpu_of_tools(others: set[int]) -> float:
+    pids = {os.getpid(), *descendants(os.getpid())} - others
+    return sum(cpu_s(pid) for pid in pids)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _line(stream: IO[bytes], deadline: float) -> bytes:
+    """The next line, empty at the end. Lines are read byte by byte: there are few, and none must stay in a buffer."""
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                raise RuntimeError("the workload was not ready in time")
+            byte = os.read(stream.fileno(), 1)
+            if not byte:
+                break
+            line += byte
+    return line
+
+
+def _failed(step: Sequence[str], code: int, text: bytes) -> RuntimeError:
+    last = b" | ".join(text.strip().splitlines()[-5:]).decode(errors="replace")
+    return RuntimeError(f"{' '.join(step[:3])}: exit code {code}: {last}")

@@ -1,0 +1,189 @@
+"""What a user would start the container with instead: containerd, a script that pulls in parallel, a plain folder.
+
+Each is a way to start one image on one node: `prepare` makes the node cold, `start` gives the commands whose time
+counts, `again` those of a second start on the same node, `clean` takes all traces away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import urllib3
+
+_STOP_S = 20.0
+_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+
+
+class Way(Protocol):
+    """A way to start a container from an image in a registry."""
+
+    def prepare(self) -> None:
+        """Make a node that has never seen the image; what a node has running before a job comes, runs then."""
+
+    def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        """The commands of a start, the last of which runs the container in the foreground."""
+
+    def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        """The commands of a later start of the same image on this node."""
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment of the commands."""
+
+    def clean(self) -> None:
+        """Stop and delete everything."""
+
+
+class Containerd:
+    """`ctr image pull`, then `ctr run` with runc: the overlayfs snapshotter, layers unpacked one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._socket = folder / "containerd.sock"
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self.env: Mapping[str, str] = {**os.environ, "CONTAINERD_ADDRESS": str(self._socket)}
+
+    def prepare(self) -> None:
+        self._folder.mkdir(parents=True)
+        config = self._folder / "config.toml"
+        # A JSON string is a TOML string.
+        config.write_text(
+            "version = 2\n"
+            f"root = {json.dumps(str(self._folder / 'root'))}\n"
+            f"state = {json.dumps(str(self._folder / 'state'))}\n"
+            'disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]\n'
+            f"[grpc]\naddress = {json.dumps(str(self._socket))}\n"
+            f"[ttrpc]\naddress = {json.dumps(str(self._socket) + '.ttrpc')}\n"
+        )
+        with (self._folder / "log").open("wb") as log:
+            self._daemon = subprocess.Popen(
+                ["containerd", "-c", str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + _STOP_S
+        while subprocess.run(["ctr", "version"], env=self.env, capture_output=True, check=False).returncode:
+            if self._daemon.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"containerd did not start; see {self._folder / 'log'}")
+            time.sleep(0.05)
+
+    def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        return [["ctr", "image", "pull", "--plain-http", reference], *self.again(reference, command)]
+
+    def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        self._number += 1
+        return [["ctr", "run", "--rm", reference, f"start-{os.getpid()}-{self._number}", *command]]
+
+    def clean(self) -> None:
+        if self._daemon is not None:
+            self._daemon.terminate()
+            try:
+                self._daemon.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._daemon.kill()
+                self._daemon.wait()
+            self._daemon = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ParallelPull:
+    """A script around curl, tar and runc: all layers at once, each unpacked while it arrives, as a stack of overlayfs.
+
+    On a link slower than gunzip this is as fast as a full pull can be, and it is less than a runtime has to do: no
+    digest is checked.
+    """
+
+    env: Mapping[str, str] = os.environ
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def prepare(self) -> None:
+        self._folder.mkdir(parents=True)
+
+    def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        """Reading the manifest and writing the script is not timed."""
+        repository, _, tag = reference.partition("/")[2].rpartition(":")
+        url = f"http://{reference.partition('/')[0]}/v2/{repository}"
+        manifest = _get(f"{url}/manifests/{tag}")
+        config = _get(f"{url}/blobs/{manifest['config']['digest']}")["config"]
+        layers = [layer["digest"] for layer in manifest["layers"]]
+        script = ["set -e -o pipefail", f"cd {self._folder}"]
+        for number, digest in enumerate(layers):
+            script.append(f"mkdir {number}; (curl -sSf {url}/blobs/{digest} | tar -xz -C {number} --numeric-owner) &")
+            script.append("pids+=($!)")
+        script.append('for pid in "${pids[@]}"; do wait "$pid"; done')
+        # Whiteouts as overlayfs has them.
+        script.append(
+            r"find . -name '.wh.*' | while read -r path; do rm "
+            r'"$path"; mknod "${path%/*}/${path##*/.wh.}" c 0 0; done'
+        )
+        lower = ":".join(str(number) for number in reversed(range(len(layers))))
+        script.append("mkdir upper work rootfs")
+        script.append(f"mount -t overlay overlay -o lowerdir={lower},upperdir=upper,workdir=work rootfs")
+        write_bundle(self._folder, config, command)
+        return [["bash", "-c", "\n".join(script)], *self._run(command)]
+
+    def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        return self._run(command)
+
+    def _run(self, command: Sequence[str]) -> list[list[str]]:
+        return [["runc", "run", "--bundle", str(self._folder), f"pull-{os.getpid()}"]]
+
+    def clean(self) -> None:
+        subprocess.run(["umount", str(self._folder / "rootfs")], capture_output=True, check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class PlainFolder:
+    """The image's files in an ordinary folder of this machine: how fast a start is when nothing has to be loaded."""
+
+    env: Mapping[str, str] = os.environ
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def prepare(self) -> None:
+        """The folder stays from start to start: what is cold is the page cache."""
+
+    def unpack(self, layout: str) -> None:
+        """Fill the folder from an OCI layout ("FOLDER:TAG")."""
+        command = ["umoci", "unpack", "--image", layout, str(self._folder)]
+        subprocess.run(command, check=True, capture_output=True)
+        self._config = json.loads((self._folder / "config.json").read_text())
+
+    def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
+        process = {key: self._config["process"][key] for key in ("env", "cwd")}
+        write_bundle(self._folder, {"Env": process["env"], "WorkingDir": process["cwd"]}, command)
+        return [["runc", "run", "--bundle", str(self._folder), f"folder-{os.getpid()}"]]
+
+    again = start
+
+    def clean(self) -> None:
+        """Leave the folder for the next start."""
+
+
+def _get(url: str) -> Any:
+    return urllib3.request("GET", url, headers={"Accept": _MANIFEST}, timeout=10).json()
+
+
+def write_bundle(folder: Path, config: Mapping[str, Any], command: Sequence[str]) -> None:
+    """runc's config.json for a folder that has, or will have, the root file system in `rootfs`."""
+    path = folder / "config.json"
+    path.unlink(missing_ok=True)
+    subprocess.run(["runc", "spec", "--bundle", str(folder)], check=True)
+    spec = json.loads(path.read_text())
+    spec["root"]["readonly"] = False
+    spec["process"] |= {
+        "terminal": False,
+        "args": list(command),
+        "env": config["Env"],
+        "cwd": config.get("WorkingDir") or "/",
+    }
+    path.write_text(json.dumps(spec))

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Builds the container image of examples/moe as an OCI layout: six layers, about 400 MB compressed, 1.3 GB unpacked.
+#
+#   examples/image/build.sh [FOLDER]      FOLDER, by default .demo-cache/image of the checkout; the image is FOLDER/oci:latest
+#
+# No Docker: debootstrap makes the base from the Debian mirror that apt is configured with, buildah does the rest. Needs
+# root. About four minutes; quick when the image is there and nothing that it is made of has changed.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="$(cd "$here/../.." && pwd)"
+out="${1:-$root/.demo-cache/image}"
+suite=bookworm
+python_version=3.11 # of Debian bookworm: the wheels in the image are for it, whatever Python .venv has
+
+say() { printf 'image: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+[[ $EUID -eq 0 ]] || die "needs root, for debootstrap and for the owners of the files"
+PATH="$PATH:/usr/sbin:/sbin"
+for program in buildah debootstrap; do
+  command -v "$program" >/dev/null || die "there is no $program; run make setup first"
+done
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+# One build at a time in a folder.
+exec 9>"$out/lock"
+flock 9
+
+made_of() {
+  (cd "$root" && sha256sum examples/image/{Containerfile,build.sh,libraries.txt} examples/moe/*.py \
+    examples/moe/requirements.txt scripts/requirements.txt)
+}
+[[ -e $out/made-of && "$(<"$out/made-of")" == "$(made_of)" ]] && { say "$out/oci is there"; exit 0; }
+rm -f "$out/made-of"
+
+storage=(--root "$out/storage" --runroot "$out/storage-run" --storage-driver overlay)
+work="$out/work"
+forget() {
+  # What a stopped build left mounted goes with its containers.
+  [[ -d $out/storage ]] && buildah "${storage[@]}" rm --all >/dev/null 2>&1
+  rm -rf "$work" "$out/storage" "$out/storage-run"
+}
+trap forget EXIT
+forget || true
+mkdir -p "$work/context"
+
+mirror="$(apt-get indextargets --format '$(CODENAME) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
+  awk -v suite="$suite" '$1 == suite && $2 == "main" { print $3; exit }')"
+say "base: Debian $suite from ${mirror:-the default mirror}"
+eval "$(apt-config shell http_proxy Acquire::http::Proxy)"
+[[ -z ${http_proxy:-} ]] || export http_proxy
+debootstrap --variant=minbase "$suite" "$work/base" ${mirror:+"$mirror"} >"$work/debootstrap.log" 2>&1 ||
+  { tail -3 "$work/debootstrap.log" >&2; die "debootstrap failed"; }
+rm -rf "$work"/base/var/cache/apt/* "$work"/base/var/lib/apt/lists/* "$work"/base/var/log/*.log
+
+# The wheels of the image's Python. PyTorch's CPU build is where pip is configured to look, or where uv knows it to be,
+# as in scripts/setup.sh.
+pip=("$root/.venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
+  --python-version "$python_version" --implementation cp)
+for libc in 17 27 28; do pip+=(--platform "manylinux_2_${libc}_x86_64"); done
+pip+=(--platform manylinux2014_x86_64)
+pin="$(grep '^torch==' "$root/scripts/requirements.txt")"
+
+say "libraries, $pin and the job's requirements for Python $python_version"
+"${pip[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" >&2
+"${pip[@]}" --target "$work/context/torch" "$pin+cpu" >&2 2>/dev/null || {
+  "$root/.venv/bin/python" -m pip install --quiet uv >&2
+  "$root/.venv/bin/uv" pip install --quiet --target "$work/context/torch" --python-version "$python_version" \
+    --python-platform x86_64-manylinux_2_28 --torch-backend cpu "$pin" >&2
+} || die "cannot get the CPU build of $pin"
+"${pip[@]}" --target "$work/context/requirements" --requirement "$root/examples/moe/requirements.txt" >&2
+# A package belongs to the lowest layer that brings it, and console scripts name an interpreter of this machine.
+rm -rf "$work"/context/{libraries,torch,requirements}/bin
+above() { # layer, the layers below it
+  local layer="$1" name
+  shift
+  for name in "$work/context/$layer"/*; do
+    for below in "$@"; do
+      [[ ! -e $work/context/$below/${name##*/} ]] || rm -rf "$name"
+    done
+  done
+}
+above torch libraries
+above requirements libraries torch
+mkdir "$work/context/job"
+cp "$root"/examples/moe/*.py "$work/context/job/"
+
+say "layers"
+base="$(buildah "${storage[@]}" from scratch)"
+buildah "${storage[@]}" add --quiet "$base" "$work/base" / >/dev/null
+buildah "${storage[@]}" commit --quiet "$base" demo-base >/dev/null
+buildah "${storage[@]}" build --quiet --layers --isolation chroot --network host --file "$here/Containerfile" \
+  --build-arg BASE=localhost/demo-base --tag demo "$work/context" >"$work/build.log" 2>&1 ||
+  { tail -5 "$work/build.log" >&2; die "buildah failed"; }
+
+say "compressing"
+rm -rf "$out/oci"
+buildah "${storage[@]}" push --quiet --format oci demo "oci:$out/oci:latest" >&2
+made_of >"$out/made-of"
+say "$out/oci:latest, $(du -sh "$out/oci" | cut -f1) compressed"

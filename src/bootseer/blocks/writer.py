@@ -1,0 +1,213 @@
+"""Turn a stream of bytes into a block file in a store.
+
+Blocks are compressed and digested in a few threads and stored in their order by the thread that writes, which owns all
+state here. The objects are the same, bit for bit, whatever the number of threads and however the bytes were cut into
+`write` calls. Stripes become visible before the index that points into them, so a writer that dies at any point leaves
+no index that can be read.
+
+Called by whoever produces files: `image.convert`, `env`, `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, encode
+from bootseer.blocks.index import MAX_BLOCKS, MAX_STRIPES, Index, Stripe, encode_index, is_block_size
+from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.store.store import Store, Upload, is_content_name
+
+DEFAULT_BLOCK_SIZE = 256 * 1024
+_EMPTY = Stripe("sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0)
+_IN_FLIGHT_PER_THREAD = 4
+
+_Encoded = tuple[int, bytes, bytes]
+
+
+class BlockWriter:
+    """Writes one block file. Use it as a context manager, or call `abort` when `finish` is not reached.
+
+    With `head_bytes` the first bytes of the file are given to `finish`, because they are known only at its end: what is
+    written begins after them. An error of the store, or a call after the end, leaves the writer aborted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_stripes: int = 1,
+        level: int = DEFAULT_LEVEL,
+        head_bytes: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        if not is_block_size(block_size):
+            raise UsageError(f"blocks of {block_size} bytes", hint="use a power of two from 4 KiB to 16 MiB")
+        if not 1 <= num_stripes <= MAX_STRIPES:
+            raise UsageError(f"{num_stripes} stripes", hint=f"use 1 to {MAX_STRIPES}")
+        if not 0 <= head_bytes <= block_size:
+            raise UsageError(f"a head of {head_bytes} bytes", hint=f"it must fit into a block of {block_size}")
+        threads = threads or min(len(os.sched_getaffinity(0)), 8)
+        self._store = store
+        self._block_size = block_size
+        self._level = level
+        self._head_bytes = head_bytes
+        self._uploads: list[Upload | None] = [None] * num_stripes
+        self._stripe_bytes = [0] * num_stripes
+        self._size_bytes = head_bytes
+        self._buffer = bytearray(head_bytes)
+        self._kept_back: bytes | None = None  # block 0 while its head is unknown
+        self._offsets = array("Q")
+        self._lengths = array("Q")
+        self._codecs = bytearray()
+        self._digests = bytearray()
+        self._max_in_flight = threads * _IN_FLIGHT_PER_THREAD
+        self._in_flight: deque[Future[_Encoded]] = deque()
+        self._pool = ThreadPoolExecutor(threads, "bootseer-encode")
+        self._open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file so far, its head included: the offset of what is written next."""
+        return self._size_bytes
+
+    def write(self, data: Buffer) -> None:
+        """Append to the file. Blocks while the store is slower than the caller. Raises what the store raises."""
+        self._check_open()
+        try:
+            rest = memoryview(data).cast("B")
+            self._size_bytes += rest.nbytes
+            while rest.nbytes:
+                taken = rest[: self._block_size - len(self._buffer)]
+                self._buffer += taken
+                rest = rest[len(taken) :]
+                if len(self._buffer) == self._block_size:
+                    self._end_block()
+        except BaseException:
+            self.abort()
+            raise
+
+    def finish(self, head: bytes = b"") -> BlockFile:
+        """Store what is left, then the index. The file can be read when this returns. Raises what the store raises."""
+        self._check_open()
+        try:
+            if len(head) != self._head_bytes:
+                raise UsageError(f"a head of {len(head)} bytes", hint=f"{self._head_bytes} were announced")
+            if self._buffer:
+                self._end_block()
+            while self._in_flight:
+                self._store_oldest()
+            if self._kept_back is not None:
+                self._store_first(head + self._kept_back[self._head_bytes :])
+            return self._store_index()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Stop, and drop what is not visible yet. Safe to call at any time, also after `finish`.
+
+        A stripe that became visible before a failure stays: its content name may be another file's too.
+        """
+        self._open = False
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._in_flight.clear()
+        for upload in self._uploads:
+            if upload is not None:
+                with contextlib.suppress(BootseerError):  # what made us give up matters more
+                    upload.abort()
+        self._uploads = [None] * len(self._uploads)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise PermanentError("this block file was finished or given up before")
+
+    def _end_block(self) -> None:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        if self._head_bytes and self._kept_back is None:
+            self._kept_back = data
+            self._record((0, b"", bytes(32)))  # holds its place in the columns
+            return
+        if len(self._codecs) + len(self._in_flight) >= MAX_BLOCKS:
+            raise PermanentError(f"a file of more than {MAX_BLOCKS} blocks of {self._block_size} bytes")
+        self._in_flight.append(self._pool.submit(encode, data, self._level))
+        # The store takes blocks in their order, as they are ready; the caller waits only when the pool is full.
+        while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) >= self._max_in_flight):
+            self._store_oldest()
+
+    def _store_oldest(self) -> None:
+        encoded = self._in_flight.popleft().result()
+        offset = self._append(len(self._codecs) % len(self._uploads), encoded[1])
+        self._record(encoded, offset)
+
+    def _store_first(self, data: bytes) -> None:
+        codec, stored, digest = encode(data, self._level)
+        self._offsets[0] = self._append(0, stored)
+        self._lengths[0] = len(stored)
+        self._codecs[0] = codec
+        self._digests[:32] = digest
+
+    def _record(self, encoded: _Encoded, offset: int = 0) -> None:
+        codec, stored, digest = encoded
+        self._offsets.append(offset)
+        self._lengths.append(len(stored))
+        self._codecs.append(codec)
+        self._digests += digest
+
+    def _append(self, stripe: int, stored: bytes) -> int:
+        """Add stored bytes to a stripe; where they lie in it."""
+        if not stored:
+            return 0
+        upload = self._uploads[stripe]
+        if upload is None:
+            upload = self._uploads[stripe] = self._store.upload()
+        upload.write(stored)
+        offset = self._stripe_bytes[stripe]
+        self._stripe_bytes[stripe] += len(stored)
+        return offset
+
+    def _store_index(self) -> BlockFile:
+        stripes = tuple(
+            _EMPTY if upload is None else self._commit(upload, size)
+            for upload, size in zip(self._uploads, self._stripe_bytes, strict=True)
+        )
+        data = encode_index(
+            block_size=self._block_size,
+            size_bytes=self._size_bytes,
+            stripes=stripes,
+            offsets=self._offsets,
+            lengths=self._lengths,
+            codecs=self._codecs,
+            digests=self._digests,
+        )
+        index = Index.parse(data)  # what readers would refuse must not be stored
+        upload = self._store.upload()
+        try:
+            upload.write(data)
+            stored = self._commit(upload, len(data))
+        finally:
+            upload.abort()
+        return BlockFile(stored.name, len(data), index.identity, index.size_bytes, sum(self._stripe_bytes), stripes)
+
+    def _commit(self, upload: Upload, size_bytes: int) -> Stripe:
+        stored = upload.commit()
+        if not is_content_name(stored.name) or stored.size_bytes != size_bytes:
+            raise PermanentError(
+                f"{self._store.uri}: {stored.size_bytes} bytes stored as {stored.name!r}, {size_bytes} written"
+            )
+        return Stripe(stored.name, stored.size_bytes)

@@ -1,0 +1,315 @@
+"""One file in the cache: reads blocks that are here, takes blocks that were fetched, and says which are missing.
+
+Made by `Cache.open`. May be used from many threads, and by many processes at once, each with a `CachedFile` of its own.
+The states of blocks are shared through the live map; that a block was verified is each process's own knowledge, kept in
+a byte array whose elements only ever change under the GIL, so that `read` takes no lock.
+
+After a fork only one of the two processes may go on with a file that was open: claims would not keep them apart. The
+other one closes it, which leaves the lease of the first alone. Fork while no other thread is inside a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from bootseer.blocks.codec import Buffer, digest_of
+from bootseer.blocks.index import Index
+from bootseer.cache import layout, locks, pins, use
+from bootseer.cache.errors import MissingBlocks, mapped
+from bootseer.cache.states import MISSING, READY, Durable, LiveMap, StatIdentity
+from bootseer.errors import PermanentError, TransientError
+
+_SYNC = -1  # instead of a block's number: the claim on writing the durable snapshot
+_SYNC_DEADLINE_S = 60.0
+_POLL_S = 0.01
+_VERIFIED_AT_ONCE = 256
+
+Progress = Callable[[int, int], None]
+"""Called with blocks done and blocks in all."""
+
+
+class CachedFile:
+    """A lease on one file in the cache. `close` gives it back; until then nothing of it is evicted."""
+
+    def __init__(self, entry: Path, index: Index, boot: str, *, lease: int, data: int, live: LiveMap) -> None:
+        """Takes over the descriptors; `lease` is locked."""
+        self.index = index
+        self.entry = entry
+        self.path = entry / layout.DATA
+        """A sparse file of the file's size: its holes are the missing blocks. Mount it only when `trusted`, and pin it."""
+        self._boot = boot
+        _null()  # `close` must not need a new descriptor
+        self._fds = (lease, data, live.fd)
+        self._data = data
+        self._live = live
+        self._size = index.size_bytes
+        self._shift = index.block_size.bit_length() - 1
+        self._verified = bytearray(index.num_blocks)
+        self._read = bytearray(index.num_blocks)
+        self._claimed: set[int] = set()
+        self._lock = threading.Lock()  # guards _claimed
+        self._sync_lock = threading.Lock()  # one thread syncs at a time; guards _anchored
+        self._unsynced = True  # another process may have died before it synced
+        self._anchored = False
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+
+    def ready(self, block: int) -> bool:
+        """Whether a block is here, as far as is known: `read` has the last word."""
+        return self._verified[block] == 1 or self._live.get(block) != MISSING
+
+    @property
+    def num_ready(self) -> int:
+        """Number of blocks that are here."""
+        return self.index.num_blocks - self._live.get_all().count(MISSING)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks are here."""
+        return MISSING not in self._live.get_all()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether `path` may be mounted as it is: complete, synced and verified, and not written to since then."""
+        with mapped("read", self.entry):
+            durable = Durable.load(self.entry, self.index)
+            whole = StatIdentity.of(self._data)
+        states = self._live.get_all()
+        return durable is not None and durable.whole == whole and states.count(READY) == len(states)
+
+    def missing(self, offset: int, length: int) -> list[int]:
+        """The blocks of a range of the file that are not here."""
+        blocks = self.index.blocks_of(offset, length)
+        if self._verified.find(0, blocks.start, blocks.stop) < 0:
+            return []
+        states = self._live.get_all(blocks.start, blocks.stop)
+        return [block for block, state in zip(blocks, states, strict=True) if state == MISSING]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A range of the file, cut at its end. Raises `MissingBlocks` when blocks are not here or are damaged.
+
+        A block is compared with its digest at its first use in this process; one that differs is dropped.
+        """
+        end = min(offset + length, self._size)
+        if end <= offset or offset < 0:
+            return b""
+        first, last = offset >> self._shift, (end - 1) >> self._shift
+        if self._verified.find(0, first, last + 1) >= 0:
+            return self._read_checked(offset, end, range(first, last + 1))
+        if first == last:
+            self._read[first] = 1
+        else:
+            self._read[first : last + 1] = b"\1" * (last + 1 - first)
+        data = self._pread(offset, end - offset)
+        if len(data) != end - offset:
+            # Cut by somebody, or the disk fails: nothing that was known of these blocks holds.
+            self._verified[first : last + 1] = bytes(last + 1 - first)
+            return self._read_checked(offset, end, range(first, last + 1))
+        return data
+
+    def put(self, block: int, data: Buffer) -> None:
+        """Store a block whose digest the caller has verified. Raises `CacheFull`; what was there stays.
+
+        It survives this process at once, and a crash of the machine after the next `sync`.
+        """
+        if len(data) != self.index.length(block):
+            raise ValueError(f"{len(data)} bytes for block {block} of {self.index.length(block)}")
+        self._check_open()
+        if self._verified[block]:
+            return
+        with mapped("write to", self.path):
+            layout.write_all(self._data, data, block << self._shift)
+            self._live.set(block, READY)
+        self._verified[block] = 1
+        self._unsynced = True  # last: a sync between would have taken it back without seeing the block
+
+    def claim(self, block: int) -> bool:
+        """Whether the caller is now the only one, in all processes, who fetches this block. False when it is here.
+
+        Whoever does not get the claim waits for `ready`, and claims again from time to time: a claim falls with its
+        process.
+        """
+        self._check_open()
+        with self._lock, mapped("lock a block of", self.entry):
+            if block in self._claimed or self.ready(block):
+                return False
+            if not locks.try_range(self._live.fd, self._live.lock_offset(block)):
+                return False
+            if self.ready(block):  # its last owner put it just before
+                locks.release_range(self._live.fd, self._live.lock_offset(block))
+                return False
+            self._claimed.add(block)
+            return True
+
+    def release(self, block: int) -> None:
+        """Give a claim back, after `put` or after a failure. Nothing happens when it is not held."""
+        with self._lock, mapped("unlock a block of", self.entry):
+            if block in self._claimed:
+                self._claimed.discard(block)
+                locks.release_range(self._live.fd, self._live.lock_offset(block))
+
+    def mark_hot(self, blocks: Iterable[int]) -> None:
+        """Remember that these blocks are in a hot set, so that they are evicted last."""
+        with mapped("write to", self.entry):
+            use.add(self.entry, self.index.num_blocks, use.flags(use.HOT, blocks, self.index.num_blocks))
+
+    def pin(self, name: str) -> None:
+        """Keep the entry after `close`, until `Cache.unpin` or the next boot: for a mount that no process serves."""
+        self._check_open()
+        with mapped("pin", self.entry):
+            pins.add(self.entry, name, self._boot)
+
+    def sync(self) -> None:
+        """Make all that was put survive a crash of the machine. Cheap when nothing is new. Raises `CacheFull`.
+
+        When the file is complete and verified it is `trusted` from now on.
+        """
+        self._check_open()
+        with self._sync_lock:
+            if not self._unsynced:
+                return
+            self._unsynced = False
+            try:
+                with mapped("sync", self.entry), self._sync_claim():
+                    self._sync()
+            except BaseException:
+                self._unsynced = True
+                raise
+
+    def verify_all(self, threads: int = 2, progress: Progress | None = None) -> list[int]:
+        """Compare all blocks that are here with their digests, drop those that differ, and say which they were.
+
+        A complete file without damage is `trusted` afterwards.
+        """
+        self._check_open()
+        blocks = [block for block, state in enumerate(self._live.get_all()) if state != MISSING]
+        damaged = []
+        with ThreadPoolExecutor(threads, "bootseer-verify") as pool:
+            for start in range(0, len(blocks), _VERIFIED_AT_ONCE):
+                batch = blocks[start : start + _VERIFIED_AT_ONCE]
+                damaged += [block for block, sound in zip(batch, pool.map(self._is_sound, batch), strict=True) if not sound]
+                if progress is not None:
+                    progress(start + len(batch), len(blocks))
+        self.sync()
+        return damaged
+
+    def close(self) -> None:
+        """Give the lease and all claims back. Safe to call twice, and while other threads still read: they get errors."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._store_use()
+        # Their numbers stay taken until no call can be under way any more: a number that was used again for another
+        # file would be read in the place of this one.
+        for fd in self._fds:
+            os.dup2(_null(), fd, inheritable=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PermanentError(f"{self.entry}: this file was closed")
+
+    def _pread(self, offset: int, count: int) -> bytes:
+        """What can be read there; less when the disk fails or the file was cut."""
+        try:
+            return os.pread(self._data, count, offset)
+        except OSError:
+            return b""
+
+    def _read_checked(self, offset: int, end: int, blocks: range) -> bytes:
+        self._check_open()
+        states = self._live.get_all(blocks.start, blocks.stop)
+        pieces, missing = [], []
+        for block, state in zip(blocks, states, strict=True):
+            data = None if state == MISSING and not self._verified[block] else self._checked(block)
+            if data is None:
+                missing.append(block)
+            elif not missing:
+                pieces.append(data)
+        if missing:
+            self._check_open()
+            raise MissingBlocks(missing)
+        self._read[blocks.start : blocks.stop] = b"\1" * len(blocks)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        start = blocks.start << self._shift
+        return data if (offset, end) == (start, start + len(data)) else data[offset - start : end - start]
+
+    def _checked(self, block: int) -> bytes | None:
+        """A block's bytes; None when they are not what the index says, and then the block is missing from now on."""
+        length = self.index.length(block)
+        data = self._pread(block << self._shift, length)
+        if len(data) == length and (self._verified[block] or digest_of(data) == self.index.digest(block)):
+            if not self._verified[block]:
+                self._verified[block] = 1
+                self._set(block, READY)
+            return data
+        self._verified[block] = 0
+        self._set(block, MISSING)
+        return None
+
+    def _is_sound(self, block: int) -> bool:
+        self._verified[block] = 0
+        return self._checked(block) is not None
+
+    def _set(self, block: int, state: int) -> None:
+        # Without room for it the map says what it said before, and the block is looked at again.
+        with contextlib.suppress(OSError):
+            if self._live.get(block) != state:
+                self._live.set(block, state)
+                self._unsynced = True
+
+    @contextlib.contextmanager
+    def _sync_claim(self) -> Iterator[None]:
+        """One process at a time writes the snapshot, so that an older one never replaces a newer one."""
+        offset = self._live.lock_offset(_SYNC)
+        until = time.monotonic() + _SYNC_DEADLINE_S
+        while not locks.try_range(self._live.fd, offset):
+            if time.monotonic() >= until:
+                raise TransientError(f"{self.entry}: another process has been syncing for {_SYNC_DEADLINE_S:.0f} s")
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            locks.release_range(self._live.fd, offset)
+
+    def _sync(self) -> None:
+        states = self._live.get_all()  # before the data is synced, so that what comes now is not claimed
+        whole = states.count(READY) == len(states)
+        try:
+            # The times of a whole file are part of its identity; otherwise only the data must be on the disk.
+            (os.fsync if whole else os.fdatasync)(self._data)
+        except OSError:
+            # The kernel reports lost writes once and then forgets them: nothing of this file can be believed.
+            self._verified[:] = bytes(len(self._verified))
+            for block, state in enumerate(states):
+                if state != MISSING:
+                    self._live.set(block, MISSING)
+            raise
+        if not self._anchored:
+            for path in (self.entry / layout.INDEX, self.entry, self.entry.parent):
+                layout.sync_path(path)
+            self._anchored = True
+        Durable.from_states(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
+        self._store_use()
+
+    def _store_use(self) -> None:
+        if 1 in self._read:
+            use.add(self.entry, self.index.num_blocks, self._read.replace(b"\1", bytes([use.READ])))
+
+
+@cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,107 @@
+"""Names of the files of a cache, and how they are opened and replaced. The format is docs/formats/cache.md.
+
+Files in a cache may be cut, foreign or of another kind, so that each is opened without following links and without
+waiting for the other end of a pipe, and is then checked to be a regular file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from bootseer.cache.errors import Damaged
+
+FILES = "files"
+NEW = "new"
+TRASH = "trash"
+ROOT_LOCK = "lock"
+COUNTER = "counter"
+
+INDEX = "index"
+DATA = "data"
+LIVE = "live"
+DURABLE = "durable"
+USE = "use"
+LEASE = "lease"
+LAST_USE = "last-use"
+PINS = "pins"
+
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def is_identity(name: str) -> bool:
+    """Whether a folder of this name is an entry."""
+    return _IDENTITY.fullmatch(name) is not None
+
+
+def boot_id() -> str:
+    """A random name of the time since this machine's kernel started."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def open_file(path: Path, flags: int = os.O_RDWR) -> int:
+    """Open a file of an entry. Raises `Damaged` when it is no regular file, and `OSError`."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+            raise Damaged(f"{path} is not a file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Damaged(f"{path} is not a file")
+    return fd
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """A whole file of an entry. Raises `Damaged` when it is larger than it can be, and `OSError`."""
+    fd = open_file(path, os.O_RDONLY)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Damaged(f"{path} is too large")
+    return data
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace a file in one step; with `durable` a crash of the machine leaves the old or the new one, whole.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            write_all(fd, data, 0)
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data`, however little the kernel takes at a time. Raises `OSError`."""
+    written = os.pwrite(fd, data, offset)
+    while written < len(data):
+        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a crash of the machine. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder or file that nobody can find any more; what cannot be removed now is for the next `prune`."""
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,177 @@
+"""Which blocks of a cached file are here, as several live processes see it and as it survives the machine.
+
+`LiveMap` is the state that all processes of one boot share: a file with one byte per block behind a header that names
+the boot. It is read and written with `pread` and `pwrite`, which see each other's bytes at once through the page cache,
+raise an error where a mapping would raise SIGBUS (no room, file cut), and cost 0.6 µs. It is as good as the page cache:
+after a crash of the machine it may claim blocks whose data was never written, so another boot does not read it.
+
+`Durable` is what another boot reads: a snapshot of the live states that was written after the data was synced. Even
+that is a claim only, and each block that rests on it is verified before its first use.
+
+Called by `file` and `cache`; docs/formats/cache.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from bootseer.blocks.codec import ZERO
+from bootseer.blocks.index import Index
+from bootseer.cache import layout
+from bootseer.cache.errors import Damaged
+
+MISSING = 0
+CLAIMED = 1
+"""An earlier boot says that it is here: to be verified."""
+READY = 2
+"""Written or verified in this boot."""
+
+_LIVE_HEADER = struct.Struct("<8s32s16sQ")  # magic, identity, boot, blocks
+_LIVE_MAGIC = b"BSLIVE01"
+_DURABLE_HEADER = struct.Struct("<8s32sQ?7xQqqQ")  # magic, identity, blocks, whole, size, mtime, ctime, inode
+_DURABLE_MAGIC = b"BSDURA01"
+_DIGEST_BYTES = 32
+_FOLD = bytes([MISSING]) + bytes([CLAIMED]) * 255
+
+
+@dataclass(frozen=True, slots=True)
+class StatIdentity:
+    """What changes when anybody writes to a file. Times are in ns."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, fd: int) -> StatIdentity:
+        status = os.fstat(fd)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """A snapshot of the states, one byte per block, MISSING or CLAIMED.
+
+    `whole` is what the data file was when all its blocks had been verified and synced; None otherwise.
+    """
+
+    states: bytes
+    whole: StatIdentity | None = None
+
+    def encode(self, identity: str) -> bytes:
+        whole = self.whole or StatIdentity(0, 0, 0, 0)
+        body = (
+            _DURABLE_HEADER.pack(
+                _DURABLE_MAGIC,
+                bytes.fromhex(identity),
+                len(self.states),
+                self.whole is not None,
+                whole.size,
+                whole.mtime_ns,
+                whole.ctime_ns,
+                whole.inode,
+            )
+            + self.states
+        )
+        return body + blake3(body).digest()
+
+    @classmethod
+    def parse(cls, data: bytes, index: Index) -> Durable | None:
+        """None for all that is not a whole snapshot of this file: then nothing is known."""
+        end = _DURABLE_HEADER.size + index.num_blocks
+        if len(data) != end + _DIGEST_BYTES or blake3(data[:end]).digest() != data[end:]:
+            return None
+        magic, identity, num_blocks, whole, *numbers = _DURABLE_HEADER.unpack_from(data)
+        if (magic, identity.hex(), num_blocks) != (_DURABLE_MAGIC, index.identity, index.num_blocks):
+            return None
+        return cls(data[_DURABLE_HEADER.size : end], StatIdentity(*numbers) if whole else None)
+
+    @classmethod
+    def of_new(cls, index: Index) -> Durable:
+        """States of a file that is one hole: its blocks of zeros are there."""
+        table = bytes(CLAIMED if codec == ZERO else MISSING for codec in range(256))
+        return cls(index.codecs().translate(table))
+
+    @classmethod
+    def from_states(cls, states: bytes, whole: StatIdentity | None = None) -> Durable:
+        """A snapshot of live states."""
+        return cls(states.translate(_FOLD), whole)
+
+    @classmethod
+    def load(cls, entry: Path, index: Index) -> Durable | None:
+        """The snapshot of an entry, if it has one that can be believed."""
+        try:
+            data = layout.read_file(entry / layout.DURABLE, durable_bytes(index))
+        except (FileNotFoundError, Damaged):
+            return None
+        return cls.parse(data, index)
+
+    def store(self, entry: Path, index: Index) -> None:
+        """Replace the entry's snapshot, durably. The data must have been synced before. Raises `OSError`."""
+        layout.write_file(entry / layout.DURABLE, self.encode(index.identity), durable=True)
+        layout.sync_path(entry)
+
+
+def durable_bytes(index: Index) -> int:
+    """Size of a snapshot's file."""
+    return _DURABLE_HEADER.size + index.num_blocks + _DIGEST_BYTES
+
+
+class LiveMap:
+    """The states that the processes of this boot share. All methods may be called from any thread."""
+
+    def __init__(self, fd: int, num_blocks: int) -> None:
+        self.fd = fd
+        self._num_blocks = num_blocks
+
+    @classmethod
+    def open(cls, entry: Path, index: Index, boot: str) -> LiveMap | None:
+        """The map of an entry; None when it is not of this boot and this file."""
+        try:
+            fd = layout.open_file(entry / layout.LIVE)
+        except (FileNotFoundError, Damaged):
+            return None
+        header = _live_header(index, boot)
+        size = os.fstat(fd).st_size
+        if size != len(header) + index.num_blocks or os.pread(fd, len(header), 0) != header:
+            os.close(fd)
+            return None
+        return cls(fd, index.num_blocks)
+
+    @staticmethod
+    def create(entry: Path, index: Index, boot: str, states: bytes) -> None:
+        """Replace the map of an entry. All its bytes are written, so that later changes need no room."""
+        layout.write_file(entry / layout.LIVE, _live_header(index, boot) + states)
+
+    def get(self, block: int) -> int:
+        """State of one block; a map that was cut has none."""
+        state = os.pread(self.fd, 1, _LIVE_HEADER.size + block)
+        return state[0] if state else MISSING
+
+    def get_all(self, start: int = 0, stop: int | None = None) -> bytes:
+        """States of blocks `start` to `stop`, in one snapshot."""
+        count = (self._num_blocks if stop is None else stop) - start
+        return os.pread(self.fd, count, _LIVE_HEADER.size + start).ljust(count, bytes([MISSING]))
+
+    def set(self, block: int, state: int) -> None:
+        """Change the state of one block, for all processes at once. Raises `OSError`."""
+        layout.write_all(self.fd, bytes([state]), _LIVE_HEADER.size + block)
+
+    def set_all(self, states: bytes) -> None:
+        """Change all states. Only with the entry for oneself. Raises `OSError`."""
+        layout.write_all(self.fd, states, _LIVE_HEADER.size)
+
+    def lock_offset(self, block: int) -> int:
+        """Which byte of the file stands for the claim on a block; `block` -1 stands for the whole file."""
+        return _LIVE_HEADER.size + block
+
+
+def _live_header(index: Index, boot: str) -> bytes:
+    digest = blake3(boot.encode()).digest()[:16]  # whatever the kernel's names of boots look like
+    return _LIVE_HEADER.pack(_LIVE_MAGIC, bytes.fromhex(index.identity), digest, index.num_blocks)

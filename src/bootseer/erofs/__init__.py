@@ -1,0 +1,5 @@
+"""EROFS images: a streaming writer and a bounds-checked reader of the subset that BootSeer writes.
+
+The subset and the reasons for it: docs/formats/erofs.md. Who calls: `image`, and whatever else turns files into a
+read-only file system.
+"""

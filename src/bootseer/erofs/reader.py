@@ -1,0 +1,227 @@
+"""Read an EROFS image of the kind that `writer` makes, without a mount.
+
+The image may be anything: everything that it says is checked before it is believed, and a broken one ends in
+`CorruptError`, never in a loop or in memory that grows without bound. It reads through a callable, so that the image
+can be a file, or blocks in a store.
+
+Safe to use from several threads when `read` is. Who calls: `image.merged` and tests.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bootseer.erofs.format import (
+    BLOCK,
+    EXTENDED,
+    FLAT_INLINE,
+    FLAT_PLAIN,
+    INODE,
+    MAX_NAME,
+    MAX_TARGET,
+    SLOT,
+    Attributes,
+    Superblock,
+    decode_directory_block,
+    decode_rdev,
+    decode_xattrs,
+    file_type,
+    known_mode,
+    xattr_bytes,
+)
+from bootseer.errors import CorruptError
+
+Read = Callable[[int, int], bytes]
+_PIECE = 1 << 20
+# A directory is held while it is listed; 64 MiB are some two million names.
+_MAX_DIRECTORY = 64 << 20
+_MAX_DEPTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Inode:
+    """One file of an image. `number` is its nid; two names of one file have the same."""
+
+    number: int
+    mode: int
+    size: int
+    nlink: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    rdev: tuple[int, int]
+    place: int
+    """First block of the content; of its end, too, unless that is inline."""
+    tail_at: int | None
+    """Where the part of the content that fills no block lies, when it is inline."""
+    xattrs_at: int
+    xattrs_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a directory."""
+
+    name: bytes
+    number: int
+    kind: int
+
+
+class ErofsReader:
+    """An image behind `read(offset, length)`, which returns exactly that many bytes or raises."""
+
+    def __init__(self, read: Read) -> None:
+        self._read_raw = read
+        self._super = Superblock.parse(self._exactly(0, BLOCK))
+        self._size = self._super.blocks * BLOCK
+        self._meta = self._super.meta_block * BLOCK
+        if not BLOCK <= self._meta < self._size:
+            raise CorruptError("EROFS image: the metadata area lies outside the image")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the image."""
+        return self._size
+
+    def root(self) -> Inode:
+        """The root directory. Raises `CorruptError`, as all methods do."""
+        root = self.inode(self._super.root_nid)
+        if not stat.S_ISDIR(root.mode):
+            raise CorruptError("EROFS image: the root is not a directory")
+        return root
+
+    def inode(self, number: int) -> Inode:
+        """The inode of this number (nid)."""
+        at = self._meta + number * SLOT
+        fields = INODE.unpack(self._read(at, INODE.size))
+        form, xattr_count, mode, _, size, place, _, uid, gid, seconds, nanoseconds, nlink = fields
+        data_layout = form >> 1
+        if not form & EXTENDED or data_layout not in (FLAT_PLAIN, FLAT_INLINE) or not known_mode(mode):
+            raise CorruptError(f"EROFS image: inode {number} is not one")
+        if nanoseconds >= 1_000_000_000 or not nlink:
+            raise CorruptError(f"EROFS image: inode {number} has impossible attributes")
+        device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+        area = xattr_bytes(xattr_count)
+        tail_at = at + INODE.size + area if data_layout == FLAT_INLINE else None
+        if not device:
+            self._check_content(number, size, place, tail_at)
+        return Inode(
+            number,
+            mode,
+            size,
+            nlink,
+            uid,
+            gid,
+            seconds * 1_000_000_000 + nanoseconds,
+            decode_rdev(place) if device else (0, 0),
+            place,
+            tail_at,
+            at + INODE.size,
+            area,
+        )
+
+    def attributes(self, inode: Inode) -> Attributes:
+        """Everything but size and links."""
+        return Attributes(inode.mode, inode.uid, inode.gid, inode.mtime_ns, inode.rdev, self.xattrs(inode))
+
+    def xattrs(self, inode: Inode) -> dict[bytes, bytes]:
+        """Extended attributes by their full names."""
+        return decode_xattrs(self._read(inode.xattrs_at, inode.xattrs_bytes)) if inode.xattrs_bytes else {}
+
+    def read(self, inode: Inode) -> Iterator[bytes]:
+        """The content of a regular file, in pieces."""
+        at = 0
+        while at < inode.size:
+            piece = self.pread(inode, at, min(_PIECE, inode.size - at))
+            at += len(piece)
+            yield piece
+
+    def pread(self, inode: Inode, offset: int, length: int) -> bytes:
+        """A part of a file's content, shorter at its end."""
+        length = max(0, min(length, inode.size - offset))
+        inline_from = inode.size if inode.tail_at is None else inode.size - inode.size % BLOCK
+        plain = max(0, min(length, inline_from - offset))
+        data = self._read(inode.place * BLOCK + offset, plain) if plain else b""
+        if length > plain and inode.tail_at is not None:
+            data += self._read(inode.tail_at + offset + plain - inline_from, length - plain)
+        return data
+
+    def readlink(self, inode: Inode) -> bytes:
+        """Where a symbolic link points."""
+        if not stat.S_ISLNK(inode.mode) or not 0 < inode.size <= MAX_TARGET:
+            raise CorruptError(f"EROFS image: inode {inode.number} is not a symbolic link")
+        return self.pread(inode, 0, inode.size)
+
+    def entries(self, directory: Inode) -> Iterator[Entry]:
+        """What a directory holds, without `.` and `..`, in the order of the names' bytes."""
+        if not stat.S_ISDIR(directory.mode) or directory.size > _MAX_DIRECTORY:
+            raise CorruptError(f"EROFS image: inode {directory.number} is not a directory")
+        last = b""
+        for at in range(0, directory.size, BLOCK):
+            for name, number, kind in decode_directory_block(self.pread(directory, at, BLOCK)):
+                if name <= last:
+                    raise CorruptError(f"EROFS image: directory {directory.number} is not in order")
+                last = name
+                if name not in {b".", b".."}:
+                    yield Entry(name, number, kind)
+
+    def lookup(self, directory: Inode, name: bytes) -> Inode | None:
+        """The file of this name in a directory, by bisection over its blocks."""
+        if not stat.S_ISDIR(directory.mode) or not directory.size or len(name) > MAX_NAME:
+            return None
+        low, high = 0, (directory.size - 1) // BLOCK
+        while low < high:  # the last block whose first name is not behind the one looked for
+            middle = (low + high + 1) // 2
+            first = next(iter(decode_directory_block(self.pread(directory, middle * BLOCK, BLOCK))))[0]
+            low, high = (middle, high) if first <= name else (low, middle - 1)
+        for found, number, kind in decode_directory_block(self.pread(directory, low * BLOCK, BLOCK)):
+            if found == name:
+                return self._checked(number, kind)
+        return None
+
+    def walk(self) -> Iterator[tuple[bytes, Inode]]:
+        """Every name with its path (`b""` is the root), parents before children."""
+        seen: set[int] = set()
+        root = self.root()
+        waiting: list[tuple[bytes, Inode, int]] = [(b"", root, 0)]
+        yield b"", root
+        while waiting:
+            path, directory, depth = waiting.pop()
+            if directory.number in seen or depth > _MAX_DEPTH:
+                raise CorruptError("EROFS image: a directory contains itself or has two names")
+            seen.add(directory.number)
+            deeper = []
+            for entry in self.entries(directory):
+                inode = self._checked(entry.number, entry.kind)
+                name = path + b"/" + entry.name if path else entry.name
+                yield name, inode
+                if stat.S_ISDIR(inode.mode):
+                    deeper.append((name, inode, depth + 1))
+            waiting.extend(reversed(deeper))
+
+    def _checked(self, number: int, kind: int) -> Inode:
+        inode = self.inode(number)
+        if file_type(inode.mode) != kind:
+            raise CorruptError(f"EROFS image: inode {number} is of another type than its directory says")
+        return inode
+
+    def _check_content(self, number: int, size: int, place: int, tail_at: int | None) -> None:
+        plain = size if tail_at is None else size - size % BLOCK
+        tail = size - plain
+        if plain and (place < 1 or place * BLOCK + plain > self._size):
+            raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
+        if tail and tail_at is not None and tail_at % BLOCK + tail > BLOCK:
+            raise CorruptError(f"EROFS image: the end of inode {number} crosses a block")
+
+    def _read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or offset + length > self._size:
+            raise CorruptError("EROFS image: something lies outside the image")
+        return self._exactly(offset, length)
+
+    def _exactly(self, offset: int, length: int) -> bytes:
+        data = self._read_raw(offset, length)
+        if len(data) != length:
+            raise CorruptError(f"EROFS image: {len(data)} bytes at {offset} where {length} should be")
+        return data

@@ -1,0 +1,182 @@
+"""The needs of one startup, written down while it runs: docs/formats/record.md.
+
+`RecordWriter` appends to a file and hands it to the kernel once a second, so that `kill -9` of the daemon costs the
+last second at most. `read_record` takes the file as it is, with a torn last line or none. The mount daemon writes one
+per mount; when training has begun, or at the next start, the record is merged into its `hotset.HotSet`.
+
+One thread of its own flushes; `need` may be called from any thread and never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from bootseer.errors import CorruptError, PermanentError
+from bootseer.fetch.hotset import Record
+from bootseer.fetch.need import MAX_BLOCK, MAX_MS, MAX_NEEDS, Found, Need
+
+SCHEMA = "bootseer.record/1"
+WINDOW_S = 600.0
+"""Needs after so long belong to no startup; usually `end` is called much earlier."""
+_FLUSH_S = 1.0
+_MAX_LINE = 256
+_MAX_FILES = 4096
+
+
+class RecordWriter:
+    """Writes the record of one startup, from now on until `end` or `close`, at most for `window_s`."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        started_s: float,
+        window_s: float = WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin a new file at `path`. Raises `OSError`. `started_s` is the present time, seconds since 1970."""
+        self._window_s = window_s
+        self._clock = clock
+        self._begin = clock()
+        self._files: dict[str, int] = {}
+        self._num_needs = 0
+        self._ended = False
+        self._lines: list[str] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._file: IO[bytes] = path.open("xb", buffering=0)
+        self._append({"schema": SCHEMA, "started_s": started_s})
+        self._flush()
+        self._thread = threading.Thread(target=self._flush_each_second, name="bootseer-record", daemon=True)
+        self._thread.start()
+
+    def need(self, file: str, block: int, found: Found) -> None:
+        """A reader needed a block of the file of this identity for the first time."""
+        passed_s = self._clock() - self._begin
+        with self._changed:
+            if self._ended or passed_s > self._window_s or self._num_needs >= MAX_NEEDS:
+                return
+            number = self._files.get(file)
+            if number is None:
+                if len(self._files) == _MAX_FILES:
+                    return
+                number = self._files[file] = len(self._files)
+                self._append({"file": file})
+            self._num_needs += 1
+            # By hand: this runs with a reader waiting.
+            self._lines.append(f"[{number},{block},{int(passed_s * 1000)},{found:d}]\n")
+            if len(self._lines) == 1:
+                self._changed.notify()
+
+    def end(self) -> None:
+        """The startup is over: training has begun. Later needs are not recorded."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            passed_s = min(self._clock() - self._begin, self._window_s)
+            self._append({"end_ms": int(passed_s * 1000)})
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is left. The file ends here if `end` did not end it before."""
+        self.end()
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._flush()
+        self._file.close()
+
+    def _append(self, value: object) -> None:
+        self._lines.append(json.dumps(value, separators=(",", ":")) + "\n")
+
+    def _flush_each_second(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                self._changed.wait_for(lambda: self._closed, timeout=_FLUSH_S)
+                if self._closed:
+                    return
+            self._flush()
+
+    def _flush(self) -> None:
+        with self._changed:
+            data, self._lines = "".join(self._lines).encode(), []
+        while data:
+            try:
+                data = data[self._file.write(data) :]
+            except OSError:  # a full disk must not end the startup; what is written stays readable
+                return
+
+
+def read_record(path: Path) -> Record:
+    """Read what a `RecordWriter` wrote, as far as it came. Raises `OSError`.
+
+    Raises `CorruptError` when the file is no record, `PermanentError` for a version that this program does not know.
+    What comes after the first line that is not whole or not possible is ignored.
+    """
+    with path.open("rb") as file:
+        started_s = _header(file.readline(_MAX_LINE))
+        files: list[str] = []
+        needs: dict[tuple[int, int], Need] = {}
+        last_ms = 0
+        while len(needs) < MAX_NEEDS:
+            line = file.readline(_MAX_LINE)
+            value = _value(line)
+            if isinstance(value, list):
+                need = _need(value, files, last_ms)
+                if need is None:
+                    break
+                last_ms = need.t_ms
+                needs.setdefault((value[0], value[1]), need)
+            elif isinstance(value, dict) and isinstance(value.get("file"), str) and len(files) < _MAX_FILES:
+                files.append(value["file"])
+            else:
+                if isinstance(value, dict) and _is_number(value.get("end_ms"), MAX_MS):
+                    last_ms = max(last_ms, value["end_ms"])
+                break
+    return Record(started_s, last_ms, tuple(needs.values()))
+
+
+def _header(line: bytes) -> float:
+    value = _value(line)
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(schema, str) or not schema.startswith("bootseer.record/"):
+        raise CorruptError("this is not the record of a startup")
+    if schema != SCHEMA:
+        raise PermanentError(f"a record of the version {schema!r}; this BootSeer knows {SCHEMA}")
+    started_s = value.get("started_s")
+    if isinstance(started_s, bool) or not isinstance(started_s, int | float) or not 0 <= started_s < 2**40:
+        raise CorruptError("a record does not say when it began")
+    return float(started_s)
+
+
+def _value(line: bytes) -> object:
+    """What a whole line says; None for all others."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _need(value: list[object], files: list[str], last_ms: int) -> Need | None:
+    if len(value) != 4:
+        return None
+    number, block, t_ms, found = value
+    limits = (len(files), MAX_BLOCK, MAX_MS, len(Found))
+    if not all(_is_number(item, limit) for item, limit in zip(value, limits, strict=True)):
+        return None
+    # Two threads may have looked at the clock in one order and written in the other.
+    return Need(files[number], block, max(t_ms, last_ms), Found(found))  # type: ignore[arg-type, call-overload]
+
+
+def _is_number(value: object, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit

@@ -1,0 +1,410 @@
+"""Decide which blocks to fetch next, and how many at once.
+
+The fetcher reports what happened: a reader wants blocks, a block arrived, a request failed. `tick` answers with the
+requests to start now and when to ask again. The rules:
+
+- A reader's block (`DEMAND`) goes first and has slots and bytes that prefetch cannot take, because a blocked `read(2)`
+  stalls the whole container. A queued prefetch that a reader wants is promoted; a running one is not asked for again
+  but counts as the reader's from then on.
+- Hot blocks go in the order of recorded need, adjacent ones in one request, as long as the hot set proves its worth
+  (`worth`). Until then they give way whenever a reader waits for a block that is not hot.
+- Cold blocks go when hot ones are done and readers are silent.
+- What runs is bounded in requests and bytes; the pace of each origin is learned (`pace`).
+- Failed blocks are tried again with growing pauses. A reader's block that is late is asked for a second time (hedge).
+
+Readers have deadlines, which their keeper (`tickets`) watches: it says `cancelled`, and a block without readers falls
+back to the purpose that it has besides. Called by `fetcher`, with a lock held, and by simulations in virtual time.
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bootseer.errors import BootseerError, CorruptError, PermanentError
+from bootseer.fetch.ledger import Counts, Fetch, Geometry, Ledger
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.queues import Key, Origin, Wanted
+from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.worth import Worth
+
+# Never ask to be called again at once: a clock may stand still.
+_MIN_SLEEP_S = 0.001
+# A window holds several requests, so that one ends while the others fill the line.
+_REQUESTS_PER_WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do now."""
+
+    fetches: list[Fetch]
+    cancelled: list[int]
+    """Numbers of running requests that can bring nothing new any more."""
+    given_up: list[tuple[int, int, BootseerError]]
+    """File, block and reason: their readers will not get them."""
+    wake_at: float | None
+    """Call `tick` then, even if nothing happens. None: nothing to do before something happens."""
+
+
+class Scheduler:
+    """All files of one fetcher. `jitter` gives random numbers from 0 to 1; `now` is seconds of one clock throughout."""
+
+    def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
+        self._settings = settings
+        self._jitter = jitter
+        self._ledger = Ledger(settings)
+        self._late: list[tuple[float, Key]] = []
+        self._given_up: list[tuple[int, int, BootseerError]] = []
+        self._last_need: float | None = None
+        self._hedge_credit = settings.first_hedge_credit
+        self._rush = False
+        self.worth = Worth(settings)
+        self.prefetch_error: BootseerError | None = None
+        """Why a prefetch was given up most recently."""
+
+    @property
+    def counts(self) -> Counts:
+        """What was done so far."""
+        return self._ledger.counts
+
+    @property
+    def inflight_bytes(self) -> int:
+        """What the running requests may still bring."""
+        return self._ledger.inflight_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is wanted and nothing runs."""
+        ledger = self._ledger
+        return not (ledger.wanted or ledger.running or any(origin.cold for origin in ledger.origins.values()))
+
+    # What happened
+
+    def add(self, geometry: Geometry, origin: str) -> int:
+        """A new file; files of the same origin share its pace. Returns the file's number."""
+        return self._ledger.add(geometry, origin)
+
+    def have(self, file: int, block: int) -> None:
+        """The block is here: from an earlier start, or another process brought it."""
+        self._ledger.done((file, block))
+
+    def needed(self, file: int, block: int, now: float) -> None:
+        """A reader needs the block for the first time, whether it is here or not."""
+        self.worth.needed(bool(self._ledger.files[file].hot[block]))
+        self._last_need = now
+
+    def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
+        """Somebody wants these blocks. A reader that wants a block says `cancelled` if it leaves before the block is
+        here or given up. A block that was here and is wanted again is fetched again."""
+        if purpose is Purpose.DEMAND:
+            self._last_need = now
+            for block in blocks:
+                if self._ledger.demand((file, block)):
+                    self._watch((file, block), now)
+        else:
+            for block in blocks:
+                self._ledger.prefetch((file, block), purpose)
+
+    def want_rest(self, file: int, blocks: range, now: float) -> None:
+        """All these blocks are wanted, cold; those that are here already do not matter."""
+        self._ledger.files[file].origin.cold.append((file, blocks))
+        if self._last_need is None:  # a file that nobody has read yet is about to be read
+            self._last_need = now
+
+    def rush(self) -> None:
+        """Everything is wanted, and soon: nothing waits for readers' silence, and no hot set is judged."""
+        self._rush = True
+
+    def stop_prefetch(self, file: int) -> None:
+        """Nothing of this file is wanted in advance any more."""
+        self._ledger.stop_prefetch(file)
+
+    def cancelled(self, file: int, blocks: Iterable[int]) -> None:
+        """One reader does not wait for these blocks any more."""
+        for block in blocks:
+            self._ledger.leave((file, block))
+
+    def arrived(self, number: int, block: int, now: float) -> None:
+        """A running request brought a block, verified."""
+        request = self._ledger.running[number]
+        self._ledger.received(request, block, now)
+        if request.fetch.purpose is Purpose.DEMAND:
+            self._hedge_credit = min(self._hedge_credit + self._settings.hedge_credit, self._settings.max_hedge_credit)
+        key = (request.fetch.file, block)
+        self._ledger.detach(number, key)
+        self._ledger.done(key)
+
+    def elsewhere(self, number: int, block: int) -> None:
+        """Another process is about to bring a block of this request. `have` or `freed` follows."""
+        request = self._ledger.running[number]
+        self._ledger.release(request, block)
+        wanted = self._ledger.detach(number, (request.fetch.file, block))
+        if wanted is not None:
+            wanted.elsewhere = True
+
+    def freed(self, file: int, block: int) -> None:
+        """The other process stopped without bringing the block."""
+        wanted = self._ledger.wanted.get((file, block))
+        if wanted is not None and wanted.elsewhere:
+            wanted.elsewhere = False
+            self._ledger.requeue((file, block))
+
+    def failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
+        """One block of a running request cannot be used; the request goes on."""
+        request = self._ledger.running[number]
+        self._ledger.received(request, block, now)
+        self._lost(number, (request.fetch.file, block), error, now)
+
+    def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
+        """A request has ended, `error` says why when it broke off. Blocks that it did not bring are tried again."""
+        request = self._ledger.end(number)
+        pace = request.origin.pace
+        if request.cancelled:
+            pass  # it broke off because we wanted it to
+        elif error is None:
+            pace.succeeded(request.origin.num_running + 1)
+        else:
+            self.counts.failures += 1
+            pace.failed(error, request.started, now, self._jitter())
+        for block in list(request.left):
+            self._ledger.release(request, block)
+            self._lost(number, (request.fetch.file, block), error, now)
+
+    # What is known
+
+    def in_flight(self, file: int, block: int) -> bool:
+        """Whether the block is on its way."""
+        wanted = self._ledger.wanted.get((file, block))
+        return wanted is not None and wanted.on_its_way
+
+    def is_wanted(self, file: int, block: int) -> bool:
+        """Whether anybody still wants the block."""
+        return (file, block) in self._ledger.wanted
+
+    def error(self, file: int, block: int) -> BootseerError | None:
+        """Why the latest attempt for a block that is still wanted failed."""
+        wanted = self._ledger.wanted.get((file, block))
+        return wanted.error if wanted else None
+
+    # What to do
+
+    def tick(self, now: float) -> Plan:
+        """The requests to start now, and when to ask again."""
+        fetches: list[Fetch] = []
+        origins = list(self._ledger.origins.values())
+        for origin in origins:
+            for key in origin.due(now):
+                wanted = self._ledger.wanted.get(key)
+                if wanted is not None and wanted.later:
+                    wanted.later = False
+                    self._ledger.requeue(key)
+        self._start_hedges(now, fetches)
+        for origin in origins:
+            self._start_demand(origin, now, fetches)
+        for origin in origins:
+            self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin), now, fetches)
+        if self._cold_from(now) <= now:
+            for origin in origins:
+                self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now, fetches)
+        cancelled, self._ledger.cancelled = self._ledger.cancelled, []
+        given_up, self._given_up = self._given_up, []
+        return Plan(fetches, cancelled, given_up, self._wake_at(now))
+
+    def _start_demand(self, origin: Origin, now: float, fetches: list[Fetch]) -> None:
+        if now < origin.pace.paused_until:
+            return
+
+        def eligible(key: Key) -> bool:
+            return key in origin.demand or (not self._hot_suspended and self._is_next(key, Purpose.HOT))
+
+        while origin.demand and self._has_demand_slot(origin):
+            key = next(iter(origin.demand))
+            room = self._settings.inflight_bytes - self._ledger.inflight_bytes
+            blocks, sizes = self._ledger.run(key, min(self._settings.demand_bytes, room), eligible)
+            if sum(sizes) > room and self._ledger.inflight_bytes:
+                return
+            fetches.append(self._launch(key[0], blocks, sizes, Purpose.DEMAND, now))
+
+    def _start_prefetch(
+        self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
+    ) -> None:
+        if now < max(origin.pace.paused_until, origin.pace.prefetch_after) or not window_bytes:
+            return
+
+        def eligible(key: Key) -> bool:
+            return self._is_next(key, purpose)
+
+        while origin.num_running < origin.pace.limit:
+            key = self._next_hot(origin) if purpose is Purpose.HOT else self._next_cold(origin)
+            if key is None:
+                return
+            most = self._settings.inflight_bytes - self._settings.reserved_bytes - self._ledger.inflight_bytes
+            room = min(window_bytes - origin.prefetch_bytes, most)
+            blocks, sizes = self._ledger.run(
+                key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
+            )
+            # One block may go alone, however small the window.
+            if sum(sizes) > (room if origin.num_prefetch else most) and self._ledger.inflight_bytes:
+                return
+            fetches.append(self._launch(key[0], blocks, sizes, purpose, now))
+
+    def _start_hedges(self, now: float, fetches: list[Fetch]) -> None:
+        while self._late and self._late[0][0] <= now:
+            late_at, key = heapq.heappop(self._late)
+            wanted = self._ledger.wanted.get(key)
+            if wanted is None or wanted.late_at != late_at or not self._may_hedge(wanted):
+                continue
+            origin = self._ledger.origin_of(key)
+            room = self._settings.inflight_bytes - self._ledger.inflight_bytes
+
+            def eligible(other: Key, hedges: int = wanted.hedges) -> bool:
+                beside = self._ledger.wanted.get(other)
+                return beside is not None and beside.hedges == hedges and self._may_hedge(beside)
+
+            blocks, sizes = self._ledger.run(key, min(self._settings.demand_bytes, room), eligible)
+            if (
+                now < origin.pace.paused_until
+                or self._hedge_credit < 1
+                or sum(sizes) > room
+                or not self._has_demand_slot(origin)
+            ):
+                self._watch(key, now)
+                continue
+            self._hedge_credit -= 1
+            for block in blocks:
+                self._ledger.wanted[key[0], block].hedges += 1
+            fetches.append(self._launch(key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True))
+
+    def _may_hedge(self, wanted: Wanted) -> bool:
+        return wanted.readers > 0 and wanted.on_its_way and wanted.hedges < self._settings.max_hedges
+
+    def _has_demand_slot(self, origin: Origin) -> bool:
+        return origin.num_running < origin.pace.limit + self._settings.reserved_requests
+
+    def _launch(
+        self, file: int, blocks: range, sizes: list[int], purpose: Purpose, now: float, *, hedge: bool = False
+    ) -> Fetch:
+        fetch = self._ledger.launch(file, blocks, sizes, purpose, now, hedge=hedge)
+        if purpose is Purpose.DEMAND:
+            for block in blocks:
+                self._watch((file, block), now)
+        return fetch
+
+    def _watch(self, key: Key, now: float) -> None:
+        """A reader's block is on its way: remember when that has taken too long."""
+        wanted = self._ledger.wanted[key]
+        if self._may_hedge(wanted):
+            wanted.late_at = now + self._ledger.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
+            heapq.heappush(self._late, (wanted.late_at, key))
+
+    # Prefetch
+
+    @property
+    def _hot_suspended(self) -> bool:
+        return self.worth.suspended and not self._rush
+
+    def _hot_window(self, origin: Origin) -> int:
+        window_bytes = origin.pace.window_bytes()
+        if self._rush or self.worth.proven:
+            return window_bytes
+        return 0 if self._ledger.uncovered else self.worth.allowance(window_bytes)
+
+    def _next_hot(self, origin: Origin) -> Key | None:
+        while origin.hot:
+            if self._is_next(origin.hot[0], Purpose.HOT):
+                return origin.hot[0]
+            origin.hot.popleft()
+        return None
+
+    def _next_cold(self, origin: Origin) -> Key | None:
+        while origin.cold:
+            file, blocks = origin.cold[0]
+            for position, block in enumerate(blocks):
+                if self._is_next((file, block), Purpose.COLD):
+                    origin.cold[0] = file, blocks[position:]
+                    return file, block
+                wanted = self._ledger.wanted.get((file, block))
+                if wanted is not None and wanted.prefetch is None:
+                    wanted.prefetch = Purpose.COLD  # only a reader wants it now, and readers may leave
+            origin.cold.popleft()
+        return None
+
+    def _is_next(self, key: Key, purpose: Purpose) -> bool:
+        """Whether a block can be prefetched now. Cold ones come last, with hot ones that were suspended."""
+        wanted = self._ledger.wanted.get(key)
+        if wanted is None:
+            return purpose is Purpose.COLD and not self._ledger.files[key[0]].done[key[1]]
+        return (
+            wanted.queued
+            and wanted.purpose is not None
+            and wanted.purpose <= Purpose.HOT
+            and (purpose is Purpose.COLD or wanted.purpose is Purpose.HOT)
+        )
+
+    def _cold_from(self, now: float) -> float:
+        """When cold blocks may go, if nothing happens before."""
+        if self._ledger.hot_left and not self._hot_suspended:
+            return float("inf")
+        if self._rush or self._last_need is None:
+            return now
+        return float("inf") if self._ledger.num_demanded else self._last_need + self._settings.silence_s
+
+    # Failures
+
+    def _lost(self, number: int, key: Key, error: BootseerError | None, now: float) -> None:
+        """Request `number` did not bring a block."""
+        wanted = self._ledger.detach(number, key)
+        if wanted is None:
+            return
+        wanted.error = error or wanted.error
+        if wanted.on_its_way:
+            return
+        purpose = wanted.purpose
+        if purpose is None or error is None:
+            self._ledger.requeue(key)
+            return
+        wanted.attempts += 1
+        wanted.corrupt += isinstance(error, CorruptError)
+        if self._is_final(wanted, error, purpose):
+            self._give_up(key, wanted, error)
+            return
+        pause = min(self._settings.backoff_s * 2 ** min(wanted.attempts - 1, 20), self._settings.max_backoff_s)
+        wanted.later = True
+        until = now + pause * (0.5 + 0.5 * self._jitter())
+        origin = self._ledger.origin_of(key)
+        origin.postpone(key, max(until, origin.pace.paused_until))
+
+    def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:
+        if isinstance(error, CorruptError):
+            return wanted.corrupt >= self._settings.corrupt_attempts
+        attempts = self._settings.attempts(purpose)
+        return isinstance(error, PermanentError) or (attempts is not None and wanted.attempts >= attempts)
+
+    def _give_up(self, key: Key, wanted: Wanted, error: BootseerError) -> None:
+        if wanted.readers:
+            self._given_up.append((*key, error))
+        if wanted.prefetch is not None:
+            self.counts.dropped += 1
+            self.prefetch_error = error
+        self._ledger.forget(key)
+        if isinstance(error, PermanentError) and not isinstance(error, CorruptError):
+            self.prefetch_error = error
+            self._ledger.stop_prefetch(key[0])  # the next block would be refused too
+
+    def _wake_at(self, now: float) -> float | None:
+        times = [late[0] for late in self._late[:1]]
+        may_wait = False
+        for origin in self._ledger.origins.values():
+            times += [later[0] for later in origin.later[:1]]
+            if origin.demand:
+                times.append(origin.pace.paused_until)
+            if origin.hot or origin.cold:
+                times += [origin.pace.paused_until, origin.pace.prefetch_after]
+            may_wait |= bool(origin.cold)
+        if may_wait:
+            times.append(self._cold_from(now))
+        times = [time for time in times if time > now and time != float("inf")]
+        return max(min(times), now + _MIN_SLEEP_S) if times else None

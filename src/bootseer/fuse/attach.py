@@ -1,0 +1,124 @@
+"""Tie an open /dev/fuse to a folder, and take it off again: by mount(2) as root, through fusermount3 otherwise.
+
+The program fusermount3 is set-uid root; it opens the device, mounts, and hands the descriptor back over a socket.
+Who calls: `session`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.fuse import syscalls
+from bootseer.fuse.protocol import MAX_READ
+
+DEVICE = Path("/dev/fuse")
+HELPER = "fusermount3"
+_HELPER_DEADLINE_S = 10.0
+_READ_AHEAD_KIB = MAX_READ // 1024
+
+
+def attach(target: Path, *, label: str) -> int:
+    """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table."""
+    if "," in label or "\\" in label:
+        raise PermanentError(f"{label!r} cannot be shown in the mount table")
+    return _by_kernel(target, label) if os.geteuid() == 0 else _by_helper(target, label)
+
+
+def _by_kernel(target: Path, label: str) -> int:
+    try:
+        device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise AccessError(f"cannot open {DEVICE}: {error.strerror}") from error
+    options = (
+        f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},"
+        f"allow_other,default_permissions,max_read={MAX_READ}"
+    )
+    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    try:
+        syscalls.mount("fuse.bootseer", label, target, flags=flags, options=options)
+    except BaseException:
+        os.close(device)
+        raise
+    return device
+
+
+def _by_helper(target: Path, label: str) -> int:
+    helper = shutil.which(HELPER)
+    if helper is None:
+        raise AccessError(f"{HELPER} is not there, and only root may mount without it: apt-get install fuse3")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    options = f"ro,nosuid,nodev,default_permissions,max_read={MAX_READ},fsname={label},subtype=bootseer"
+    with ours, theirs:
+        ours.settimeout(_HELPER_DEADLINE_S)
+        try:
+            ended = subprocess.run(
+                [helper, "-o", options, "--", str(target)],
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HELPER_DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TransientError(f"{HELPER} did not mount {target} in {_HELPER_DEADLINE_S:g} s") from error
+        if ended.returncode != 0:
+            said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise AccessError(f"cannot mount {target}: {said[-1] if said else f'{HELPER} failed'}")
+        return _receive(ours, target)
+
+
+def _receive(link: socket.socket, target: Path) -> int:
+    numbers = array.array("i", [0])
+    try:
+        _, extra, _, _ = link.recvmsg(1, socket.CMSG_SPACE(numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise PermanentError(f"{HELPER} handed over no descriptor for {target}: {error}") from error
+    for level, kind, data in extra:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= numbers.itemsize:
+            return int(array.array("i", data[: numbers.itemsize])[0])
+    raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
+
+
+def detach(target: Path, *, force: bool = False) -> None:
+    """Unmount. Raises `TransientError` while somebody uses it.
+
+    With `force` it disappears from the tree of files at once, and as root whoever still reads gets an error.
+    """
+    if os.geteuid() == 0:
+        # Lazily alone, a reader that waits would keep the connection alive; force alone, an open file the mount.
+        syscalls.unmount(target, flags=syscalls.MNT_FORCE | syscalls.MNT_DETACH if force else 0)
+        return
+    helper = shutil.which(HELPER)
+    if helper is None:
+        raise AccessError(f"cannot unmount {target}: {HELPER} is not there")
+    argv = [helper, "-u", *(["-z"] if force else []), "--", str(target)]
+    try:
+        ended = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELPER_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TransientError(f"{HELPER} did not unmount {target} in {_HELPER_DEADLINE_S:g} s") from error
+    if ended.returncode != 0:
+        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise TransientError(f"cannot unmount {target}: {said[-1] if said else f'{HELPER} failed'}")
+
+
+def widen_read_ahead(target: Path, kib: int = _READ_AHEAD_KIB) -> bool:
+    """Let the kernel read ahead as much as one request carries; its default of 128 KiB makes eight requests of it.
+
+    Only root may; True when it was done. Waits until the mount answers.
+    """
+    with contextlib.suppress(OSError, BootseerError):
+        device = target.stat().st_dev
+        knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+        knob.write_text(str(kib))
+        return True
+    return False

@@ -1,0 +1,124 @@
+"""The document of a converted image: its configuration and the block files of its layers.
+
+A store keeps it under `images/sha256-<hex>`, the digest of the image's manifest, so that users keep their image names:
+whoever resolves a name to a manifest finds the converted image. The bytes depend on the source alone. The format is
+written down in docs/formats/image.md. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import Stored
+
+SCHEMA = "bootseer.image/1"
+MAX_DOCUMENT_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 4 << 20
+MAX_LAYERS = 500  # what overlayfs mounts at once
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """A layer as an EROFS image in blocks.
+
+    Digests are of the layer as the image's manifest and configuration name it; empty for a layer that was made from
+    something else: a folder, or the attributes of the root directory.
+    """
+
+    source_digest: str
+    diff_id: str
+    file: BlockFile
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDocument:
+    """A converted image. `config` is the OCI image configuration; `layers` are bottom first."""
+
+    digest: str
+    config: Mapping[str, object]
+    layers: tuple[LayerFile, ...]
+
+    @property
+    def name(self) -> str:
+        """What the document is called in a store."""
+        return document_name(self.digest)
+
+    @property
+    def objects(self) -> tuple[Stored, ...]:
+        """All objects of the store that the image needs, each once."""
+        return tuple(dict.fromkeys(stored for layer in self.layers for stored in layer.file.objects))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all layers, uncompressed."""
+        return sum(layer.file.size_bytes for layer in self.layers)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all layers as the store keeps them."""
+        return sum(layer.file.stored_bytes for layer in self.layers)
+
+    def encode(self) -> bytes:
+        """JSON; the same image gives the same bytes."""
+        value = {
+            "schema": SCHEMA,
+            "digest": self.digest,
+            "config": self.config,
+            "layers": [
+                {"source_digest": layer.source_digest, "diff_id": layer.diff_id, "file": layer.file.as_json()}
+                for layer in self.layers
+            ],
+        }
+        data = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise PermanentError(f"image {self.digest}: its document would have {len(data)} bytes, too many to read")
+        return data
+
+    @classmethod
+    def parse(cls, data: bytes) -> ImageDocument:
+        """Read a document. Raises `CorruptError`, or `PermanentError` for one of another version."""
+        value = parse_json(data, "image document", MAX_DOCUMENT_BYTES)
+        if value.get("schema") != SCHEMA:
+            raise PermanentError(f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}")
+        digest, config, rows = value.get("digest"), value.get("config"), value.get("layers")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise CorruptError("image document: no digest")
+        if not isinstance(config, dict):
+            raise CorruptError(f"image document of {digest}: no configuration")
+        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_LAYERS:
+            raise CorruptError(f"image document of {digest}: no layers, or more than {MAX_LAYERS}")
+        return cls(digest, config, tuple(_layer(row, digest) for row in rows))
+
+
+def document_name(digest: str) -> str:
+    """Where a store keeps the document of the image with this manifest digest (`sha256:…`)."""
+    return "images/" + digest.replace(":", "-")
+
+
+def parse_json(data: bytes, what: str, limit: int) -> dict[str, object]:
+    """A JSON object from outside, at most `limit` bytes of it. Raises `CorruptError` for anything else."""
+    if len(data) > limit:
+        raise CorruptError(f"{what}: {len(data)} bytes, more than the {limit} that are read")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{what}: not a JSON object")
+    return value
+
+
+def _layer(row: object, digest: str) -> LayerFile:
+    if not isinstance(row, dict):
+        raise CorruptError(f"image document of {digest}: a layer is not an object")
+    digests = (row.get("source_digest"), row.get("diff_id"))
+    for found in digests:
+        if not isinstance(found, str) or not (not found or _DIGEST.fullmatch(found)):
+            raise CorruptError(f"image document of {digest}: a layer has no digests")
+    return LayerFile(str(digests[0]), str(digests[1]), BlockFile.from_json(row.get("file")))

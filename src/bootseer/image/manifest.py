@@ -1,0 +1,144 @@
+"""Manifests, indexes and configurations of images, as registries, layouts and archives hold them.
+
+OCI and Docker (schema 2) documents mean the same and are read the same. What BootSeer cannot convert is refused here,
+with the reason: the ancient schema 1, layers that lie elsewhere, artifacts that are not images. Decides and touches
+nothing. Called by `source`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootseer.errors import CorruptError, PermanentError, UsageError
+from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, parse_json
+
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_LAYER_BYTES = 1 << 42
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1"
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+_CONFIGS = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
+_LAYERS = ("application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.image.rootfs.diff.tar")
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where an image runs. An empty variant fits any."""
+
+    os: str
+    architecture: str
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "/".join(part for part in (self.os, self.architecture, self.variant) if part)
+
+    @classmethod
+    def parse(cls, text: str) -> Platform:
+        """`os/architecture[/variant]`. Raises `UsageError`."""
+        parts = text.split("/")
+        if not 2 <= len(parts) <= 3 or not all(re.fullmatch(r"[a-z0-9_.-]+", part) for part in parts):
+            raise UsageError(f"{text!r} is not a platform", hint="use os/architecture, like linux/arm64")
+        return cls(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a document says of a blob."""
+
+    digest: str
+    size_bytes: int
+    media_type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One image for one platform."""
+
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+
+
+def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mapping[str, object]:
+    """A manifest, or an index as it stands, for `choose`. `media_type` is what came with it, if anything did."""
+    value = parse_json(data, f"{where}: the manifest", MAX_MANIFEST_BYTES)
+    said = str(value.get("mediaType") or media_type)
+    if value.get("schemaVersion") == 1 or said.startswith(_SCHEMA_1):
+        raise PermanentError(f"{where}: an image of the old schema 1; push it again with a tool of this decade")
+    if said in _INDEXES or ("manifests" in value and "layers" not in value):
+        return value
+    config, rows = value.get("config"), value.get("layers")
+    if not isinstance(config, dict) or not isinstance(rows, list):
+        raise PermanentError(f"{where}: not an image, its manifest has no configuration or no layers")
+    if not 1 <= len(rows) < MAX_LAYERS:
+        raise PermanentError(f"{where}: {len(rows)} layers; 1 to {MAX_LAYERS - 1} can be mounted")
+    found = _descriptor(config, f"{where}: the configuration", MAX_CONFIG_BYTES)
+    if found.media_type and found.media_type not in _CONFIGS:
+        raise PermanentError(f"{where}: not an image but {found.media_type}")
+    return Manifest(found, tuple(_layer(row, f"{where}: layer {number}") for number, row in enumerate(rows, 1)))
+
+
+def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descriptor:
+    """The manifest of an index for this platform. Raises `PermanentError` naming those that there are."""
+    rows = index.get("manifests")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise CorruptError(f"{where}: the index has no list of manifests")
+    offered = []
+    for row in rows:
+        said = row.get("platform")
+        if not isinstance(said, dict):
+            if len(rows) == 1:
+                return _descriptor(row, where, MAX_MANIFEST_BYTES)
+            continue
+        found = Platform(str(said.get("os")), str(said.get("architecture")), str(said.get("variant") or ""))
+        offered.append(found)
+        if (found.os, found.architecture) == (platform.os, platform.architecture) and (
+            not platform.variant or found.variant in {"", platform.variant}
+        ):
+            return _descriptor(row, where, MAX_MANIFEST_BYTES)
+    known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none is said"
+    raise PermanentError(f"{where}: no image for {platform}; there is one for: {known}")
+
+
+def read_diff_ids(config: Mapping[str, object], layers: int, where: str) -> tuple[str, ...]:
+    """The digests of the uncompressed layers. Raises `CorruptError` when there are not as many as layers."""
+    rootfs = config.get("rootfs")
+    found = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
+    if not isinstance(found, list) or len(found) != layers:
+        raise CorruptError(f"{where}: the configuration does not name the {layers} layers of the manifest")
+    for diff_id in found:
+        if not isinstance(diff_id, str) or not _DIGEST.fullmatch(diff_id):
+            raise CorruptError(f"{where}: the configuration names a layer that is no sha256 digest")
+    return tuple(found)
+
+
+def read_config(data: bytes, where: str) -> dict[str, object]:
+    """The configuration of an image."""
+    return parse_json(data, f"{where}: the configuration", MAX_CONFIG_BYTES)
+
+
+def _layer(row: object, where: str) -> Descriptor:
+    layer = _descriptor(row, where, MAX_LAYER_BYTES)
+    kind = layer.media_type
+    if "foreign" in kind or "nondistributable" in kind or (isinstance(row, dict) and row.get("urls")):
+        raise PermanentError(f"{where}: lies outside the registry ({kind}); such layers cannot be converted")
+    if "encrypted" in kind:
+        raise PermanentError(f"{where}: is encrypted ({kind}); decrypt the image first")
+    if kind and not kind.startswith(_LAYERS):
+        raise PermanentError(f"{where}: {kind} is no layer of a file system")
+    return layer
+
+
+def _descriptor(row: object, where: str, limit: int) -> Descriptor:
+    if not isinstance(row, dict):
+        raise CorruptError(f"{where}: no descriptor")
+    digest, size, media_type = row.get("digest"), row.get("size"), row.get("mediaType", "")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise PermanentError(f"{where}: {str(digest)[:100]!r} is not a sha256 digest")
+    if type(size) is not int or not 0 <= size <= limit or not isinstance(media_type, str):
+        raise CorruptError(f"{where}: its descriptor has no valid size")
+    return Descriptor(digest, size, media_type)

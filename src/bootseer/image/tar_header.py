@@ -1,0 +1,232 @@
+"""One tar header and the records that go with it: v7, ustar, star, GNU and pax, byte for byte as they stand.
+
+Names stay bytes, numbers stay exact (times are not put through floats), and every length is checked. Which headers
+belong together and where data lies is `tar`'s affair. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import unquote_to_bytes
+
+from bootseer.errors import CorruptError
+
+BLOCK = 512
+MAX_SEGMENTS = 1 << 18
+"""Pieces of one sparse file."""
+_FIELDS = struct.Struct("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12s")
+_ZERO = bytes(BLOCK)
+_SPACES = b" " * 8
+_TIME = re.compile(rb"(-?)([0-9]{1,19})(?:\.([0-9]*))?")
+_DECIMAL = re.compile(rb"[0-9]{1,19}")
+_SCHILY = b"SCHILY.xattr."
+_LIBARCHIVE = b"LIBARCHIVE.xattr."
+
+Segment = tuple[int, int]
+"""Offset in the file and length of a piece that is not a hole."""
+
+
+@dataclass(slots=True)
+class Header:
+    """A member as its own block describes it; `records` change it afterwards."""
+
+    name: bytes
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    """Bytes that follow in the archive."""
+    mtime_ns: int
+    kind: bytes
+    link: bytes
+    rdev: tuple[int, int]
+    segments: list[Segment] | None = None
+    """Of a sparse file. `real_size` is the size with holes."""
+    real_size: int = 0
+    more_segments: bool = False
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Records:
+    """What a pax header says of the member behind it."""
+
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    sparse: list[Segment] = field(default_factory=list)
+    """The map of GNU's format 0.0, whose keys repeat."""
+
+
+def parse_header(block: bytes) -> Header | None:
+    """A header, or None for a block of zeros. Raises `CorruptError`."""
+    if block == _ZERO:
+        return None
+    said = _number(block[148:156])
+    # Spaces stand in for the checksum itself. Some old programs summed signed bytes.
+    total = sum(block) - sum(block[148:156]) + sum(_SPACES)
+    if said != total and said != total - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
+        raise CorruptError("a tar header has a wrong checksum")
+    (name, mode, uid, gid, size, mtime, _, kind, link, magic, _, _, major, minor, prefix, _) = _FIELDS.unpack(block)
+    header = Header(
+        _text(name),
+        _number(mode) & 0o7777,
+        _number(uid),
+        _number(gid),
+        _number(size),
+        _number(mtime) * 1_000_000_000,
+        kind,
+        _text(link),
+        (0, 0),
+    )
+    if magic[:5] == b"ustar":
+        if kind in {b"3", b"4"}:
+            header.rdev = (_number(major), _number(minor))
+        if magic[:6] == b"ustar\0":
+            # star keeps times behind 131 bytes of prefix, and says so at the end.
+            start = _text(prefix[:131] if block[508:512] == b"tar\0" else prefix)
+            if start:
+                header.name = start + b"/" + header.name
+    if kind == b"S":
+        header.segments, header.more_segments = parse_gnu_sparse(block[386:482], block[482])
+        header.real_size = _number(block[483:495])
+    if header.size < 0 or header.real_size < 0:
+        raise CorruptError("a tar header has a negative size")
+    return header
+
+
+def parse_gnu_sparse(pieces: bytes, more: int) -> tuple[list[Segment], bool]:
+    """The map of old GNU sparse files: pairs of 12-byte numbers, and whether another block of them follows."""
+    found = []
+    for at in range(0, len(pieces), 24):
+        if not pieces[at]:
+            break
+        found.append((_number(pieces[at : at + 12]), _number(pieces[at + 12 : at + 24])))
+    return found, bool(more)
+
+
+def parse_sparse_map(numbers: list[bytes]) -> list[Segment]:
+    """Pairs of decimal numbers (GNU formats 0.1 and 1.0)."""
+    if len(numbers) % 2 or len(numbers) > 2 * MAX_SEGMENTS:
+        raise CorruptError("the map of a sparse file is not made of pairs, or is too long")
+    values = [decimal(number) for number in numbers]
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def parse_records(data: bytes) -> Records:
+    """The records of a pax header: `length key=value newline`. An empty value takes an earlier one back."""
+    records = Records()
+    at = 0
+    offset: int | None = None
+    while at < len(data):
+        space = data.find(b" ", at, at + 20)
+        length = decimal(data[at:space]) if space > at else 0
+        record = data[space + 1 : at + length]
+        key, equals, value = record[:-1].partition(b"=")
+        if at + length > len(data) or not equals or not key or record[-1:] != b"\n":
+            raise CorruptError("a pax header is damaged")
+        at += length
+        if key == b"GNU.sparse.offset":
+            offset = decimal(value)
+        elif key == b"GNU.sparse.numbytes":
+            if offset is None or len(records.sparse) >= MAX_SEGMENTS:
+                raise CorruptError("the map of a sparse file is damaged, or too long")
+            records.sparse.append((offset, decimal(value)))
+            offset = None
+        elif value:
+            records.values[key] = value
+        else:
+            records.values.pop(key, None)
+    return records
+
+
+def apply_records(header: Header, records: Records) -> None:
+    """Let a pax header say more exactly what the member is."""
+    values = records.values
+    for key in (b"path", b"linkpath"):
+        if b"\0" in values.get(key, b""):
+            raise CorruptError("a pax header names a file with a NUL byte")
+    header.name = values.get(b"GNU.sparse.name") or values.get(b"path", header.name)
+    header.link = values.get(b"linkpath", header.link)
+    if b"size" in values:
+        header.size = decimal(values[b"size"])
+    if b"uid" in values:
+        header.uid = decimal(values[b"uid"])
+    if b"gid" in values:
+        header.gid = decimal(values[b"gid"])
+    if b"mtime" in values:
+        header.mtime_ns = parse_time(values[b"mtime"])
+    header.xattrs = dict(_xattrs(values))
+    real_size = values.get(b"GNU.sparse.realsize") or values.get(b"GNU.sparse.size")
+    if real_size is not None and header.kind != b"S":
+        header.real_size = decimal(real_size)
+        text = values.get(b"GNU.sparse.map")
+        header.segments = parse_sparse_map(text.split(b",")) if text else records.sparse
+        header.more_segments = values.get(b"GNU.sparse.major") == b"1"
+
+
+def check_segments(header: Header, stored: int) -> None:
+    """A sparse map must go upwards, stay inside the file, and fit the bytes that are there."""
+    at = total = 0
+    for offset, length in header.segments or ():
+        if offset < at or length < 0:
+            raise CorruptError("the map of a sparse file is not in order")
+        at = offset + length
+        total += length
+    if at > header.real_size or total > stored:
+        raise CorruptError("the map of a sparse file points behind its end")
+
+
+def parse_time(text: bytes) -> int:
+    """Decimal seconds as nanoseconds, without a float in between; finer digits are dropped."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise CorruptError(f"a pax header has a time that is none: {text[:40]!r}")
+    sign, whole, fraction = found.groups()
+    value = int(whole) * 1_000_000_000 + int((fraction or b"0")[:9].ljust(9, b"0"))
+    return -value if sign else value
+
+
+def decimal(text: bytes) -> int:
+    """A decimal number of a record. Raises `CorruptError`."""
+    if not _DECIMAL.fullmatch(text):
+        raise CorruptError(f"a tar header has a number that is none: {text[:40]!r}")
+    return int(text)
+
+
+def _xattrs(values: dict[bytes, bytes]) -> Iterator[tuple[bytes, bytes]]:
+    for key, value in values.items():
+        if key.startswith(_LIBARCHIVE):
+            name = unquote_to_bytes(key[len(_LIBARCHIVE) :])
+            if _SCHILY + name not in values:  # bsdtar writes both; the other one is not encoded
+                yield name, _base64(value)
+        elif key.startswith(_SCHILY):
+            yield key[len(_SCHILY) :], value
+
+
+def _base64(text: bytes) -> bytes:
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error as error:
+        raise CorruptError("a pax header has an extended attribute that is not base64") from error
+
+
+def _text(raw: bytes) -> bytes:
+    return raw.partition(b"\0")[0]
+
+
+def _number(raw: bytes) -> int:
+    """A number field: octal digits, or base 256 with the highest bit set."""
+    if raw[0] & 0x80:
+        bits = 8 * len(raw) - 1
+        value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
+        return value - (1 << bits) if raw[0] & 0x40 else value
+    digits = raw.strip(b" \0").partition(b"\0")[0].rstrip(b" ")
+    if not digits:
+        return 0
+    if not digits.isdigit() or b"8" in digits or b"9" in digits:
+        raise CorruptError(f"a tar header has a number that is none: {raw[:20]!r}")
+    return int(digits, 8)

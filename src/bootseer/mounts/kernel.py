@@ -1,0 +1,129 @@
+"""The kernel's mount interface: fsopen(2) and its siblings, bind mounts, mount namespaces.
+
+The newer calls are used because they tell in words why a mount failed, take one option at a time instead of a page
+for all, and give a descriptor of a mount that is not attached to any folder yet. Linux 5.2 or newer.
+Who calls: `layers` and `state`; `run` verbs for `unshare_mounts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.fuse import syscalls
+from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
+
+__all__ = ["MNT_DETACH", "create", "is_mount", "mount_points", "move", "number_of", "unmount", "unshare_mounts"]
+
+# The numbers of system calls since 424 are the same on all architectures. Older C libraries have no wrappers.
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
+_FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
+_SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
+_MOVE_FROM_EMPTY_PATH = 4
+_OPEN_TREE_CLONE = 1
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
+_CLONE_NEWNS, _CLONE_FS = 0x0002_0000, 0x200
+MAX_STRING = 255
+"""The longest value of one option."""
+
+libc.syscall.restype = ctypes.c_long
+
+
+def create(kind: str, options: Iterable[tuple[str, str | None]], *, attributes: int = 0) -> int:
+    """Make a mount of file system `kind` that is attached nowhere; returns its descriptor.
+
+    An option without a value is a flag. `attributes` are MS_RDONLY, MS_NOSUID, MS_NODEV.
+    """
+    context = _call(f"mount {kind}", _FSOPEN, ctypes.c_char_p(kind.encode()), _FSOPEN_CLOEXEC)
+    try:
+        for key, value in options:
+            command, data = (_SET_FLAG, None) if value is None else (_SET_STRING, os.fsencode(value))
+            _configure(context, command, key.encode(), data, f"mount {kind}: option {key}")
+        _configure(context, _CMD_CREATE, None, None, f"mount {kind}")
+        return _call(f"mount {kind}", _FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
+    finally:
+        os.close(context)
+
+
+def clone(path: Path) -> int:
+    """A copy of the mount at `path`, attached nowhere (what a bind mount is)."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+    return _call(f"bind {path}", _OPEN_TREE, _AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), flags)
+
+
+def move(mount: int, target: Path) -> None:
+    """Attach a mount to the folder `target`, and close its descriptor in any case."""
+    try:
+        path = ctypes.c_char_p(os.fsencode(target))
+        _call(f"mount on {target}", _MOVE_MOUNT, mount, ctypes.c_char_p(b""), _AT_FDCWD, path, _MOVE_FROM_EMPTY_PATH)
+    finally:
+        os.close(mount)
+
+
+def unmount(target: Path, *, lazy: bool = False) -> None:
+    """Unmount what lies on top of `target`. Nothing happens when nothing is mounted there.
+
+    Raises `TransientError` while it is in use. With `lazy` it disappears at once and ends with its last user.
+    """
+    try:
+        syscalls.unmount(target, flags=MNT_DETACH if lazy else 0)
+    except BootseerError as error:
+        if number_of(error) not in (errno.EINVAL, errno.ENOENT):
+            raise
+
+
+def is_mount(target: Path) -> bool:
+    """Whether something is mounted on `target` in this process's namespace. Does not touch it: it may be dead."""
+    wanted = os.path.realpath(target.parent) + "/" + target.name
+    return any(point == wanted for point in mount_points())
+
+
+def mount_points() -> Iterator[str]:
+    """All mount points of this process's namespace."""
+    with Path("/proc/self/mountinfo").open("rb") as file:
+        for line in file:
+            # Blanks and the like are written as \ooo.
+            yield os.fsdecode(line.split(b" ", 5)[4].decode("unicode_escape").encode("latin-1"))
+
+
+def unshare_mounts() -> None:
+    """Give this process mounts of its own: what it mounts from now on ends with its last process, even by kill -9.
+
+    What others mount later still shows up here. Call it before any thread starts: only the calling one moves.
+    """
+    check(libc.unshare(_CLONE_NEWNS), "make a mount namespace")
+    check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "keep mounts to ourselves")
+
+
+def own_working_folder() -> None:
+    """Let this thread change its working folder without changing that of the others."""
+    check(libc.unshare(_CLONE_FS), "leave the shared working folder")
+
+
+def _call(step: str, number: int, *arguments: object) -> int:
+    return check(int(libc.syscall(ctypes.c_long(number), *arguments)), step)
+
+
+def _configure(context: int, command: int, key: bytes | None, value: bytes | None, step: str) -> None:
+    if value is not None and len(value) > MAX_STRING:
+        raise failure(step, errno.ENAMETOOLONG)
+    result = libc.syscall(ctypes.c_long(_FSCONFIG), context, command, ctypes.c_char_p(key), ctypes.c_char_p(value), 0)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise failure(step, number, _explanation(context))
+
+
+def _explanation(context: int) -> str:
+    """What the kernel wrote into the log of a mount context, in one line."""
+    words = []
+    with contextlib.suppress(OSError):  # ENODATA when all was read
+        while message := os.read(context, 1024):
+            words.append(message.decode("utf-8", "replace").partition(" ")[2].strip())
+    return "; ".join(words)

@@ -1,0 +1,147 @@
+"""Mount the layers of an image: each an EROFS file, all together an overlay.
+
+Who calls: the parts that mount images and environment snapshots, and `state` for layers that stay mounted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.fuse import syscalls
+from bootseer.fuse.syscalls import MS_RDONLY, number_of
+from bootseer.mounts import kernel
+from bootseer.mounts.loop import attach_loop
+
+MAX_LAYERS = 500
+"""What overlayfs takes."""
+
+
+def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
+    """Mount the EROFS file `path`, read-only, on `target`.
+
+    Straight from the file where the kernel can (6.12), else through a loop device; `loop` forces one or the other.
+    """
+    if not loop:
+        try:
+            kernel.move(kernel.create("erofs", [("source", str(path)), ("ro", None)], attributes=MS_RDONLY), target)
+            return
+        except BootseerError as error:
+            # ENOTBLK: this kernel wants a block device. All else would fail with one too.
+            if number_of(error) != errno.ENOTBLK or loop is False:
+                raise _named(error, path) from error
+    device, held = attach_loop(path)
+    try:
+        kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=MS_RDONLY), target)
+    except BootseerError as error:
+        raise _named(error, path) from error
+    finally:
+        os.close(held)
+
+
+def _named(error: BootseerError, path: Path) -> BootseerError:
+    named = type(error)(f"{path}: {error}")
+    named.__cause__ = error.__cause__
+    return named
+
+
+def mount_overlay(
+    lowers: Sequence[Path],
+    target: Path,
+    *,
+    upper: Path | None = None,
+    work: Path | None = None,
+    userxattr: bool = False,
+    one_option: bool = True,
+) -> None:
+    """Mount folders on top of each other: the first of `lowers` is the lowest.
+
+    With `upper` and `work` (empty, same file system) it is writable, else read-only. A single layer without `upper`
+    is bound instead, as overlayfs wants two: deletions in it, which delete nothing, then show as devices 0/0.
+    `userxattr` is for user namespaces. `one_option` says to use the form of Linux 6.7 (one option for each layer)
+    where the kernel has it.
+    """
+    if not 1 <= len(lowers) <= MAX_LAYERS:
+        raise UsageError(f"{len(lowers)} layers", hint=f"overlayfs takes 1 to {MAX_LAYERS}")
+    if (upper is None) != (work is None):
+        raise UsageError("an overlay takes upper and work folders together or neither")
+    if upper is None and len(lowers) == 1:
+        kernel.move(kernel.clone(lowers[0]), target)
+        return
+    top_first = list(reversed(lowers))
+    with _short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
+        if one_option:
+            options: list[tuple[str, str | None]] = [("lowerdir+", name) for name in names[: len(lowers)]]
+            options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
+            options += [("userxattr", None)] if userxattr else []
+            try:
+                attributes = 0 if upper else MS_RDONLY
+                kernel.move(kernel.create("overlay", options, attributes=attributes), target)
+                return
+            except BootseerError as error:
+                # EINVAL already at the first layer: an older kernel does not know the option.
+                if number_of(error) != errno.EINVAL or "option lowerdir+" not in str(error):
+                    raise
+        _mount_in_one_page(top_first, target, upper, work, userxattr=userxattr)
+
+
+@contextlib.contextmanager
+def _short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
+    """Names that fit into one mount option: a folder's own path, or its descriptor's in /proc."""
+    names, opened = [], []
+    try:
+        for folder in folders:
+            name = str(folder.absolute())
+            # In upperdir and workdir the kernel reads a backslash as the beginning of an escape.
+            if len(os.fsencode(name)) > kernel.MAX_STRING or "\\" in name:
+                opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+                name = f"/proc/self/fd/{opened[-1]}"
+            names.append(name)
+        yield names
+    except OSError as error:
+        raise syscalls.failure(f"open layer {error.filename}", error.errno or errno.EIO) from error
+    finally:
+        for number in opened:
+            os.close(number)
+
+
+def _mount_in_one_page(
+    top_first: Sequence[Path], target: Path, upper: Path | None, work: Path | None, *, userxattr: bool
+) -> None:
+    """All layers in the one page of options that mount(2) takes: by names of a few letters in a folder of our own."""
+    failed: list[BaseException] = []
+
+    def from_folder(folder: str) -> None:
+        try:
+            # The working folder belongs to all threads of a process, unless a thread asks for its own.
+            kernel.own_working_folder()
+            os.chdir(folder)
+            options = "lowerdir=" + ":".join(str(number) for number in range(len(top_first)))
+            if upper is not None and work is not None:
+                Path("u").symlink_to(upper.absolute())
+                Path("w").symlink_to(work.absolute())
+                options += ",upperdir=u,workdir=w"
+            if userxattr:
+                options += ",userxattr"
+            flags = 0 if upper else MS_RDONLY
+            syscalls.mount("overlay", "bootseer", target.absolute(), flags=flags, options=options)
+        except BaseException as error:
+            failed.append(error)
+
+    with tempfile.TemporaryDirectory(prefix="bootseer-") as folder:
+        for number, layer in enumerate(top_first):
+            Path(folder, str(number)).symlink_to(layer.absolute())
+        thread = threading.Thread(target=from_folder, args=(folder,), name="overlay")
+        thread.start()
+        thread.join()
+    if failed:
+        error = failed[0]
+        if isinstance(error, OSError):
+            raise PermanentError(f"mount overlay on {target}: {error.strerror}") from error
+        raise error

@@ -1,0 +1,250 @@
+"""Objects in a repository of an OCI registry, `oci://host[:port]/repository`. Made by `open.open_store`.
+
+Registries know blobs (by digest) and manifests (by digest or tag), so content names are blobs, and an object with a
+path name is a small manifest under a tag made from the name, with the object's bytes as its first layer; small ones
+are also embedded, so that reading them costs one request. The layout is specified in docs/formats/oci-objects.md.
+
+Shared state: whether the registry's empty config blob is known to be there, which is only ever set. Safe to use from
+many threads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import time
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.store import referrers
+from bootseer.store.blob_upload import BlobUpload
+from bootseer.store.registry import MANIFEST_TYPE, Registry, parse_object
+from bootseer.store.store import (
+    PIECE_BYTES,
+    Stored,
+    check_name,
+    check_range,
+    is_content_name,
+    name_of_upload,
+    range_end,
+)
+
+ARTIFACT_TYPE = "application/vnd.bootseer.object.v1"
+BLOB_TYPE = "application/vnd.bootseer.object.v1+blob"
+NAME = "dev.bootseer.name"
+EMBEDDED_BYTES = 16 * 1024
+"""Up to here an object lies in its manifest too: documents and hot sets fit, and manifests stay small."""
+_EMPTY = b"{}"
+_EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+_EMPTY_DIGEST = "sha256:" + hashlib.sha256(_EMPTY).hexdigest()
+_LIST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """What the manifest of an object with a path name says."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    data: bytes | None
+    manifest_digest: str
+    subject: str | None
+
+
+class OciStore:
+    """A `Store` in a registry. `registry` is closed with it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self._has_empty = False
+
+    @property
+    def uri(self) -> str:
+        """`oci://host/repository`."""
+        return f"oci://{self.registry}"
+
+    def read(
+        self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
+    ) -> Generator[bytes, None, None]:
+        """See `Store.read`."""
+        check_range(start, length)
+        digest = check_name(name)
+        until = time.monotonic() + timeout_s
+        if not is_content_name(name):
+            found = self._find(name, timeout_s)
+            end = range_end(f"{self.uri}: {name}", found.size_bytes, start, length)
+            if found.data is not None:
+                for at in range(start, end, PIECE_BYTES):
+                    yield found.data[at : min(at + PIECE_BYTES, end)]
+                return
+            digest = found.digest
+        with closing(self.registry.blob(digest, start, length, timeout_s=until - time.monotonic())) as pieces:
+            yield from pieces
+
+    def upload(self) -> OciUpload:
+        """See `Store.upload`."""
+        return OciUpload(self)
+
+    def stat(self, name: str) -> Stored:
+        """See `Store.stat`."""
+        if is_content_name(check_name(name)):
+            return Stored(name, self.registry.blob_size(name))
+        return Stored(name, self._find(name).size_bytes)
+
+    def list(self, prefix: str = "") -> Iterator[Stored]:
+        """See `Store.list`. Costs one request per object of the repository: registries do not search."""
+        tags = [tag for tag in self.registry.tags() if tag.startswith("bootseer-")]
+        with ThreadPoolExecutor(min(_LIST_THREADS, len(tags) or 1)) as pool:
+            for found in pool.map(self._listed, tags):
+                if found is not None and found.name.startswith(prefix):
+                    yield Stored(found.name, found.size_bytes)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`. Many registries refuse it unless they are told otherwise."""
+        if is_content_name(check_name(name)):
+            self.registry.delete_blob(name)
+            return
+        try:
+            found = self._find(name)
+        except NotFoundError:
+            return
+        if found.subject is not None:
+            referrers.remove_tagged(self.registry, found.subject, found.manifest_digest)
+        self.registry.delete_manifest(found.manifest_digest)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.registry.close()
+
+    def put_object(
+        self, name: str, blob: Stored, data: bytes | None, refs: Sequence[Stored], subject: str | None
+    ) -> None:
+        """Make a blob that is there visible under a path name; `data` are its bytes when they shall be embedded."""
+        for other in refs:
+            if not is_content_name(check_name(other.name)):
+                raise UsageError(f"{name} can only keep objects with content names, not {other.name}")
+        self._ensure_empty()
+        first: dict[str, Any] = {"mediaType": BLOB_TYPE, "digest": blob.name, "size": blob.size_bytes}
+        if data is not None:
+            first["data"] = base64.b64encode(data).decode()
+        rest = [{"mediaType": BLOB_TYPE, "digest": other.name, "size": other.size_bytes} for other in refs]
+        manifest: dict[str, Any] = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": ARTIFACT_TYPE,
+            "config": {"mediaType": _EMPTY_TYPE, "digest": _EMPTY_DIGEST, "size": len(_EMPTY)},
+            "layers": [first, *rest],
+            "annotations": {NAME: name},
+        }
+        if subject is not None:
+            about = self.registry.manifest(subject)
+            manifest["subject"] = {"mediaType": about.media_type, "digest": about.digest, "size": len(about.data)}
+        encoded = json.dumps(manifest).encode()
+        answer = self.registry.put_manifest(tag_of(name), encoded, MANIFEST_TYPE)
+        if subject is not None and "OCI-Subject" not in answer.headers:
+            entry = {
+                "mediaType": MANIFEST_TYPE,
+                "artifactType": ARTIFACT_TYPE,
+                "digest": "sha256:" + hashlib.sha256(encoded).hexdigest(),
+                "size": len(encoded),
+                "annotations": {NAME: name},
+            }
+            referrers.add_tagged(self.registry, subject, entry, lambda other: _name_in(other) == name)
+
+    def _ensure_empty(self) -> None:
+        if self._has_empty:
+            return
+        try:
+            self.registry.blob_size(_EMPTY_DIGEST)
+        except NotFoundError:
+            upload = BlobUpload(self.registry)
+            upload.write(_EMPTY)
+            upload.commit()
+        self._has_empty = True
+
+    def _listed(self, tag: str) -> _Object | None:
+        try:
+            return self._parsed(tag)
+        except (NotFoundError, CorruptError):
+            return None  # removed meanwhile, or somebody else's tag that looks like ours
+
+    def _find(self, name: str, timeout_s: float = 60.0) -> _Object:
+        try:
+            found = self._parsed(tag_of(name), timeout_s)
+        except NotFoundError as error:
+            raise NotFoundError(f"{self.uri} has no object {name}") from error
+        if found.name != name:
+            raise CorruptError(f"{self.uri}: the tag of {name} shows {found.name[:200]!r}")
+        return found
+
+    def _parsed(self, tag: str, timeout_s: float = 60.0) -> _Object:
+        manifest = self.registry.manifest(tag, timeout_s=timeout_s)
+        document: Any = parse_object(manifest.data, f"{self.uri}: manifest {tag}")
+        try:
+            first = document["layers"][0]
+            digest, size_bytes = first["digest"], first["size"]
+            name = document["annotations"][NAME]
+            check_name(name)
+            if not is_content_name(digest) or not isinstance(size_bytes, int) or size_bytes < 0:
+                raise ValueError("its first layer has no digest or size")
+            data = None
+            if "data" in first:
+                data = base64.b64decode(first["data"], validate=True)
+                if len(data) != size_bytes or "sha256:" + hashlib.sha256(data).hexdigest() != digest:
+                    raise ValueError("what is embedded is not what its digest says")
+            subject = (document.get("subject") or {}).get("digest")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, binascii.Error, UsageError) as error:
+            raise CorruptError(f"{self.uri}: manifest {tag} holds no object: {error}") from error
+        return _Object(name, digest, size_bytes, data, manifest.digest, subject)
+
+
+class OciUpload:
+    """An `Upload` into a registry. Belongs to one thread at a time."""
+
+    def __init__(self, store: OciStore) -> None:
+        self._store = store
+        self._blob = BlobUpload(store.registry)
+        self._head: bytearray | None = bytearray()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """See `Upload.write`."""
+        self._blob.write(data)
+        if self._head is not None:
+            self._head = self._head + data if len(self._head) + len(data) <= EMBEDDED_BYTES else None
+
+    def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
+        """See `Upload.commit`."""
+        name = name_of_upload(self._store.uri, name, self._blob.digest.removeprefix("sha256:"))
+        if is_content_name(name):
+            if refs or subject is not None:
+                raise UsageError(
+                    f"{self._store.uri}: {name} is a blob, which cannot keep or be about others",
+                    hint="give refs and subject with an object that has a path name",
+                )
+            return Stored(self._blob.commit(), self._blob.size_bytes)
+        size_bytes = self._blob.size_bytes
+        blob = Stored(self._blob.commit(), size_bytes)
+        head = bytes(self._head) if self._head is not None else None
+        self._store.put_object(name, blob, head, refs, subject)
+        return Stored(name, size_bytes)
+
+    def abort(self) -> None:
+        """See `Upload.abort`."""
+        self._blob.abort()
+
+
+def tag_of(name: str) -> str:
+    """The tag of the manifest that shows the object with this path name."""
+    return "bootseer-" + hashlib.sha256(name.encode()).hexdigest()[:40]
+
+
+def _name_in(entry: referrers.Descriptor) -> str | None:
+    annotations = entry.get("annotations")
+    return annotations.get(NAME) if isinstance(annotations, dict) else None

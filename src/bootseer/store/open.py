@@ -1,0 +1,112 @@
+"""The store that a URI names. Called by whoever has a URI: command line, settings, documents.
+
+Adapters are imported when they are needed: most programs use one of them, and some need an extra that may be missing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from bootseer.errors import UsageError
+
+if TYPE_CHECKING:
+    from bootseer.store.registry import Registry
+    from bootseer.store.store import Store
+
+PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
+"""Environment variable: registries, separated by commas, that are spoken to without encryption."""
+_SCHEMES = "a folder, file://, memory://, oci://, s3://, gs://, az:// or hdfs://"
+
+
+def open_store(uri: str, *, plain_http: bool = False) -> Store:
+    """The store at `uri`: `/dir`, `file:///dir`, `memory://name`, `oci://host/repository`, `s3://bucket/prefix`,
+    `gs://…`, `az://…` or `hdfs://host:port/dir`.
+
+    `plain_http` speaks to a registry without encryption; loopback addresses and hosts named in `BOOTSEER_PLAIN_HTTP`
+    are spoken to so in any case. Nothing is connected yet. Raises `UsageError` for what is no place.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        if not uri:
+            raise UsageError("an empty text is no place for objects", hint=f"use {_SCHEMES}")
+        scheme, rest = "file", uri
+    if scheme == "file":
+        return _open_file(uri, rest)
+    if "@" in rest.partition("/")[0]:
+        # It would end up in logs and process lists.
+        raise UsageError(
+            f"{scheme}://…: a password does not belong into an address", hint="log in, or use the environment"
+        )
+    if "?" in rest or "#" in rest:
+        raise UsageError(f"{uri!r} has parts that no store knows", hint="leave out what follows ? or #")
+    if scheme == "memory":
+        from bootseer.store.memory import MemoryStore
+
+        return MemoryStore(rest)
+    if scheme == "oci":
+        from bootseer.store.oci import OciStore
+
+        host, _, repository = rest.partition("/")
+        return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http))
+    if scheme in ("s3", "gs", "az"):
+        return _open_object_store(uri)
+    if scheme == "hdfs":
+        return _open_hdfs(uri)
+    raise UsageError(f"{uri!r}: {scheme!r} is no kind of store", hint=f"use {_SCHEMES}")
+
+
+def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:
+    """A client of one repository; decides as `open_store` does whether to encrypt. `host` is `name[:port]`."""
+    from bootseer.store.registry import Registry
+
+    named = [item.strip() for item in os.environ.get(PLAIN_HTTP, "").split(",")]
+    return Registry(host, repository, plain_http=plain_http or host in named or _is_loopback(host))
+
+
+def _open_file(uri: str, path: str) -> Store:
+    from bootseer.store.file import FileStore
+
+    if uri.startswith("file://") and not path.startswith("/"):
+        raise UsageError(f"{uri!r} names a host", hint=f"use file:///{path} or a plain path")
+    return FileStore(Path(path))
+
+
+def _open_object_store(uri: str) -> Store:
+    try:
+        from bootseer.store.object_store import ObjectStore
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{uri}: the program for object stores is missing", hint="pip install 'bootseer[s3]'"
+        ) from error
+    return ObjectStore(uri)
+
+
+def _open_hdfs(uri: str) -> Store:
+    try:
+        from bootseer.store.hdfs import HdfsStore
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{uri}: the program for HDFS is missing", hint="pip install 'bootseer[hdfs]'") from error
+    return HdfsStore(uri)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    # Text like 127.1 is no address here, as it is none for the registry's client.
+    return re.fullmatch(r"[0-9a-f.:]+", name) is not None and _address_is_loopback(name)
+
+
+def _address_is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False

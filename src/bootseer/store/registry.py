@@ -1,0 +1,329 @@
+"""A client of one repository of an OCI registry: manifests, tags, blobs and ranges of blobs.
+
+Speaks the OCI distribution protocol, and nothing of what BootSeer stores with it: that is `oci`; `image.source` reads
+images through it. Uploads are in `blob_upload`, referrers in `referrers`, tokens in `tokens`.
+
+Many registries answer a blob with a redirect to an object storage. The address is kept for a minute, so that a thousand
+ranges of a blob cost the registry a few requests and not a thousand. The table of addresses is guarded by one lock;
+pools and tokens guard themselves. Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin
+
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
+from bootseer.store.credentials import find_credentials
+from bootseer.store.store import check_range, is_content_name
+from bootseer.store.tokens import Authorizer
+from bootseer.store.transport import Answer, Origin, Transport
+
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+"""What registries promise to accept, and so the largest that can be there."""
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+MANIFEST_TYPES = (
+    INDEX_TYPE,
+    MANIFEST_TYPE,
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
+_REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="?next"?')
+_ADDRESS_S = 60.0
+_MAX_ADDRESSES = 1024
+_MAX_PAGES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest as it lies in the registry, to the byte."""
+
+    data: bytes
+    media_type: str
+    digest: str
+
+
+class Registry:
+    """One repository of one registry. `host` is `name[:port]`; `plain_http` sends everything unencrypted."""
+
+    def __init__(self, host: str, repository: str, *, plain_http: bool = False) -> None:
+        if not _HOST.fullmatch(host):
+            raise UsageError(f"{host[:200]!r} is not the name of a registry", hint="use host or host:port")
+        if len(repository) > 255 or not _REPOSITORY.fullmatch(repository):
+            raise UsageError(
+                f"{repository[:255]!r} is not a repository", hint="use lower case, digits, . _ - and /, without a tag"
+            )
+        self.host = host
+        self.repository = repository
+        scheme = "http" if plain_http else "https"
+        self._base = f"{scheme}://{host}/v2/{repository}/"
+        self._origin = Origin.of(self._base)
+        self._transport = Transport()
+        self._authorizer = Authorizer(self._transport, host, scheme, find_credentials)
+        self._lock = threading.Lock()
+        self._addresses: dict[str, tuple[str, float]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.repository}"
+
+    def manifest(self, reference: str, *, timeout_s: float = 60.0) -> Manifest:
+        """The manifest of a tag or digest; its bytes are verified when a digest is known."""
+        path = f"manifests/{_checked_reference(reference)}"
+        until = time.monotonic() + timeout_s
+        answer = self.request("pull", "GET", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
+        self.expect(answer, f"manifest {reference}", 200)
+        data = answer.body(MAX_MANIFEST_BYTES)
+        digest = "sha256:" + hashlib.sha256(data).hexdigest()
+        said = reference if is_content_name(reference) else answer.headers.get("Docker-Content-Digest", digest)
+        if is_content_name(said) and said != digest:
+            raise CorruptError(f"{self}: the bytes of manifest {reference} are not those of {said}")
+        return Manifest(data, answer.headers.get("Content-Type", "").partition(";")[0].strip(), digest)
+
+    def manifest_digest(self, reference: str, *, timeout_s: float = 60.0) -> str:
+        """The digest that a tag has now, without reading the manifest when the registry tells."""
+        path = f"manifests/{_checked_reference(reference)}"
+        until = time.monotonic() + timeout_s
+        answer = self.request("pull", "HEAD", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
+        self.expect(answer, f"manifest {reference}", 200)
+        answer.finish()
+        digest = answer.headers.get("Docker-Content-Digest", "")
+        return digest if is_content_name(digest) else self.manifest(reference, timeout_s=timeout_s).digest
+
+    def put_manifest(self, reference: str, data: bytes, media_type: str, *, timeout_s: float = 60.0) -> Answer:
+        """Store a manifest under a tag or its own digest, in one step. The answer's headers are the registry's."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise PermanentError(f"{self}: a manifest of {len(data)} bytes is too large; {MAX_MANIFEST_BYTES} may be")
+        path = f"manifests/{_checked_reference(reference)}"
+        until = time.monotonic() + timeout_s
+        answer = self.request("push", "PUT", path, until=until, headers={"Content-Type": media_type}, body=data)
+        self.expect(answer, f"storing manifest {reference}", 201, 202)
+        answer.finish()
+        return answer
+
+    def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
+        """Remove a manifest and the tags that show it. Nothing happens when it is not there."""
+        self._delete(f"manifests/{_checked_digest(digest)}", f"removing manifest {digest}", timeout_s)
+
+    def delete_blob(self, digest: str, *, timeout_s: float = 60.0) -> None:
+        """Remove a blob. Nothing happens when it is not there."""
+        self._delete(f"blobs/{_checked_digest(digest)}", f"removing blob {digest}", timeout_s)
+        with self._lock:
+            self._addresses.pop(digest, None)
+
+    def blob_size(self, digest: str, *, timeout_s: float = 60.0) -> int:
+        """Bytes of a blob."""
+        until = time.monotonic() + timeout_s
+        answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", until=until)
+        self.expect(answer, f"blob {digest}", 200)
+        answer.finish()
+        if answer.length is None:
+            raise TransientError(f"{self}: the registry does not tell the size of blob {digest}")
+        return answer.length
+
+    def blob(
+        self, digest: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
+    ) -> Generator[bytes, None, None]:
+        """Bytes of a blob in pieces as they arrive, under the rules of `Store.read`. The digest is not verified."""
+        check_range(start, length)
+        _checked_digest(digest)
+        if length == 0:
+            return
+        until = time.monotonic() + timeout_s
+        headers = {}
+        if start or length is not None:
+            headers["Range"] = f"bytes={start}-" if length is None else f"bytes={start}-{start + length - 1}"
+        answer = self._blob_answer(digest, headers, until)
+        try:
+            expected = self._checked_length(answer, digest, start, length)
+            if expected == 0:
+                answer.finish()
+                return
+            with closing(answer.pieces()) as pieces:
+                for piece in pieces:
+                    expected -= len(piece)
+                    if expected < 0:
+                        raise TransientError(f"{self}: more bytes of blob {digest} arrived than were asked for")
+                    yield piece
+            if expected:
+                raise TransientError(f"{self}: {expected} bytes of blob {digest} are missing from the answer")
+        finally:
+            answer.close()
+
+    def tags(self, *, timeout_s: float = 60.0) -> Iterator[str]:
+        """All tags; none when the repository does not exist."""
+        until = time.monotonic() + timeout_s
+        path = "tags/list?n=1000"
+        for _ in range(_MAX_PAGES):
+            answer = self.request("pull", "GET", path, until=until)
+            if answer.status == 404:
+                answer.finish()
+                return
+            self.expect(answer, "the list of tags", 200)
+            # A registry that knows no pages answers with everything at once: 100,000 tags of 50 bytes fit.
+            document = parse_object(answer.body(2 * MAX_MANIFEST_BYTES), f"{self}: the list of tags")
+            tags = document.get("tags")  # null when there are none
+            yield from (
+                tag for tag in (tags if isinstance(tags, list) else ()) if isinstance(tag, str) and _TAG.fullmatch(tag)
+            )
+            following = _NEXT.search(answer.headers.get("Link", ""))
+            if following is None:
+                return
+            path = following[1]
+
+    def request(
+        self,
+        action: str,
+        method: str,
+        path: str,
+        *,
+        until: float,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Answer:
+        """Send a request for `path` (of this repository, or a whole URL from the registry), with what it wants to know.
+
+        `action` is `pull`, `push` or `delete`. The answer may have any status; `expect` turns it into an error.
+        """
+        url = urljoin(self._base, path)
+        mine = Origin.of(url) == self._origin
+        if self._origin.scheme == "https" and Origin.of(url).scheme != "https":
+            raise PermanentError(f"{self}: the registry names an address of http, where others could read along")
+        authorization = self._authorizer.header(action, until) if mine else None
+        answer = self._transport.send(method, url, until=until, headers=headers, body=body, authorization=authorization)
+        if answer.status == 401 and answer.origin == self._origin:
+            answer.finish()
+            challenges = answer.headers.getlist("WWW-Authenticate")
+            authorization = self._authorizer.renewed(action, challenges, authorization, until)
+            answer = self._transport.send(
+                method, url, until=until, headers=headers, body=body, authorization=authorization
+            )
+        return answer
+
+    def expect(self, answer: Answer, what: str, *statuses: int) -> None:
+        """Raise the error that an answer of any other status means."""
+        if answer.status not in statuses:
+            raise self._refusal(answer, what)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._transport.close()
+
+    def _delete(self, path: str, what: str, timeout_s: float) -> None:
+        answer = self.request("delete", "DELETE", path, until=time.monotonic() + timeout_s)
+        if answer.status == 405:
+            answer.finish()
+            raise PermanentError(f"{self}: {what}: this registry does not allow to remove anything")
+        self.expect(answer, what, 200, 202, 204, 404)
+        answer.finish()
+
+    def _blob_answer(self, digest: str, headers: dict[str, str], until: float) -> Answer:
+        with self._lock:
+            address, good_until = self._addresses.get(digest, ("", 0.0))
+        if good_until > time.monotonic():
+            answer = self._transport.send("GET", address, until=until, headers=headers)
+            if answer.status in (200, 206, 416):
+                return answer
+            answer.finish()  # its signature has ended, perhaps; the registry knows a new address
+        answer = self.request("pull", "GET", f"blobs/{digest}", until=until, headers=headers)
+        with self._lock:
+            self._addresses.pop(digest, None)
+            if answer.origin != self._origin and answer.status in (200, 206):
+                while len(self._addresses) >= _MAX_ADDRESSES:
+                    del self._addresses[next(iter(self._addresses))]
+                self._addresses[digest] = (answer.url, time.monotonic() + _ADDRESS_S)
+        return answer
+
+    def _checked_length(self, answer: Answer, digest: str, start: int, length: int | None) -> int:
+        """How many bytes will come. Raises unless they are exactly those that were asked for."""
+        ranged = start > 0 or length is not None
+        if answer.status == 416:
+            total = (answer.content_range or (0, 0, None))[2]
+            answer.finish()
+            if total == start and length is None:
+                return 0
+            size = f"has {total} bytes" if total is not None else "is shorter"
+            raise PermanentError(f"{self}: blob {digest} {size}; bytes from {start} on were asked for")
+        self.expect(answer, f"blob {digest}", 200, 206)
+        if answer.status == 200:
+            if answer.length is None or (ranged and (start > 0 or answer.length != length)):
+                raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends something else")
+            return answer.length
+        span = answer.content_range
+        if span is None or not ranged or span[0] != start:
+            raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
+        first, end, total = span
+        if length is not None and total is not None and start + length > total:
+            raise PermanentError(
+                f"{self}: blob {digest} has {total} bytes; bytes {start} to {start + length} were asked for"
+            )
+        if end != (total if length is None else start + length) or answer.length not in (None, end - first):
+            raise TransientError(f"{self}: asked for a part of blob {digest}, the registry sends another part")
+        return end - first
+
+    def _refusal(self, answer: Answer, what: str) -> BootseerError:
+        retry_after_s = answer.retry_after_s
+        words = _error_words(answer.finish(8192))
+        said = f"{self}: {what}: status {answer.status}{words}"
+        if answer.origin != self._origin:
+            said += f" from {answer.origin}"
+        if answer.status == 404:
+            return NotFoundError(said)
+        if answer.status == 400 and "DIGEST_INVALID" in words:
+            return TransientError(f"{said}; the bytes were damaged on their way, send them again")
+        if answer.status in (401, 403):
+            return self._authorizer.denied(said.removeprefix(f"{self.host}: "))
+        if answer.status in (408, 425, 429) or answer.status >= 500:
+            return TransientError(said, retry_after_s=retry_after_s)
+        return PermanentError(said)
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from outside. Raises `CorruptError` for anything else."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CorruptError(f"{what} is not a JSON object")
+    return document
+
+
+def _checked_reference(reference: str) -> str:
+    if not (is_content_name(reference) or _TAG.fullmatch(reference)):
+        raise UsageError(f"{reference[:200]!r} is neither a tag nor a digest", hint="use sha256: or a tag")
+    return reference
+
+
+def _checked_digest(digest: str) -> str:
+    if not is_content_name(digest):
+        raise UsageError(f"{digest[:200]!r} is not a digest", hint="use sha256: and 64 hexadecimal digits")
+    return digest
+
+
+def _error_words(body: bytes) -> str:
+    """What the registry says about an error, in one short printable line."""
+    try:
+        first = json.loads(body)["errors"][0]
+        words = f"{first.get('code', '')} {first.get('message', '')}"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return ""
+    return " (" + "".join(letter if letter.isprintable() else " " for letter in words)[:200].strip() + ")"

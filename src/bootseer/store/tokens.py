@@ -1,0 +1,156 @@
+"""What to put into the `Authorization` header of requests to one registry.
+
+A registry that wants to know who asks answers 401 and says how: by `Basic`, or by a `Bearer` token that another address
+hands out for a scope (what may be done with which repository). Tokens live minutes; they are kept by scope, and fetched
+anew when they are about to end or when the registry refuses them. Called by `registry`.
+
+One lock guards it all and is held while a token is fetched: of many readers that are refused at once, one fetches and
+the others wait for it. A burst of token requests is how registries start to answer 429.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlencode, urlsplit
+
+from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.store.credentials import Credentials
+from bootseer.store.transport import Answer, Transport
+
+_MAX_TOKEN_BYTES = 256 * 1024
+_DEFAULT_LIFE_S = 60.0
+"""What the protocol says of a token that does not tell its life."""
+_FRESH = 0.8
+"""Part of its life in which a token is used: beyond it, it could end on its way, or the clocks differ."""
+_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^",\s]+))')
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    header: str
+    until: float
+
+
+class Authorizer:
+    """Authorization for one registry. `host` is how logins and messages call it."""
+
+    def __init__(
+        self, transport: Transport, host: str, scheme: str, find_credentials: Callable[[str], Credentials | None]
+    ) -> None:
+        self._transport = transport
+        self._host = host
+        self._scheme = scheme
+        self._find = find_credentials
+        self._lock = threading.Lock()
+        self._credentials: Credentials | None = None
+        self._looked_up = False
+        self._basic: str | None = None
+        self._challenges: dict[str, dict[str, str]] = {}  # by action: what the registry wanted for it
+        self._tokens: dict[str, _Token] = {}  # by scope
+
+    def header(self, action: str, until: float) -> str | None:
+        """What to send with a request of this kind (`pull`, `push`, `delete`), None before the registry has asked."""
+        with self._locked(until):
+            if self._basic is not None:
+                return self._basic
+            challenge = self._challenges.get(action)
+            if challenge is None:
+                return None
+            token = self._tokens.get(challenge.get("scope", ""))
+            if token is None or token.until <= time.monotonic():
+                token = self._fetch(challenge, until)
+            return token.header
+
+    def renewed(self, action: str, challenges: list[str], refused: str | None, until: float) -> str:
+        """What to send instead of `refused`, which the registry answered with 401 and these `WWW-Authenticate`s.
+
+        Raises `AccessError` when there is nothing better.
+        """
+        with self._locked(until):
+            schemes = {name.lower(): text for name, _, text in (item.strip().partition(" ") for item in challenges)}
+            if "bearer" in schemes:
+                challenge = {
+                    key.lower(): re.sub(r"\\(.)", r"\1", quoted) or plain
+                    for key, quoted, plain in _PARAMETER.findall(schemes["bearer"])
+                }
+                scope = challenge.get("scope", "")
+                self._challenges[action] = challenge
+                known = self._tokens.get(scope)
+                if known is not None and known.header != refused and known.until > time.monotonic():
+                    return known.header  # another thread has fetched it in the meantime
+                return self._fetch(challenge, until).header
+            credentials = self._login()
+            if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
+                raise self.denied("not logged in" if credentials is None else "the login is refused")
+            self._basic = credentials.basic
+            return self._basic
+
+    def denied(self, why: str) -> AccessError:
+        """The error for a registry that does not let us in, with what to do about it."""
+        return AccessError(f"{self._host}: {why}; log in with: docker login {self._host}")
+
+    def _fetch(self, challenge: dict[str, str], until: float) -> _Token:
+        realm, scope = challenge.get("realm", ""), challenge.get("scope", "")
+        if urlsplit(realm).scheme != "https" and self._scheme == "https":
+            raise PermanentError(f"{self._host} wants a login to be sent over http; refused")
+        credentials = self._login()
+        asked = {key: challenge[key] for key in ("service", "scope") if challenge.get(key)}
+        if credentials is not None and credentials.identity_token:
+            form = {"grant_type": "refresh_token", "client_id": "bootseer", **asked}
+            answer = self._transport.send(
+                "POST",
+                realm,
+                until=until,
+                headers={"Content-Type": "application/x-www-form-urlencoded"},
+                body=urlencode({**form, "refresh_token": credentials.identity_token}).encode(),
+            )
+        else:
+            answer = self._transport.send(
+                "GET",
+                f"{realm}{'&' if urlsplit(realm).query else '?'}{urlencode(asked)}",
+                until=until,
+                authorization=credentials.basic if credentials is not None else None,
+            )
+        token = self._token_of(answer)
+        self._tokens[scope] = token
+        return token
+
+    def _token_of(self, answer: Answer) -> _Token:
+        if answer.status != 200:
+            answer.finish()
+            if answer.status in (400, 401, 403, 404):
+                raise self.denied(f"{answer.origin} gives us no token (status {answer.status})")
+            raise TransientError(
+                f"{answer.origin}, which gives out tokens for {self._host}, answers with status {answer.status}",
+                retry_after_s=answer.retry_after_s,
+            )
+        try:
+            document = json.loads(answer.body(_MAX_TOKEN_BYTES))
+            text = document.get("token") or document["access_token"]
+            life_s = float(document.get("expires_in") or _DEFAULT_LIFE_S)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TransientError(f"{answer.origin} answers with something that is no token") from error
+        if not isinstance(text, str) or not re.fullmatch(r"[\x21-\x7e]+", text):
+            raise TransientError(f"{answer.origin} answers with something that is no token")
+        return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
+
+    def _login(self) -> Credentials | None:
+        if not self._looked_up:
+            self._credentials = self._find(self._host)
+            self._looked_up = True
+        return self._credentials
+
+    @contextmanager
+    def _locked(self, until: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(until - time.monotonic(), 0.0)):
+            raise TransientError(f"{self._host}: no token in time")
+        try:
+            yield
+        finally:
+            self._lock.release()

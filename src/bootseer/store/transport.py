@@ -1,0 +1,289 @@
+"""HTTP as the registry client needs it: pooled connections, one deadline for all of a request, safe redirects.
+
+A thin layer over urllib3 that maps its errors to ours once. It knows nothing of registries. Called by `registry` and
+`tokens`.
+
+Connections are pooled per host and process: a child of `fork` that used its parent's connections would mix its answers
+with the parent's. urllib3's pools are safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import os
+import re
+import ssl
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import urljoin, urlsplit
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
+
+from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.store.deadline_socket import PlainSocket, TlsSocket
+from bootseer.store.store import PIECE_BYTES
+
+MAX_REDIRECTS = 5
+MAX_RETRY_AFTER_S = 300.0
+"""A server that asks for more is not obeyed beyond this: no start of a job waits for hours."""
+_MAX_CONNECTIONS = 64
+"""Idle connections kept per host; twice what the fetcher uses at most."""
+_CONNECT_S = 10.0
+"""A host that accepts no connection in this time is down or unreachable, however patient the caller is."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Scheme, host and port: what a secret may be sent to belongs to one of these."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, url: str) -> Origin:
+        """Of an absolute URL. Raises `PermanentError` for anything but http and https with a host."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+        except ValueError as error:
+            raise PermanentError(f"{url[:200]!r} is not an address: {error}") from error
+        if not port or not parts.hostname:
+            raise PermanentError(f"{url[:200]!r} is not an address of http or https")
+        return cls(parts.scheme, parts.hostname, port)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Answer:
+    """An HTTP answer whose body has not been read yet. Must be read to its end or closed."""
+
+    def __init__(self, response: urllib3.BaseHTTPResponse, url: str, timeout_s: float) -> None:
+        self._response = response
+        self._timeout_s = timeout_s
+        self.status = response.status
+        self.headers = response.headers
+        self.url = url
+        """Where the answer came from after redirects; may hold a signature, so it must not be shown."""
+        self.origin = Origin.of(url)
+
+    @property
+    def length(self) -> int | None:
+        """Bytes of the body as announced, None when it was not."""
+        text = self.headers.get("Content-Length", "")
+        return int(text) if text.isdecimal() and len(text) < 20 else None
+
+    @property
+    def content_range(self) -> tuple[int, int, int | None] | None:
+        """First byte, byte after the last one and size of the whole object; None when there is no valid header."""
+        match = _CONTENT_RANGE.fullmatch(self.headers.get("Content-Range", "").strip())
+        if match is None:
+            return None
+        first, last, size = match.groups()
+        total = None if size == "*" else int(size)
+        return (0, 0, total) if first is None else (int(first), int(last) + 1, total)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """What `Retry-After` asks for, in seconds from now and bounded; None without a valid one."""
+        text = self.headers.get("Retry-After", "").strip()
+        if re.fullmatch(r"\d{1,9}", text):
+            seconds = float(text)
+        else:
+            try:
+                seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+            except (ValueError, OverflowError):
+                return None
+        return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+
+    def pieces(self) -> Generator[bytes, None, None]:
+        """The body as it arrives. Raises `TransientError` when it ends before its announced length."""
+        try:
+            with _mapped(self.origin, self._timeout_s):
+                while piece := self._response.read1(PIECE_BYTES):
+                    yield piece
+        finally:
+            self.close()
+
+    def body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises `PermanentError` when it is larger than `max_bytes`."""
+        data = bytearray()
+        with contextlib.closing(self.pieces()) as pieces:
+            for piece in pieces:
+                data += piece
+                if len(data) > max_bytes:
+                    raise PermanentError(f"{self.origin} answers with more than {max_bytes} bytes where few are due")
+        return bytes(data)
+
+    def finish(self, max_bytes: int = 64 * 1024) -> bytes:
+        """The beginning of a body that does not matter; keeps the connection when that was all of it."""
+        data = b""
+        # The answer is known already; that its text broke off changes nothing.
+        with contextlib.suppress(BootseerError), contextlib.closing(self.pieces()) as pieces:
+            for piece in pieces:
+                data += piece
+                if len(data) > max_bytes:
+                    break
+        return data[:max_bytes]
+
+    def close(self) -> None:
+        """Give up what is left of the answer. Its connection is closed when something is left, kept otherwise."""
+        self._response.close()
+
+
+class Transport:
+    """Sends requests. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pools: dict[str, urllib3.PoolManager] = {}
+        self._process = 0
+
+    def send(
+        self,
+        method: str,
+        url: str,
+        *,
+        until: float,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        authorization: str | None = None,
+    ) -> Answer:
+        """One request and its answer; `until` (of `time.monotonic`) bounds both, with the body of the answer.
+
+        `authorization` goes to the host of `url` and to nobody else. Redirects of GET and HEAD are followed, but never
+        from https to http. Raises `TransientError` when there is no answer in time.
+        """
+        own = Origin.of(url)
+        for _ in range(MAX_REDIRECTS + 1):
+            origin = Origin.of(url)
+            sent = {"Accept-Encoding": "identity", "User-Agent": "bootseer", **(headers or {})}
+            if authorization is not None and origin == own:
+                sent["Authorization"] = authorization
+            answer = self._once(method, url, origin, sent, body, until)
+            if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
+                return answer
+            answer.finish()
+            target = urljoin(url, answer.headers.get("Location", ""))
+            if origin.scheme == "https" and Origin.of(target).scheme != "https":
+                raise PermanentError(f"{origin} redirects to http, where others could read along")
+            url = target
+        raise PermanentError(f"{own} redirects more than {MAX_REDIRECTS} times")
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.clear()
+
+    def _once(
+        self,
+        method: str,
+        url: str,
+        origin: Origin,
+        headers: dict[str, str],
+        body: bytes | None,
+        until: float,
+    ) -> Answer:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TransientError(f"{origin}: no time is left for a request")
+        with _mapped(origin, left_s):
+            response = self._pool(origin.scheme).request(
+                method,
+                url,
+                headers=headers,
+                body=body,
+                timeout=urllib3.Timeout(total=left_s),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        return Answer(response, url, left_s)
+
+    def _pool(self, scheme: str) -> urllib3.PoolManager:
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._pools = os.getpid(), {}
+            pool = self._pools.get(scheme)
+            if pool is None:
+                context = None
+                if scheme == "https":
+                    context = ssl.create_default_context()
+                    context.sslsocket_class = TlsSocket
+                pool = urllib3.PoolManager(num_pools=16, maxsize=_MAX_CONNECTIONS, ssl_context=context)
+                pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
+                self._pools[scheme] = pool
+            return pool
+
+
+class _HttpConnection(HTTPConnection):
+    def _new_conn(self) -> PlainSocket:
+        total_s = self.timeout
+        began = time.monotonic()
+        self.timeout = min(total_s or _CONNECT_S, _CONNECT_S)
+        try:
+            connected = super()._new_conn()
+        finally:
+            self.timeout = total_s
+        left_s = None if total_s is None else max(total_s - (time.monotonic() - began), 0.001)
+        return PlainSocket.take_over(connected, left_s)
+
+
+class _HttpsConnection(_HttpConnection, HTTPSConnection):
+    pass
+
+
+class _HttpPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _HttpConnection
+
+
+class _HttpsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _HttpsConnection
+
+
+@contextlib.contextmanager
+def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
+    """Errors of urllib3 as ours, in words for people."""
+    try:
+        yield
+    except NameResolutionError as error:
+        raise TransientError(f"cannot find the host {origin.host}; is its name right?") from error
+    except NewConnectionError as error:
+        reason = getattr(error.__cause__, "strerror", None) or "no connection"
+        raise TransientError(f"cannot connect to {origin}: {reason}") from error
+    except ConnectTimeoutError as error:
+        raise TransientError(f"cannot connect to {origin}: no answer") from error
+    except (ReadTimeoutError, TimeoutError) as error:
+        raise TransientError(f"{origin} did not answer completely within {timeout_s:.1f} s") from error
+    except SSLError as error:
+        if isinstance(error.args[0] if error.args else None, ssl.SSLCertVerificationError):
+            raise PermanentError(
+                f"the certificate of {origin} is not trusted: {error.args[0].verify_message}; "
+                "name the authority's file in SSL_CERT_FILE"
+            ) from error
+        raise TransientError(f"{origin}: TLS failed: {error}") from error
+    except (HTTPError, OSError) as error:
+        raise TransientError(f"{origin}: the connection broke: {_short(error)}") from error
+
+
+def _short(error: BaseException) -> str:
+    cause = error.__cause__ or error.__context__ or error
+    return (str(cause) or type(cause).__name__)[:200]

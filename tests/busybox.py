@@ -1,0 +1,33 @@
+"""A small real tree of files that runs: busybox, some users, and an entry point's configuration."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_PROGRAMS = ("sh", "cat", "echo", "env", "id", "kill", "ls", "mkdir", "mount", "pwd", "sleep", "stat", "touch", "true",
+             "tty", "wc", "grep", "dd", "sha256sum")  # fmt: skip
+PEOPLE = "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1001:Worker:/home/worker:/bin/sh\n"
+GROUP = "root:x:0:\nworker:x:1001:\nrender:x:44:worker,other\nstaff:x:50:\n"
+CONFIG = {"Env": ["PATH=/bin", "GREETING=hello"], "Cmd": ["sh"], "WorkingDir": "/work"}
+
+
+def make_tree(root: Path) -> Path:
+    """The tree below `root`. Skips the test where there is no static busybox."""
+    program = shutil.which("busybox")
+    if (
+        program is None
+        or b"not a dynamic" not in subprocess.run(["ldd", program], capture_output=True, check=False).stderr
+    ):
+        pytest.skip("needs a static busybox (apt-get install busybox-static)")
+    for name in ("bin", "etc", "work", "tmp", "home/worker"):
+        (root / name).mkdir(parents=True)
+    shutil.copy(program, root / "bin" / "busybox")
+    for name in _PROGRAMS:
+        (root / "bin" / name).symlink_to("busybox")
+    (root / "etc" / "passwd").write_text(PEOPLE)
+    (root / "etc" / "group").write_text(GROUP)
+    return root

@@ -1,0 +1,305 @@
+"""The scheduler's rules, one by one, in virtual time. What must hold for any load is in `test_schedule_properties`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from virtual import BLOCK, Fault, Layout, World
+
+from bootseer.blocks.codec import Buffer
+from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError
+from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.settings import FetchSettings
+
+SETTINGS = FetchSettings()
+
+
+def world(num_blocks: int = 1000, **options: object) -> World:
+    return World([Layout([BLOCK] * num_blocks)], **options)  # type: ignore[arg-type]
+
+
+class Answers(list[Buffer | BootseerError]):
+    """Collects what readers get."""
+
+    def __call__(self, answer: Buffer | BootseerError) -> None:
+        self.append(answer)
+
+
+def fetched(w: World, purpose: Purpose) -> list[int]:
+    return [block for _, fetch in w.launched if fetch.purpose is purpose for block in fetch.blocks]
+
+
+def test_a_fresh_hot_set_starts_at_once_with_small_requests_that_grow() -> None:
+    w = world()
+    w.prefetch((0, block) for block in range(500))
+    w.tick()
+    sizes = [len(fetch.blocks) * BLOCK for _, fetch in w.launched]
+    assert sizes[0] == SETTINGS.request_bytes // 16
+    assert sizes[:3] == sorted(sizes[:3])
+    assert sum(sizes) == SETTINGS.min_window_bytes
+    w.run()
+    assert sorted(fetched(w, Purpose.HOT)) == list(range(500))
+    assert max(len(fetch.blocks) * BLOCK for _, fetch in w.launched) <= SETTINGS.request_bytes
+
+
+def test_hot_blocks_go_in_the_order_of_need() -> None:
+    w = world()
+    order = [900, 10, 500, 11, 30]
+    w.prefetch((0, block) for block in order)
+    w.run()
+    assert fetched(w, Purpose.HOT) == [900, 10, 11, 500, 30]
+
+
+def test_a_demanded_block_goes_at_once_though_prefetch_has_all_its_slots() -> None:
+    w = world(latency_s=10.0)
+    w.prefetch((0, block) for block in range(0, 900, 2))
+    w.tick()
+    running = len(w.transfers)
+    assert running == SETTINGS.first_requests
+    w.read(0, [901], Answers())
+    w.tick()
+    assert len(w.transfers) == running + 1
+    assert w.launched[-1][1].purpose is Purpose.DEMAND
+
+
+def test_a_queued_prefetch_that_a_reader_wants_is_promoted_and_takes_adjacent_hot_blocks_along() -> None:
+    w = world(latency_s=1.0)
+    w.prefetch((0, block) for block in [*range(0, 200, 2), 700, 701, 702])
+    w.tick()
+    w.read(0, [700], Answers())
+    w.tick()
+    assert w.launched[-1][1].blocks == range(700, 703)
+    assert w.launched[-1][1].purpose is Purpose.DEMAND
+    w.run()
+    assert w.asked[0, 701] == 1
+
+
+def test_a_running_prefetch_is_not_asked_for_again_when_a_reader_comes() -> None:
+    w = world(latency_s=0.1)
+    w.prefetch([(0, 5)])
+    w.tick()
+    answers = Answers()
+    w.read(0, [5], answers)
+    w.run()
+    assert answers == [b""]
+    assert w.asked[0, 5] == 1
+
+
+def test_a_running_prefetch_that_hangs_is_hedged_for_its_reader() -> None:
+    w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
+    w.prefetch([(0, 5)])
+    w.tick()
+    answers = Answers()
+    w.read(0, [5], answers)
+    w.run(until=1.0)
+    assert answers == [b""]
+    assert [fetch.hedge for _, fetch in w.launched] == [False, True]
+
+
+def test_the_last_reader_that_leaves_turns_a_block_back_into_a_prefetch() -> None:
+    w = world(latency_s=1.0)
+    w.prefetch((0, block) for block in range(0, 400, 2))
+    w.tick()
+    w.read(0, [398], Answers()).cancel()
+    w.tick()
+    assert not fetched(w, Purpose.DEMAND)
+    w.run()
+    assert 398 in fetched(w, Purpose.HOT)
+
+
+def test_a_block_that_only_a_reader_wanted_is_not_fetched_when_the_reader_leaves() -> None:
+    w = world()
+    w.read(0, [3], Answers()).cancel()
+    w.run()
+    assert not w.launched
+    assert w.scheduler.idle
+
+
+def test_cold_blocks_wait_until_hot_ones_are_done_and_readers_are_silent() -> None:
+    w = world(100)
+    w.prefetch((0, block) for block in range(20))
+    w.scheduler.want_rest(0, range(100), w.now)
+    w.at(3.0, lambda: (w.read(0, [50], Answers()), None)[1])
+    w.run()
+    cold = [time for time, fetch in w.launched if fetch.purpose is Purpose.COLD]
+    hot = [time for time, fetch in w.launched if fetch.purpose is Purpose.HOT]
+    assert hot[0] == 0.0
+    assert min(cold) >= 3.0 + SETTINGS.silence_s
+    assert w.here == {(0, block) for block in range(100)}
+    assert max(w.asked.values()) == 1
+
+
+def test_a_rush_does_not_wait_for_silence() -> None:
+    w = world(100)
+    w.scheduler.want_rest(0, range(100), w.now)
+    w.scheduler.rush()
+    w.run()
+    assert len(w.here) == 100
+    assert w.launched[0][0] == 0.0
+
+
+def test_a_hot_set_of_another_workload_is_suspended_early() -> None:
+    w = world(2000, latency_s=0.005)
+    w.prefetch((0, block) for block in range(1000, 2000))
+    w.reader(iter([(0.05, 0, [block]) for block in range(100)]), lambda: None)
+    w.run()
+    assert w.scheduler.worth.suspended
+    assert len(fetched(w, Purpose.HOT)) * BLOCK < 3 * SETTINGS.min_window_bytes
+
+
+def test_a_suspended_hot_set_goes_on_when_readers_come_to_it() -> None:
+    w = world(2000, latency_s=0.005)
+    w.prefetch((0, block) for block in range(1000, 2000))
+    steps = [(0.01, 0, [block]) for block in [*range(50), *range(1000, 1050)]]
+    w.reader(iter(steps), lambda: None)
+    w.run()
+    assert w.scheduler.worth.suspensions == 1
+    assert not w.scheduler.worth.suspended
+    assert {(0, block) for block in range(1000, 2000)} <= w.here
+
+
+def test_retry_after_holds_for_readers_and_prefetch_of_that_origin_alone() -> None:
+    busy = TransientError("too many requests", retry_after_s=7.0)
+    layouts = [Layout([BLOCK] * 100), Layout([BLOCK] * 100)]
+    w = World(layouts, fault=lambda fetch, earlier: Fault(error=busy) if fetch.file == 0 and not earlier else None)
+    # Two origins: the world made one for both.
+    other = w.scheduler.add(layouts[1], "elsewhere")
+    w.layouts = [*layouts, layouts[1]]
+    answers = Answers()
+    w.read(0, [1], answers)
+    w.tick()
+    w.run(until=0.5)
+    w.prefetch([(0, 50), (other, 50)])
+    w.read(0, [2], answers)
+    w.run()
+    times = {(fetch.file, fetch.blocks[0]): time for time, fetch in w.launched}
+    assert times[0, 2] >= 7.0
+    assert times[0, 50] >= 7.0
+    assert times[other, 50] == 0.5
+    assert answers == [b"", b""]
+
+
+def test_failures_halve_the_requests_at_once_and_successes_bring_them_back() -> None:
+    w = world(4000, latency_s=0.2, fault=lambda fetch, earlier: Fault(error=TransientError("reset")) if w.now < 1 else None)
+    w.scheduler.want_rest(0, range(4000), w.now)
+    w.scheduler.rush()
+    most: dict[int, int] = {}
+    while w.now < 30 and len(w.here) < 4000:
+        w.run(until=w.now + 0.05)
+        most[int(w.now)] = max(most.get(int(w.now), 0), len(w.transfers))
+    assert min(most.values()) <= 2
+    assert most[max(most) - 1] > 4
+    assert len(w.here) == 4000
+
+
+def test_a_corrupt_block_is_tried_three_times_and_does_not_hold_up_its_neighbours() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(corrupt=frozenset({2})))
+    bad, good = Answers(), Answers()
+    w.read(0, [1, 2, 3], bad)
+    w.read(0, [1, 3], good)
+    w.run()
+    assert w.asked[0, 2] == 3
+    assert w.asked[0, 3] == 1
+    assert isinstance(bad[0], CorruptError)
+    assert good == [b""]
+
+
+@pytest.mark.parametrize("error", [AccessError("401")])
+def test_a_refusal_fails_readers_at_once_and_stops_prefetch(error: BootseerError) -> None:
+    w = world(fault=lambda fetch, earlier: Fault(error=error))
+    w.prefetch((0, block) for block in range(500))
+    w.scheduler.want_rest(0, range(1000), 0.0)
+    answers = Answers()
+    w.read(0, [900], answers)
+    w.run()
+    assert answers == [error]
+    assert w.scheduler.idle
+    assert len(w.launched) < 30
+    assert w.scheduler.counts.dropped
+    assert w.scheduler.prefetch_error is error
+
+
+def test_a_dead_origin_costs_a_reader_its_deadline_and_a_later_read_tries_afresh() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(error=TransientError("refused")) if w.now < 40 else None)
+    answers = Answers()
+    w.read(0, [1], answers)
+    w.run(until=35.0)
+    assert isinstance(answers[0], TransientError)
+    assert 5 < w.asked[0, 1] < 60
+    w.run(until=41.0)
+    w.read(0, [1], answers)
+    w.run()
+    assert answers[1] == b""
+
+
+def test_prefetch_of_a_dead_origin_pauses_longer_each_time_and_goes_on_when_it_is_back() -> None:
+    w = world(100, fault=lambda fetch, earlier: Fault(error=TransientError("refused")) if w.now < 200 else None)
+    w.scheduler.want_rest(0, range(100), w.now)
+    w.run()
+    assert len(w.here) == 100
+    assert sum(time < 200 for time, _ in w.launched) < 60
+
+
+def test_a_block_that_another_process_brings_is_not_fetched_here() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(elsewhere={4: (1.0, True)}))
+    answers = Answers()
+    w.read(0, [3, 4, 5], answers)
+    w.run(until=0.15)
+    assert not answers
+    assert w.here == {(0, 3), (0, 5)}
+    w.settings = replace(w.settings)
+    w.run()
+    assert answers == [b""]
+
+
+def test_a_block_whose_other_loader_died_is_fetched_here() -> None:
+    w = world(fault=lambda fetch, earlier: None if earlier else Fault(elsewhere={4: (0.1, False)}))
+    answers = Answers()
+    w.read(0, [4], answers)
+    w.run()
+    assert answers == [b""]
+    assert w.asked[0, 4] == 2
+
+
+def test_one_slow_block_does_not_hold_up_others() -> None:
+    def fault(fetch: Fetch, earlier: int) -> Fault | None:
+        return Fault(hang=True) if 7 in fetch.blocks else None
+
+    w = world(fault=fault)
+    slow, fast = Answers(), Answers()
+    w.read(0, [7], slow)
+    w.tick()
+    for block in range(100, 200):
+        w.read(0, [block], fast)
+    w.run(until=1.0)
+    assert fast == [b""] * 100
+    assert not slow
+
+
+def test_hedges_stay_within_their_credit_when_everything_is_slow() -> None:
+    w = world(fault=lambda fetch, earlier: Fault(hang=True))
+    for block in range(0, 60, 3):
+        w.read(0, [block], Answers())
+    w.run(until=9.0)
+    assert w.scheduler.counts.hedges <= SETTINGS.first_hedge_credit
+
+
+def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:
+    w = World([Layout([BLOCK, 0, 0, BLOCK, 0])])
+    answers = Answers()
+    w.read(0, [0, 1, 2, 3, 4], answers)
+    w.run()
+    assert answers == [b""]
+    assert len(w.launched) == 1
+    assert w.bytes == pytest.approx(2 * BLOCK)
+
+
+def test_stripes_are_read_with_one_request_each() -> None:
+    w = World([Layout([BLOCK] * 64, num_stripes=4)])
+    w.scheduler.want_rest(0, range(64), w.now)
+    w.scheduler.rush()
+    w.run()
+    assert len(w.here) == 64
+    assert {fetch.blocks.step for _, fetch in w.launched} == {4}

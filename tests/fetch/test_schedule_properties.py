@@ -1,0 +1,147 @@
+"""Whatever the files, readers, hot sets and faults: what must hold for any load, checked by `virtual.World` at each
+step and here at the end."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from virtual import BLOCK, Fault, Layout, World
+
+from bootseer.blocks.codec import Buffer
+from bootseer.errors import AccessError, BootseerError, TransientError
+from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.settings import FetchSettings
+
+SMALL = FetchSettings(
+    request_bytes=8 * BLOCK,
+    demand_bytes=4 * BLOCK,
+    inflight_bytes=24 * BLOCK,
+    reserved_bytes=6 * BLOCK,
+    min_window_bytes=8 * BLOCK,
+    first_requests=3,
+    max_requests=5,
+    reserved_requests=2,
+    cold_attempts=100,
+)
+
+layouts = st.builds(
+    Layout,
+    st.lists(st.sampled_from([0, 1000, BLOCK, BLOCK, 30 * BLOCK]), min_size=1, max_size=60),
+    st.integers(1, 3),
+)
+faults = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(Fault, error=st.just(TransientError("reset")), after_blocks=st.integers(0, 3)),
+    st.builds(Fault, error=st.just(TransientError("busy", retry_after_s=2.0))),
+    st.builds(Fault, hang=st.just(True), after_blocks=st.integers(0, 2)),
+    st.builds(Fault, error=st.just(AccessError("refused"))),
+    st.builds(Fault, corrupt=st.frozensets(st.integers(0, 59), max_size=3)),
+    st.builds(
+        Fault,
+        elsewhere=st.dictionaries(st.integers(0, 59), st.tuples(st.floats(0.01, 3), st.booleans()), max_size=4),
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(data: st.DataObject) -> None:
+    files = data.draw(st.lists(layouts, min_size=1, max_size=2))
+    script = data.draw(st.lists(faults, max_size=30))
+
+    def fault(fetch: Fetch, earlier: int) -> Fault | None:
+        return script.pop() if script else None
+
+    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault)
+    block = st.integers(0, len(files) - 1).flatmap(
+        lambda file: st.tuples(st.just(file), st.integers(0, files[file].num_blocks - 1))
+    )
+    world.prefetch(data.draw(st.lists(block, max_size=40)))
+    rest = data.draw(st.booleans())
+    if rest:
+        for number, layout in enumerate(files):
+            world.scheduler.want_rest(number, range(layout.num_blocks), 0.0)
+    reads = data.draw(
+        st.lists(
+            st.tuples(st.floats(0, 5), block, st.integers(1, 6), st.floats(0.2, 20), st.none() | st.floats(0, 1)),
+            max_size=12,
+        )
+    )
+    answered: dict[int, list[tuple[float, Buffer | BootseerError]]] = {}
+    cancelled = set()
+
+    def begin(number: int, file: int, blocks: range, deadline_s: float, cancel_s: float | None) -> None:
+        ticket = world.read(file, blocks, lambda answer: answered[number].append((world.now, answer)), deadline_s)
+        if cancel_s is not None:
+
+            def cancel() -> None:
+                if not answered[number]:
+                    cancelled.add(number)
+                ticket.cancel()
+
+            world.at(world.now + cancel_s, cancel)
+
+    for number, (at, (file, first), length, deadline_s, cancel_s) in enumerate(reads):
+        answered[number] = []
+        blocks = range(first, min(first + length, files[file].num_blocks))
+        world.at(at, lambda args=(number, file, blocks, deadline_s, cancel_s): begin(*args))
+    world.run(until=2000.0)
+
+    for number, (at, _, _, deadline_s, _) in enumerate(reads):
+        if number in cancelled:
+            assert not answered[number]
+        else:
+            assert len(answered[number]) == 1
+            assert answered[number][0][0] <= at + deadline_s + 0.001
+    assert len(world.tickets) == 0
+    assert world.scheduler.idle
+    assert not world.transfers
+    assert world.scheduler.inflight_bytes == 0
+    if rest and not world.scheduler.counts.dropped:
+        assert len(world.here) == sum(layout.num_blocks for layout in files)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    hot=st.lists(st.integers(0, 199), unique=True, max_size=100),
+    reads=st.lists(st.tuples(st.floats(0, 0.3), st.integers(0, 199)), min_size=1, max_size=40),
+)
+def test_with_a_sound_origin_a_reader_waits_for_its_own_request_and_never_for_a_slot(
+    hot: list[int], reads: list[tuple[float, int]]
+) -> None:
+    world = World([Layout([BLOCK] * 200)], settings=SMALL, latency_s=0.01, bytes_per_s=1e9)
+    world.prefetch((0, block) for block in hot)
+
+    def check() -> None:
+        world.tick()
+        # The only reader's block is on its way or here.
+        assert all(world.scheduler.in_flight(0, block) for block in waiting)
+
+    waiting: set[int] = set()
+
+    def steps(rest: list[tuple[float, int]]) -> None:
+        if not rest:
+            return
+        (think_s, block), *others = rest
+
+        def go() -> None:
+            waiting.add(block)
+
+            def done(answer: Buffer | BootseerError) -> None:
+                waiting.discard(block)
+                steps(others)
+
+            world.read(0, [block], done)
+            if waiting:
+                check()
+
+        world.at(world.now + think_s, go)
+
+    steps(reads)
+    world.run()
+    assert not waiting
+    cold = [fetch for _, fetch in world.launched if fetch.purpose is Purpose.COLD]
+    assert not cold
+    assert max(world.asked.values()) == 1

@@ -1,0 +1,301 @@
+"""A world in virtual time for the scheduler: an origin with latency, shared bandwidth and faults, and its readers.
+
+The line is shared evenly by all requests that are past their latency. The world drives `Scheduler` and `Tickets` as
+the fetcher does, and checks at each step what must always hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from random import Random
+
+from bootseer.blocks.codec import Buffer
+from bootseer.blocks.index import Place, Stripe
+from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.schedule import Scheduler
+from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.tickets import Ticket, Tickets
+
+BLOCK = 128 << 10
+_EPSILON = 1e-9
+
+
+class Layout:
+    """A block file of given stored sizes, its blocks one behind the other in each stripe."""
+
+    def __init__(self, sizes: Sequence[int], num_stripes: int = 1) -> None:
+        self.sizes = sizes
+        self.num_blocks = len(sizes)
+        self._offsets = [0] * len(sizes)
+        for stripe in range(num_stripes):
+            mine = sizes[stripe::num_stripes]
+            self._offsets[stripe::num_stripes] = [end - size for end, size in zip(accumulate(mine), mine, strict=True)]
+        self.stripes = [Stripe(f"stripe-{number}", sum(sizes[number::num_stripes])) for number in range(num_stripes)]
+
+    def place(self, block: int) -> Place:
+        return Place(block % len(self.stripes), self._offsets[block], self.sizes[block], 1)
+
+
+@dataclass
+class Fault:
+    """What happens to one request. Bytes flow until `after_blocks` have arrived."""
+
+    error: BootseerError | None = None
+    """Breaks off with this."""
+    after_blocks: int = 0
+    corrupt: frozenset[int] = frozenset()
+    """Arrive, but with other bytes."""
+    hang: bool = False
+    """Brings nothing more; ends by its timeout."""
+    elsewhere: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    """Blocks that another process has claimed: for how long, and whether it brings them."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A running request."""
+
+    fetch: Fetch
+    flows_at: float
+    ends_at: float
+    blocks: list[tuple[int, float]]
+    """Block and bytes still to come."""
+    fault: Fault
+    arrived: int = 0
+
+    def flows(self, now: float) -> bool:
+        stuck = (self.fault.hang or self.fault.error) and self.arrived >= self.fault.after_blocks
+        return now + _EPSILON >= self.flows_at and bool(self.blocks) and not stuck
+
+
+class World:
+    """`fault(fetch, number of earlier requests for its first block)` decides about each request."""
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        *,
+        settings: FetchSettings | None = None,
+        latency_s: float = 0.02,
+        bytes_per_s: float = 100e6,
+        fault: Callable[[Fetch, int], Fault | None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.settings = settings or FetchSettings()
+        self.now = 0.0
+        self.layouts = layouts
+        self.scheduler = Scheduler(self.settings, Random(seed).random)
+        self.tickets = Tickets()
+        for layout in layouts:
+            self.scheduler.add(layout, "origin")
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self._fault = fault or (lambda fetch, earlier: None)
+        self.transfers: dict[int, Transfer] = {}
+        self.here: set[tuple[int, int]] = set()
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.excused: Counter[tuple[int, int]] = Counter()
+        """Requests for a block that failed, were hedges or lost to another process."""
+        self.seen: set[tuple[int, int]] = set()
+        self.launched: list[tuple[float, Fetch]] = []
+        self.bytes = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._next = 0
+        self._wake_at: float | None = None
+
+    # What happens in it
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, self._next, call))
+        self._next += 1
+
+    def prefetch(self, blocks: Iterable[tuple[int, int]]) -> None:
+        for file, block in blocks:
+            self.scheduler.want(file, [block], Purpose.HOT, self.now)
+
+    def read(
+        self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None], deadline_s: float = 30.0
+    ) -> Ticket:
+        """One read of whole blocks."""
+        for block in blocks:
+            if (file, block) not in self.seen:
+                self.seen.add((file, block))
+                self.scheduler.needed(file, block, self.now)
+        missing = [block for block in blocks if (file, block) not in self.here]
+        ticket = Ticket(file, 0, 0, self.now + deadline_s, done, self._leave)
+        if missing:
+            self.scheduler.want(file, missing, Purpose.DEMAND, self.now)
+            self.tickets.wait(ticket, missing)
+        else:
+            done(b"")
+        return ticket
+
+    def reader(self, steps: Iterator[tuple[float, int, Sequence[int]]], finished: Callable[[], None]) -> None:
+        """Somebody who thinks for a while, reads, waits for it, and so on."""
+
+        def step(answer: Buffer | BootseerError = b"") -> None:
+            assert not isinstance(answer, BootseerError), answer
+            try:
+                think_s, file, blocks = next(steps)
+            except StopIteration:
+                finished()
+                return
+            self.at(self.now + think_s, lambda: void(self.read(file, blocks, step)))
+
+        step()
+
+    def _leave(self, ticket: Ticket) -> None:
+        self.scheduler.cancelled(ticket.file, self.tickets.close(ticket))
+
+    def _bring(self, file: int, block: int) -> None:
+        self.here.add((file, block))
+        for ticket in self.tickets.arrived((file, block), b""):
+            ticket.done(b"")
+
+    def _launch(self, fetch: Fetch) -> None:
+        self.launched.append((self.now, fetch))
+        first = (fetch.file, fetch.blocks[0])
+        fault = self._fault(fetch, self.asked[first]) or Fault()
+        places = [self.layouts[fetch.file].place(block) for block in fetch.blocks]
+        assert len({place.stripe for place in places}) == 1
+        stored = [place for place in places if place.length]
+        for before, after in pairwise(stored):
+            assert before.offset + before.length == after.offset
+        for block in fetch.blocks:
+            key = (fetch.file, block)
+            assert key not in self.here or fetch.hedge
+            self.asked[key] += 1
+            self.excused[key] += fetch.hedge
+        blocks = []
+        for block, place in zip(fetch.blocks, places, strict=True):
+            if block in fault.elsewhere and not fetch.hedge:
+                after_s, brings = fault.elsewhere[block]
+                self.excused[fetch.file, block] += 1
+                self.scheduler.elsewhere(fetch.number, block)
+                self.at(self.now + after_s, lambda block=block, brings=brings: self._other(fetch.file, block, brings))
+            else:
+                blocks.append((block, float(place.length)))
+        self.transfers[fetch.number] = Transfer(
+            fetch, self.now + self.latency_s, self.now + fetch.timeout_s, blocks, fault
+        )
+
+    def _other(self, file: int, block: int, brings: bool) -> None:
+        if brings:
+            self.scheduler.have(file, block)
+            self._bring(file, block)
+        elif (file, block) not in self.here:
+            self.scheduler.freed(file, block)
+
+    # The passing of time
+
+    def tick(self) -> None:
+        for ticket, missing in self.tickets.expired(self.now):
+            self.scheduler.cancelled(ticket.file, missing)
+            ticket.done(TransientError("no answer in time"))
+        while True:
+            plan = self.scheduler.tick(self.now)
+            for fetch in plan.fetches:
+                self._launch(fetch)
+            for number in plan.cancelled:
+                transfer = self.transfers.pop(number, None)
+                if transfer is not None:
+                    self.scheduler.finished(number, self.now)
+            for file, block, error in plan.given_up:
+                for ticket, others in self.tickets.given_up((file, block)):
+                    self.scheduler.cancelled(file, others)
+                    ticket.done(error)
+            self.check()
+            if not (plan.fetches or plan.cancelled or plan.given_up):
+                break
+        assert plan.wake_at is None or plan.wake_at > self.now
+        self._wake_at = plan.wake_at
+
+    def check(self) -> None:
+        """What always holds."""
+        largest = max(max(layout.sizes, default=0) for layout in self.layouts)
+        left = sum(
+            self.layouts[transfer.fetch.file].sizes[block]
+            for transfer in self.transfers.values()
+            for block, _ in transfer.blocks
+        )
+        assert self.scheduler.inflight_bytes <= max(self.settings.inflight_bytes, largest)
+        assert self.scheduler.inflight_bytes <= left
+        assert len(self.transfers) <= self.settings.max_requests + self.settings.reserved_requests
+        for key, number in self.asked.items():
+            assert number <= 1 + self.excused[key], f"{key} was fetched {number} times"
+
+    def run(self, until: float = 1e6) -> None:
+        """Let time pass until nothing is left to happen, or until then."""
+        self.tick()
+        while (upcoming := self._upcoming()) is not None and upcoming <= until:
+            self._pass(upcoming)
+            while self._events and self._events[0][0] <= self.now + _EPSILON:
+                heapq.heappop(self._events)[2]()
+            self._move()
+            self.tick()
+        if upcoming is not None:
+            self._pass(until)
+
+    def _flowing(self) -> list[Transfer]:
+        return [transfer for transfer in self.transfers.values() if transfer.flows(self.now)]
+
+    def _upcoming(self) -> float | None:
+        flowing = self._flowing()
+        rate = self.bytes_per_s / max(len(flowing), 1)
+        times = [self.now + transfer.blocks[0][1] / rate for transfer in flowing]
+        for transfer in self.transfers.values():
+            if transfer.flows_at > self.now:
+                times.append(transfer.flows_at)
+            elif not transfer.flows(self.now):
+                times.append(transfer.ends_at if transfer.fault.hang and transfer.blocks else self.now)
+            times.append(transfer.ends_at)
+        times += [event[0] for event in self._events[:1]]
+        times += [time for time in (self._wake_at, self.tickets.next_deadline) if time is not None]
+        return max(min(times), self.now) if times else None
+
+    def _pass(self, time: float) -> None:
+        flowing = self._flowing()
+        share = (time - self.now) * self.bytes_per_s / max(len(flowing), 1)
+        for transfer in flowing:
+            block, left = transfer.blocks[0]
+            transfer.blocks[0] = (block, left - share)
+            self.bytes += share
+        self.now = time
+
+    def _move(self) -> None:
+        """Blocks that are complete now arrive; requests that are over end."""
+        for number, transfer in list(self.transfers.items()):
+            fetch = transfer.fetch
+            while transfer.flows(self.now) and transfer.blocks[0][1] <= 1e-3:
+                block, _ = transfer.blocks.pop(0)
+                transfer.arrived += 1
+                if block in transfer.fault.corrupt:
+                    self.excused[fetch.file, block] += 1
+                    self.scheduler.failed(number, block, CorruptError("wrong bytes"), self.now)
+                else:
+                    self.scheduler.arrived(number, block, self.now)
+                    self._bring(fetch.file, block)
+            error: BootseerError | None = None
+            if transfer.blocks:
+                if transfer.fault.error and self.now >= transfer.flows_at and not transfer.flows(self.now):
+                    error = transfer.fault.error
+                elif self.now >= transfer.ends_at:
+                    error = TransientError("timed out")
+                else:
+                    continue
+            elif self.now < transfer.flows_at:
+                continue
+            del self.transfers[number]
+            for block, _ in transfer.blocks:
+                self.excused[fetch.file, block] += 1
+            self.scheduler.finished(number, self.now, error)
+
+
+def void(_: object) -> None:
+    """Drop a value."""

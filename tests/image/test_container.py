@@ -1,0 +1,232 @@
+"""Containers for real, by both runtimes: a busybox tree, its users, streams, exit codes, mounts, devices and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import PermanentError, UsageError
+from bootseer.image.container import Container, Options, Runtime
+from bootseer.image.process import Words
+from bootseer.image.runtime_config import Bind, Limits, parse_bind
+from busybox import CONFIG, make_tree
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make namespaces and mounts"),
+]
+
+Ran = subprocess.CompletedProcess[str]
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return make_tree(tmp_path / "root")
+
+
+@pytest.fixture(params=["runc", "direct"])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return request.param
+
+
+@pytest.fixture
+def run(tmp_path: Path, root: Path, runtime: Runtime) -> Iterator[Run]:
+    """`run(words, **options)`: a command in a container, to its end."""
+
+    def call(*words: str, options: Options | None = None, env: dict[str, str] | None = None, **kwargs: object) -> Ran:
+        given = options or Options()
+        given = replace(given, words=replace(given.words, command=words), runtime=runtime)
+        folder = tmp_path / "container"
+        container = Container(folder, root, {"config": CONFIG}, given, env or {}, cdi_folders=[tmp_path / "cdi"])
+        try:
+            return subprocess.run(
+                container.command,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+                **kwargs,  # type: ignore[call-overload]
+            )
+        finally:
+            container.close()
+            assert not folder.exists()
+
+    yield call
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_streams_folder_variables_and_exit_code_pass(run: Run) -> None:
+    ran = run("sh", "-c", "cat; pwd; echo $GREETING; echo word >&2; exit 7", input="in\n")
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("in\n/work\nhello\n", "word\n", 7)
+
+
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("KILL", 137), ("USR1", 138), ("INT", 130)])
+def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(
+    run: Run, runtime: Runtime, name: str, code: int
+) -> None:
+    ran = run("sh", "-c", f"kill -{name} $$")
+    # Without runc the command is our own child, and ends as the program did.
+    assert ran.returncode == (code if runtime == "runc" else 128 - code)
+
+
+def test_the_program_runs_as_the_user_of_the_image_s_files(run: Run) -> None:
+    ran = run("sh", "-c", "id; echo $HOME", options=Options(words=Words(user="worker")))
+    assert ran.stdout.split("\n")[:2] == [
+        "uid=1000(worker) gid=1001(worker) groups=44(render)",
+        "/home/worker",
+    ]
+
+
+def test_rights_are_the_usual_ones_and_no_more(run: Run) -> None:
+    ran = run("sh", "-c", "grep CapEff /proc/self/status; echo x > /proc/sys/kernel/hostname; mount -t tmpfs x /tmp")
+    held = int(ran.stdout.split()[1], 16)
+    assert held & 1  # CAP_CHOWN
+    assert not held & (1 << 21)  # CAP_SYS_ADMIN
+    assert "Read-only file system" in ran.stderr
+    assert "ermitted" in ran.stderr or "denied" in ran.stderr
+    more = run("grep", "CapEff", "/proc/self/status", options=Options(limits=Limits(capabilities=("sys_ptrace",))))
+    assert int(more.stdout.split()[1], 16) & (1 << 19)
+
+
+def test_mounts_bring_files_and_folders_of_the_host(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "file").write_text("content")
+    binds = (Bind(str(tmp_path / "data"), "/new/data"), Bind(str(tmp_path / "file"), "/new/file", read_only=True))
+    ran = run("sh", "-c", "cat /new/file; echo x > /new/file; echo out > /new/data/out", options=Options(binds=binds))
+    assert ran.stdout == "content"
+    assert "Read-only file system" in ran.stderr
+    assert (tmp_path / "data" / "out").read_text() == "out\n"
+
+
+def test_a_link_in_the_image_does_not_lead_a_mount_to_the_host(run: Run, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    (tmp_path / "file").write_text("content")
+    run("cat", "/link/file", options=Options(binds=(Bind(str(tmp_path / "file"), "/link/file"),)))
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["dev", "proc", "sys"])
+def test_an_image_whose_kernel_folders_are_links_is_not_started(
+    run: Run, root: Path, tmp_path: Path, name: str
+) -> None:
+    (root / name).symlink_to(tmp_path)
+    with pytest.raises(PermanentError, match="symbolic link"):
+        run("true")
+
+
+def test_a_read_only_root_takes_no_files(run: Run) -> None:
+    ran = run(
+        "sh", "-c", "echo x > /x; echo y > /dev/shm/y && cat /dev/shm/y", options=Options(limits=Limits(read_only=True))
+    )
+    assert "Read-only file system" in ran.stderr
+    assert ran.stdout == "y\n"
+
+
+def test_network_host_name_and_processes_are_the_host_s(run: Run) -> None:
+    ran = run("sh", "-c", "cat /proc/sys/kernel/hostname /etc/hosts; ls -d /proc/1; ls /sys/class/net")
+    assert ran.stdout.startswith(os.uname().nodename + "\n" + Path("/etc/hosts").read_text())
+    assert "/proc/1\n" in ran.stdout
+    assert sorted(ran.stdout.split("/proc/1\n")[1].split()) == sorted(
+        path.name for path in Path("/sys/class/net").iterdir()
+    )
+
+
+def test_limits_are_inherited(run: Run) -> None:
+    ran = run("sh", "-c", "ulimit -n")
+    soft = subprocess.run(["sh", "-c", "ulimit -n"], capture_output=True, text=True, check=True).stdout
+    assert ran.stdout == soft
+
+
+def test_the_usual_devices_are_there_and_a_disk_cannot_be_made(run: Run) -> None:
+    ran = run("sh", "-c", "echo x > /dev/null && dd if=/dev/urandom bs=8 count=1 | wc -c && ls /dev/shm /dev/pts/ptmx")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("8\n")
+    # Number 1:1 is a piece of the machine's memory: never readable, whether or not the node can be made.
+    made = run("sh", "-c", "busybox mknod /tmp/mem c 1 1; dd if=/tmp/mem bs=1 count=1")
+    assert made.returncode != 0
+    assert "permitted" in made.stderr
+
+
+def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "cdi").mkdir()
+    edits = {
+        "deviceNodes": [{"path": "/dev/tool", "hostPath": "/dev/zero"}],
+        "env": ["TOOL=1"],
+        "mounts": [{"hostPath": "/etc/hostname", "containerPath": "/tool/name", "options": ["ro", "bind"]}],
+    }
+    (tmp_path / "cdi" / "tool.json").write_text(
+        json.dumps({"kind": "acme.com/tool", "devices": [{"name": "0", "containerEdits": edits}]})
+    )
+    ran = run(
+        "sh", "-c", "echo $TOOL; cat /tool/name; dd if=/dev/tool bs=4 count=1 | wc -c",
+        options=Options(devices=("acme.com/tool=0",)),
+    )  # fmt: skip
+    assert ran.stdout == f"1\n{Path('/etc/hostname').read_text()}4\n"
+
+
+@pytest.mark.parametrize(("program", "code"), [("nothing", 127), ("/etc/passwd", 126), ("./nothing", 127)])
+def test_a_program_that_is_not_there_is_told_with_a_shell_s_exit_code(run: Run, program: str, code: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(program)
+    assert caught.value.exit_code == code
+
+
+def test_a_program_from_a_mount_is_found(run: Run, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "greet").write_text("#!/bin/sh\necho greetings\n")
+    (tmp_path / "tools" / "greet").chmod(0o755)
+    ran = run("/tools/greet", options=Options(binds=(Bind(str(tmp_path / "tools"), "/tools"),)))
+    assert ran.stdout == "greetings\n"
+
+
+_KILLED = """
+import os, subprocess, sys
+from pathlib import Path
+from bootseer.image.container import Container, Options
+from bootseer.image.process import Words
+words = Words(command=("sh", "-c", "echo $$; sleep 600"))
+options = Options(words=words, runtime=sys.argv[3])
+container = Container(Path(sys.argv[1]), Path(sys.argv[2]), {"config": {"Env": ["PATH=/bin"]}}, options, {})
+container.start_guard([["touch", sys.argv[1] + "/../cleaned"]])
+subprocess.run(container.command)
+"""
+
+
+def test_a_container_goes_with_the_program_that_was_killed(tmp_path: Path, root: Path) -> None:
+    words = [sys.executable, "-c", _KILLED, str(tmp_path / "container"), str(root), "runc"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    wait_until((tmp_path / "cleaned").exists)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in 30 s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("words", ["", "/a", "/a:b", "/:/b:rx", "/nowhere/at/all:/b", "/:/b:ro:x"])
+def test_words_that_are_no_mount_are_usage_errors(words: str) -> None:
+    with pytest.raises(UsageError):
+        parse_bind(words)
+
+
+def test_a_mount_s_words_are_source_target_and_mode(tmp_path: Path) -> None:
+    assert parse_bind(f"{tmp_path}:/data:ro") == Bind(str(tmp_path), "/data", read_only=True)
+    assert parse_bind(f"{tmp_path}:/data") == Bind(str(tmp_path), "/data")

@@ -1,0 +1,95 @@
+"""What runs in a container: the image's words, the user's, and which of the host's variables pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.errors import CorruptError, UsageError
+from bootseer.image.process import Process, Words, process_of
+
+IMAGE = {
+    "config": {
+        "Entrypoint": ["/entry"],
+        "Cmd": ["serve"],
+        "Env": ["PATH=/opt/bin:/bin", "A=image", "ODD"],
+        "WorkingDir": "/work",
+        "User": "7:8",
+    }
+}
+
+
+def process(words: Words, tmp_path: Path, host_env: dict[str, str] | None = None, image: Any = IMAGE) -> Process:
+    return process_of(image, words, tmp_path, host_env or {})
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        (Words(), ("/entry", "serve")),
+        (Words(command=("train", "--x")), ("/entry", "train", "--x")),
+        (Words(entrypoint="/other"), ("/other",)),
+        (Words(entrypoint="", command=("train",)), ("train",)),
+    ],
+)
+def test_commands_are_put_together_as_engines_do(tmp_path: Path, words: Words, args: tuple[str, ...]) -> None:
+    assert process(words, tmp_path).args == args
+
+
+def test_the_image_tells_user_folder_and_variables(tmp_path: Path) -> None:
+    found = process(Words(), tmp_path)
+    assert (found.user.uid, found.user.gid, found.cwd) == (7, 8, "/work")
+    assert found.env == {"PATH": "/opt/bin:/bin", "A": "image", "HOME": "/"}
+
+
+def test_the_user_s_words_outrank_the_image_s(tmp_path: Path) -> None:
+    words = Words(env=("A=mine", "HOST", "NOT_SET"), workdir="/elsewhere", user="0")
+    found = process(words, tmp_path, {"HOST": "h", "OTHER": "o"})
+    assert found.env["A"] == "mine"
+    assert found.env["HOST"] == "h"
+    assert {"OTHER", "NOT_SET"}.isdisjoint(found.env)
+    assert (found.cwd, found.user.uid) == ("/elsewhere", 0)
+
+
+def test_who_starts_and_where_events_go_pass_and_nothing_else(tmp_path: Path) -> None:
+    host = {
+        "BOOTSEER_JOB": "moe",
+        "TRACEPARENT": "00-x",
+        "SLURM_PROCID": "3",
+        "MASTER_ADDR": "n0",
+        "BOOTSEER_SPOOL": "/here",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "LD_PRELOAD": "/x.so",
+        "PATH": "/host",
+    }
+    env = process(Words(), tmp_path, host).env
+    assert {name for name in host if name in env} == {
+        "BOOTSEER_JOB",
+        "TRACEPARENT",
+        "SLURM_PROCID",
+        "MASTER_ADDR",
+        "PATH",
+    }
+    assert env["PATH"] == "/opt/bin:/bin"
+
+
+@pytest.mark.parametrize("words", [Words(entrypoint=""), Words(workdir="relative"), Words(env=("=x",))])
+def test_words_that_cannot_be_are_usage_errors(tmp_path: Path, words: Words) -> None:
+    with pytest.raises(UsageError):
+        process(words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", [[], {"Cmd": "sh"}, {"Cmd": ["x"], "Env": [1]}, {"Cmd": ["x"], "User": 7}, {"Cmd": ["a\0b"]}]
+)
+def test_a_configuration_that_is_none_is_corrupt(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(CorruptError):
+        process(Words(), tmp_path, image={"config": config or [1]})
+
+
+def test_an_image_without_configuration_runs_what_it_is_told(tmp_path: Path) -> None:
+    found = process(Words(command=("sh",)), tmp_path, image={"config": None})
+    assert (found.args, found.cwd, found.user.uid) == (("sh",), "/", 0)
+    assert found.env["PATH"].endswith("/bin")

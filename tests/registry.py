@@ -1,0 +1,147 @@
+"""A real registry for tests: Debian's `docker-registry` on a free loopback port, stopped by its pid.
+
+    with Registry(tmp_path) as registry:
+        store = open_store(f"oci://{registry.host}/some/repository")
+
+Options: `basic=True` demands the login USER / PASSWORD, `tokens=TokenServer(...)` demands that server's tokens, and
+`tls=True` speaks https with a certificate that `registry.certificate` holds.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from token_server import TokenServer
+
+USER, PASSWORD = "reader", "secret"
+# bcrypt, the only kind that the registry accepts, at its lowest cost.
+_HTPASSWD = f"{USER}:$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW\n"
+_LOG = re.compile(r'"(?P<method>[A-Z]+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+)')
+_START_S = 20.0
+
+needs_registry = pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One line of the registry's access log."""
+
+    method: str
+    path: str
+    status: int
+    size_bytes: int
+
+
+class Registry:
+    """A registry that lives as long as the `with` block; what it stores lies in `folder`."""
+
+    def __init__(
+        self, folder: Path, *, basic: bool = False, tokens: TokenServer | None = None, tls: bool = False
+    ) -> None:
+        self.folder = folder / "registry"
+        self.certificate = self.folder / "certificate.pem"
+        self.host = ""
+        self._basic, self._tokens, self._tls = basic, tokens, tls
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Registry:
+        self.folder.mkdir(parents=True)
+        if self._tls:
+            make_certificate(self.folder / "key.pem", self.certificate)
+        for _ in range(5):
+            # Somebody may take the port between our look and the registry's start.
+            self.host = f"127.0.0.1:{free_port()}"
+            self._start()
+            if self._answers():
+                return self
+        raise RuntimeError(f"docker-registry does not start: {self._log()[-2000:]}")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def requests(self) -> list[Logged]:
+        """What was asked and answered so far, in the order of the answers' ends."""
+        found = [_LOG.search(line) for line in self._log().splitlines()]
+        return [Logged(m["method"], m["path"], int(m["status"]), int(m["size"])) for m in found if m is not None]
+
+    def _start(self) -> None:
+        config = [
+            "version: 0.1",
+            "log: {level: info, accesslog: {disabled: false}}",
+            "storage:",
+            f"  filesystem: {{rootdirectory: {self.folder / 'data'}}}",
+            "  delete: {enabled: true}",
+            f"http:\n  addr: {self.host}",
+        ]
+        if self._tls:
+            config += ["  tls:", f"    certificate: {self.certificate}", f"    key: {self.folder / 'key.pem'}"]
+        if self._basic:
+            (self.folder / "htpasswd").write_text(_HTPASSWD)
+            config.append(f"auth: {{htpasswd: {{realm: tests, path: {self.folder / 'htpasswd'}}}}}")
+        if self._tokens is not None:
+            config += ["auth:", "  token:"] + [f"    {key}: {value}" for key, value in self._tokens.settings().items()]
+        (self.folder / "config.yml").write_text("\n".join(config) + "\n")
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                ["docker-registry", "serve", str(self.folder / "config.yml")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                if self._tls:
+                    connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                        self.host, timeout=2, context=ssl.create_default_context(cafile=str(self.certificate))
+                    )
+                else:
+                    connection = http.client.HTTPConnection(self.host, timeout=2)
+                connection.request("GET", "/v2/")
+                connection.getresponse().read()
+                connection.close()
+            except OSError:
+                time.sleep(0.02)
+            else:
+                return True
+        self._process.kill()
+        self._process.wait()
+        return False
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_certificate(key: Path, certificate: Path) -> None:
+    """A key and a certificate for 127.0.0.1 that signs itself."""
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )

@@ -1,0 +1,56 @@
+"""What the contract suite does in a process of its own: be killed while writing, measure memory, fork."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import sys
+import warnings
+
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+
+def write_for_ever(store: Store) -> None:
+    upload = store.upload()
+    for _ in range(20):
+        upload.write(bytes(1_000_000))
+    print(20_000_000, flush=True)
+    while True:
+        upload.write(bytes(1_000))
+
+
+def stream(store: Store) -> None:
+    piece = os.urandom(1024 * 1024)
+    warm = store.upload()
+    warm.write(piece)
+    assert sum(len(part) for part in store.read(warm.commit().name)) == len(piece)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    upload = store.upload()
+    for _ in range(256):
+        upload.write(piece)
+    stored = upload.commit()
+    digest = hashlib.sha256()
+    for part in store.read(stored.name, timeout_s=300):
+        digest.update(part)
+    equal = f"sha256:{digest.hexdigest()}" == stored.name and stored.size_bytes == 256 * len(piece)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, equal)
+
+
+def fork(store: Store) -> None:
+    upload = store.upload()
+    upload.write(b"x" * 300_000)
+    name = upload.commit().name
+    assert b"".join(store.read(name)) == b"x" * 300_000
+    # An adapter may have threads of its own by now; that the child works all the same is what is tried.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    pid = os.fork()
+    if pid == 0:
+        good = b"".join(store.read(name, 1, 299_999)) == b"x" * 299_999
+        os._exit(0 if good else 1)
+    good = b"".join(store.read(name, 2)) == b"x" * 299_998
+    print(good and os.waitpid(pid, 0)[1] == 0)
+
+
+{"write-for-ever": write_for_ever, "stream": stream, "fork": fork}[sys.argv[1]](open_store(sys.argv[2]))

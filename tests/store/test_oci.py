@@ -1,0 +1,267 @@
+"""The store in a registry, against a real one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from fault_proxy import Fault, FaultProxy, once
+from registry import Registry, needs_registry
+from store.contract import DATA, SharedStoreContract, get, put, sha256
+
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.store.oci import ARTIFACT_TYPE, OciStore, tag_of
+from bootseer.store.open import open_registry
+from bootseer.store.referrers import referrers
+from bootseer.store.store import Store, Stored
+
+pytestmark = needs_registry
+
+
+class Outside:
+    """Speaks HTTP by hand."""
+
+    def __init__(self, registry: Registry, repository: str) -> None:
+        self.registry, self.repository = registry, repository
+
+    def ask(self, path: str) -> tuple[int, bytes]:
+        with closing(http.client.HTTPConnection(self.registry.host, timeout=30)) as connection:
+            accept = "application/vnd.oci.image.manifest.v1+json, application/vnd.oci.image.index.v1+json"
+            connection.request("GET", f"/v2/{self.repository}/{path}", headers={"Accept": accept})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def manifest(self, name: str) -> dict[str, object]:
+        status, data = self.ask(f"manifests/{tag_of(name)}")
+        assert status == 200
+        return json.loads(data)
+
+    def get(self, name: str) -> bytes | None:
+        if not name.startswith("sha256:"):
+            status, data = self.ask(f"manifests/{tag_of(name)}")
+            if status == 404:
+                return None
+            name = json.loads(data)["layers"][0]["digest"]
+        status, data = self.ask(f"blobs/{name}")
+        return data if status == 200 else None
+
+    def unfinished(self) -> list[str]:
+        uploads = self.registry.folder / "data/docker/registry/v2/repositories" / self.repository / "_uploads"
+        # The registry forgets the few bytes of hash state that lie beside the data of an ended session.
+        return [str(path) for path in uploads.glob("*/data")]
+
+
+@pytest.fixture
+def store(registry: Registry, repository: str) -> Iterator[OciStore]:
+    with closing(OciStore(open_registry(registry.host, repository))) as opened:
+        yield opened
+
+
+@pytest.fixture
+def outside(registry: Registry, repository: str) -> Outside:
+    return Outside(registry, repository)
+
+
+class TestOciStore(SharedStoreContract):
+    @pytest.fixture
+    def store(self, store: OciStore) -> Store:
+        return store
+
+    @pytest.fixture
+    def outside(self, outside: Outside) -> Outside:
+        return outside
+
+
+def test_a_small_document_costs_one_request(store: OciStore, registry: Registry) -> None:
+    put(store, DATA[: 16 * 1024], "document")
+    before = len(registry.requests())
+    assert get(store, "document") == DATA[: 16 * 1024]
+    assert [request.method for request in registry.requests()[before:]] == ["GET"]
+
+
+def test_the_manifest_is_laid_out_as_specified(store: OciStore, outside: Outside) -> None:
+    block = put(store, DATA)
+    upload = store.upload()
+    upload.write(b"index")
+    upload.commit("images/one", refs=[block])
+    manifest = outside.manifest("images/one")
+    assert manifest["artifactType"] == ARTIFACT_TYPE
+    assert manifest["annotations"] == {"dev.bootseer.name": "images/one"}
+    own, ref = manifest["layers"]
+    assert own["digest"] == sha256(b"index")
+    assert own["data"] == base64.b64encode(b"index").decode()
+    assert ref["digest"] == block.name
+    assert ref["size"] == len(DATA)
+    assert tag_of("images/one") == "bootseer-" + hashlib.sha256(b"images/one").hexdigest()[:40]
+
+
+def test_a_missing_ref_is_refused_by_the_registry(store: OciStore) -> None:
+    upload = store.upload()
+    upload.write(b"index")
+    with pytest.raises(PermanentError, match="MANIFEST_BLOB_UNKNOWN"):
+        upload.commit("images/one", refs=[Stored("sha256:" + "1" * 64, 5)])
+    with pytest.raises(NotFoundError):
+        store.stat("images/one")
+
+
+def test_a_blob_cannot_keep_others(store: OciStore) -> None:
+    block = put(store, DATA)
+    upload = store.upload()
+    upload.write(b"index")
+    with pytest.raises(UsageError, match="cannot keep"):
+        upload.commit(refs=[block])
+
+
+def test_only_content_can_be_kept(store: OciStore) -> None:
+    named = put(store, DATA, "a/name")
+    upload = store.upload()
+    upload.write(b"index")
+    with pytest.raises(UsageError, match="only keep objects with content names"):
+        upload.commit("another", refs=[named])
+
+
+def test_objects_about_a_manifest_are_its_referrers(store: OciStore, outside: Outside) -> None:
+    put(store, b"image", "image")
+    subject = store.registry.manifest_digest(tag_of("image"))
+    for data, name in ((b"1", "lazy/a"), (b"2", "lazy/a"), (b"3", "hot/a")):
+        upload = store.upload()
+        upload.write(data)
+        upload.commit(name, subject=subject)
+    found = referrers(store.registry, subject, ARTIFACT_TYPE)
+    assert sorted(entry["annotations"]["dev.bootseer.name"] for entry in found) == ["hot/a", "lazy/a"]
+    assert {entry["digest"] for entry in found} == {
+        store.registry.manifest_digest(tag_of(name)) for name in ("lazy/a", "hot/a")
+    }
+    assert outside.manifest("hot/a")["subject"]["digest"] == subject
+    assert referrers(store.registry, subject, "another/type") == []
+    store.delete("lazy/a")
+    assert [entry["annotations"]["dev.bootseer.name"] for entry in referrers(store.registry, subject)] == ["hot/a"]
+
+
+def test_a_subject_that_is_not_there_is_not_found(store: OciStore) -> None:
+    upload = store.upload()
+    upload.write(b"x")
+    with pytest.raises(NotFoundError):
+        upload.commit("lazy/a", subject="sha256:" + "1" * 64)
+
+
+def test_writers_that_meet_lose_no_referrer(store: OciStore) -> None:
+    put(store, b"image", "image")
+    subject = store.registry.manifest_digest(tag_of("image"))
+
+    def attach(number: int) -> None:
+        upload = store.upload()
+        upload.write(b"%d" % number)
+        upload.commit(f"lazy/{number}", subject=subject)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(attach, range(3)))
+    # The registry cannot rule out that one is lost; each object itself is always there.
+    assert len(referrers(store.registry, subject)) >= 2
+    assert sorted(found.name for found in store.list("lazy/")) == ["lazy/0", "lazy/1", "lazy/2"]
+
+
+def test_a_list_with_entries_that_were_removed_since_can_still_be_changed(store: OciStore) -> None:
+    put(store, b"image", "image")
+    subject = store.registry.manifest_digest(tag_of("image"))
+    for name in ("lazy/a", "lazy/b"):
+        upload = store.upload()
+        upload.write(name.encode())
+        upload.commit(name, subject=subject)
+    # As a clean-up of the registry does, which knows nothing of the list.
+    store.registry.delete_manifest(store.registry.manifest_digest(tag_of("lazy/a")))
+    upload = store.upload()
+    upload.write(b"c")
+    upload.commit("lazy/c", subject=subject)
+    found = [entry["annotations"]["dev.bootseer.name"] for entry in referrers(store.registry, subject)]
+    assert sorted(found) == ["lazy/b", "lazy/c"]
+
+
+def test_a_registry_that_lists_referrers_itself_is_believed(registry: Registry, repository: str) -> None:
+    entry = {"mediaType": "x", "digest": sha256(b"x"), "size": 1, "artifactType": ARTIFACT_TYPE}
+    listed = Fault(status=200, body=json.dumps({"manifests": [entry, {"digest": "bad"}]}).encode())
+
+    def plan(request: object) -> Fault | None:
+        if "/referrers/" in request.path:
+            return listed
+        return Fault(headers={"OCI-Subject": "said"}) if "manifests/bootseer" in request.path else None
+
+    with FaultProxy(registry.host, plan) as proxy:
+        store = OciStore(open_registry(proxy.host, repository))
+        put(store, b"image", "image")
+        subject = store.registry.manifest_digest(tag_of("image"))
+        upload = store.upload()
+        upload.write(b"x")
+        upload.commit("lazy/a", subject=subject)
+        assert referrers(store.registry, subject) == [entry]
+        store.close()
+        assert not any("manifests/sha256-" in request.path for request in proxy.requests)
+
+
+def test_hostile_manifests_hold_no_object(store: OciStore) -> None:
+    put(store, b"x", "blob")
+    config = json.loads(store.registry.manifest(tag_of("blob")).data)["config"]
+    layer = {"mediaType": "x", "digest": sha256(b"x"), "size": 1}
+    good = {"layers": [layer], "annotations": {"dev.bootseer.name": "evil"}}
+    cases = [
+        {"layers": []},
+        {"annotations": {}},
+        {"annotations": {"dev.bootseer.name": "../up"}},
+        {"annotations": {"dev.bootseer.name": "another"}},
+        {"layers": [{**layer, "data": base64.b64encode(b"y").decode()}]},
+        {"layers": [{**layer, "data": "!"}]},
+        {"layers": [{**layer, "data": 5}]},
+    ]
+    for case in cases:
+        manifest = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "config": config}
+        data = json.dumps({**manifest, **good, **case}).encode()
+        store.registry.put_manifest(tag_of("evil"), data, "application/vnd.oci.image.manifest.v1+json")
+        with pytest.raises(CorruptError, match=r"evil|holds no object"):
+            get(store, "evil")
+        assert all(found.name in ("blob", "another") for found in store.list())
+
+
+def test_a_registry_that_forbids_removing_says_so(registry: Registry, repository: str) -> None:
+    refused = Fault(status=405, body=b'{"errors":[{"code":"UNSUPPORTED"}]}')
+    with FaultProxy(registry.host, lambda request: refused if request.method == "DELETE" else None) as proxy:
+        store = OciStore(open_registry(proxy.host, repository))
+        name = put(store, DATA).name
+        with pytest.raises(PermanentError, match="does not allow to remove"):
+            store.delete(name)
+        store.close()
+
+
+def test_listing_reads_every_page(registry: Registry, repository: str) -> None:
+    store = OciStore(open_registry(registry.host, repository))
+    put(store, b"1", "a")
+    put(store, b"2", "b")
+
+    def plan(request: object) -> Fault | None:
+        if "tags/list" not in request.path:
+            return None
+        tag, more = (tag_of("b"), {}) if "last=" in request.path else (tag_of("a"), {"Link": f"<{following}>; rel=next"})
+        return Fault(status=200, headers=more, body=json.dumps({"name": repository, "tags": [tag]}).encode())
+
+    following = f"/v2/{repository}/tags/list?last=x"
+    with FaultProxy(registry.host, plan) as proxy:
+        paged = OciStore(open_registry(proxy.host, repository))
+        assert sorted(found.name for found in paged.list()) == ["a", "b"]
+        paged.close()
+    store.close()
+
+
+def test_an_aborted_upload_ends_its_session_also_after_an_error(registry: Registry, repository: str) -> None:
+    with FaultProxy(registry.host, once(Fault(status=500), method="PATCH")) as proxy:
+        store = OciStore(open_registry(proxy.host, repository))
+        upload = store.upload()
+        with pytest.raises(TransientError, match="status 500"):
+            upload.write(bytes(9_000_000))
+        upload.abort()
+        store.close()
+    assert Outside(registry, repository).unfinished() == []
