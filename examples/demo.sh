@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Starts examples/moe twice under BootSeer and shows where the startup time of the second start went.
+# Starts the container of examples/moe three times, each time on a node that has never seen its image, and shows where
+# the startup time went: full pull, lazily, lazily with what the start before recorded.
 #
 #   examples/demo.sh [FOLDER]        FOLDER, by default demo-out/ of the checkout, is emptied first
 #
-# Each start gets a fresh environment, as in a fresh container whose image holds PyTorch. About a minute on two cores.
+# Needs root: it makes an image, mounts it and empties the page cache in front of each start. The first time it builds
+# the image, four minutes on two cores; later about two minutes.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-$root/demo-out}"
+cache="$root/.demo-cache"
+PATH="$PATH:/usr/sbin:/sbin"
 
 say() { printf '\n==> %s\n' "$*" >&2; }
 die() { printf 'demo: %s\n' "$*" >&2; exit 1; }
@@ -19,44 +23,80 @@ out="$(cd "$out" && pwd)"
 if [[ -n "$(ls -A "$out")" && ! -e $out/.bootseer-demo ]]; then
   die "$out holds something that is not of this demo; name another folder or empty it"
 fi
+[[ $EUID -eq 0 ]] || die "needs root, to make an image and to mount it: sudo make demo"
 touch "$out/.bootseer-demo"
 find "$out" -mindepth 1 ! -path "$out/.bootseer-demo" -delete
 
-# The job's virtual environment sees the PyTorch of .venv, as a container sees that of its image; what the job requires
-# is installed on top, again at each start.
-fresh_environment() {
-  local venv="$out/venv" packages
-  rm -rf "$venv"
-  "$root/.venv/bin/python" -m venv --without-pip "$venv"
-  packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  "$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/image.pth"
-  printf '#!/bin/sh\nexec "${0%%/*}/python" -m torch.distributed.run "$@"\n' >"$venv/bin/torchrun"
-  chmod +x "$venv/bin/torchrun"
+registry_pid=
+finish() {
+  [[ -z $registry_pid ]] || { kill "$registry_pid" && wait "$registry_pid"; } 2>/dev/null
+  rm -rf "$out/registry" "$out/cache"
+}
+trap finish EXIT
+
+start_registry() {
+  local port
+  port="$("$root/.venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+  host="127.0.0.1:$port"
+  mkdir "$out/registry"
+  printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: "%s"}}\nhttp: {addr: "%s"}\n' \
+    "$out/registry/data" "$host" >"$out/registry/config.yml"
+  docker-registry serve "$out/registry/config.yml" >"$out/registry/log" 2>&1 &
+  registry_pid=$!
+  for _ in {1..100}; do
+    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && return
+    kill -0 "$registry_pid" 2>/dev/null || break
+    sleep 0.1
+  done
+  tail -3 "$out/registry/log" >&2
+  die "the registry did not start"
 }
 
-train=(torchrun --standalone --nproc-per-node 2 "$root/examples/moe/train.py" --checkpoint-dir "$out/checkpoints")
+# A node that has never seen the image: no block of it in BootSeer's cache, none of it in memory. The registry is
+# another machine: its files are in memory.
+cold_node() {
+  rm -rf "$out/cache"
+  sync
+  echo 3 >/proc/sys/vm/drop_caches
+  find "$out/registry/data" -type f -exec cat {} + >/dev/null
+}
 
-# What to accelerate is said here: each technique is one more option.
-options=(--job demo --requirements "$root/examples/moe/requirements.txt")
-
-start() { # number, arguments of the job...
-  local spool="$out/start-$1" attempt=$(($1 - 1))
+start() { # name, options...
+  local name="$1"
   shift
-  fresh_environment
+  cold_node
   # Whoever submits a job can say when; a scheduler would.
-  BOOTSEER_SUBMITTED="$(date +%s.%N)" VIRTUAL_ENV="$out/venv" PATH="$out/venv/bin:$PATH" \
-    OMP_NUM_THREADS=1 \
-    PIP_IGNORE_INSTALLED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off \
-    "$bootseer" run "${options[@]}" --attempt "$attempt" --spool "$spool" -- "${train[@]}" "$@" >&2
+  BOOTSEER_SUBMITTED="$(date +%s.%N)" BOOTSEER_CACHE="$out/cache" \
+    "$bootseer" run --job "$name" --spool "$out/$name" --image "$host/moe:latest" "$@" -- \
+    torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb 60 --checkpoint-dir /tmp/checkpoints >&2
+  "$bootseer" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt"
+  "$bootseer" report --json "$out/$name" >"$out/$name.json"
 }
 
-say "start 1 of 2: install the requirements, train 8 steps, save a checkpoint of 300 MB"
-start 1 --steps 8
+say "the image of the job: Debian, Python, PyTorch, the script"
+"$root/examples/image/build.sh" "$cache/image"
 
-say "start 2 of 2: the same job resumes; this startup is the measured one"
-start 2 --steps 4
+say "a registry on this machine, and the image in it; bootseer image convert attaches block files to it"
+start_registry
+skopeo copy --quiet --dest-tls-verify=false "oci:$cache/image/oci:latest" "docker://$host/moe:latest"
+"$bootseer" image convert "$host/moe:latest" >&2
 
-say "where the time of start 2 went"
-"$bootseer" report --html "$out/report.html" "$out/start-2"
+say "start 1 of 3: the whole image is pulled and unpacked, then the job starts"
+start full-pull --image-mode pull
 
-say "the same as a page, with all ranks: $out/report.html"
+say "start 2 of 3: the job starts at once, its blocks come when they are read, and that is recorded"
+start lazy --image-mode lazy
+
+say "start 3 of 3: on another new node; what start 2 read comes ahead of the readers"
+start recorded --image-mode lazy
+
+for name in full-pull lazy recorded; do
+  say "where the time of $name went"
+  cat "$out/$name.txt"
+done
+
+say "recorded against full-pull"
+"$bootseer" diff --exit-zero "$out/full-pull" "$out/recorded"
+
+"$root/.venv/bin/python" "$root/examples/compare.py" "$out" full-pull lazy recorded
+say "the three side by side, with a page for each: $out/index.html"

@@ -35,6 +35,9 @@ docker-registry docker-registry the registry that tests, demo and benchmarks sta
 skopeo skopeo copying images into that registry
 umoci umoci the unpacked images that ours are compared with
 debootstrap debootstrap the image of the demo job
+buildah buildah the image of the demo job
+ip iproute2 the network links of the benchmarks
+curl curl the plain pull that lazy images are compared with
 containerd containerd the full pull that lazy images are compared with
 java default-jre-headless the HDFS that the tests start
 slurmctld slurm-wlm the test that runs jobs under a real Slurm

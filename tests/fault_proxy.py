@@ -41,6 +41,8 @@ class Fault:
 
     hang: bool = False
     """Never answer; ends with the proxy."""
+    drop: bool = False
+    """Close the connection instead of answering; the server is not asked."""
     gate: threading.Event | None = None
     """Answer only when this is set."""
     status: int = 0
@@ -163,8 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             request = Request(len(proxy.requests), self.command, self.path, headers, body)
             proxy.requests.append(request)
         fault = proxy.plan(request) or Fault()
-        if fault.hang:
-            proxy._closing.wait()
+        if fault.hang or fault.drop:
+            if fault.hang:
+                proxy._closing.wait()
             self.close_connection = True
             return
         while fault.gate is not None and not fault.gate.wait(0.02):
@@ -176,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._pass_on(request, fault)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = relay
+    do_GET = do_HEAD = do_PUT = do_POST = do_PATCH = do_DELETE = relay  # noqa: N815 - http.server wants these names
 
     def _pass_on(self, request: Request, fault: Fault) -> None:
         headers = _changed(request.headers, fault.send)

@@ -2,8 +2,8 @@
 
     with TokenServer(tmp_path) as tokens, Registry(tmp_path, tokens=tokens) as registry: ...
 
-`tokens.lives` decides the next tokens, e.g. `tokens.lives = [-120]` makes the next one expired from the start, while its
-`expires_in` still promises five minutes: what a reader sees when its token ended on the way.
+`tokens.lives` decides the next tokens, e.g. `tokens.lives = [-120]` makes the next one expired from the start, while
+its `expires_in` still promises five minutes: what a reader sees when its token ended on the way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from registry import PASSWORD, USER, make_certificate
 
-IDENTITY_TOKEN = "an-identity-token"
+IDENTITY_TOKEN = "an-identity-token"  # noqa: S105 - known to these tests alone
 _SERVICE, _ISSUER = "registry of the tests", "token server of the tests"
 
 

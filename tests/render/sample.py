@@ -354,7 +354,7 @@ def _image(node: str, mode: str) -> ImageStart:
     fetched = (5 << 20, 96 << 20, 0) if mode == "hot" else (0, 0, 412 << 20)
     return ImageStart(
         *(node, "registry.example/train:7", "sha256:" + "ab" * 32, mode, reason, 0.41, "training_began"),
-        *(6, 412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, 3 << 20, 7),
+        *(6, 412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, 12, 7),
     )
 
 

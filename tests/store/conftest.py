@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+
 from registry import Registry
 
 _numbers = itertools.count()

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store.contract import DATA, SharedStoreContract, all_files, get, put, sha256
 
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
+from store.contract import DATA, SharedStoreContract, all_files, get, put, sha256
 
 
 class Outside:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 
 import pytest
-from store.contract import StoreContract, get, put
 
 from bootseer.store import memory
 from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
+from store.contract import StoreContract, get, put
 
 
 class Outside:

@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from fault_proxy import Fault, FaultProxy, once
-from registry import Registry, needs_registry
-from store.contract import DATA, SharedStoreContract, get, put, sha256
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.oci import ARTIFACT_TYPE, OciStore, tag_of
 from bootseer.store.open import open_registry
 from bootseer.store.referrers import referrers
 from bootseer.store.store import Store, Stored
+from fault_proxy import Fault, FaultProxy, once
+from registry import Registry, needs_registry
+from store.contract import DATA, SharedStoreContract, get, put, sha256
 
 pytestmark = needs_registry
 
@@ -245,7 +245,9 @@ def test_listing_reads_every_page(registry: Registry, repository: str) -> None:
     def plan(request: object) -> Fault | None:
         if "tags/list" not in request.path:
             return None
-        tag, more = (tag_of("b"), {}) if "last=" in request.path else (tag_of("a"), {"Link": f"<{following}>; rel=next"})
+        tag, more = (
+            (tag_of("b"), {}) if "last=" in request.path else (tag_of("a"), {"Link": f"<{following}>; rel=next"})
+        )
         return Fault(status=200, headers=more, body=json.dumps({"name": repository, "tags": [tag]}).encode())
 
     following = f"/v2/{repository}/tags/list?last=x"

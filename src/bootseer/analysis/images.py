@@ -45,7 +45,7 @@ def _start(node: str, attrs: Mapping[str, Any]) -> ImageStart:
 
 _TEXTS = ("image", "digest", "mode", "reason", "until")
 _COUNTS = ("layers", "stored_bytes", "local_bytes", "demand_bytes", "hot_bytes", "cold_bytes", "requests",
-           "wasted_bytes", "late_blocks")  # fmt: skip
+           "wasted_blocks", "late_blocks")  # fmt: skip
 
 
 def _count(value: object) -> int:
@@ -100,5 +100,5 @@ def _foresight(group: Sequence[ImageStart]) -> str:
     known = [image.coverage for image in group if image.coverage is not None]
     if not known:
         return ""
-    wasted, late = median(image.wasted_bytes for image in group), median(image.late_blocks for image in group)
-    return f"; the hot set named {median(known):.0%} of what was read, {format_bytes(wasted)} in vain, {late:.0f} late"
+    wasted, late = median(image.wasted_blocks for image in group), median(image.late_blocks for image in group)
+    return f"; the hot set named {median(known):.0%} of what was read, {wasted:.0f} blocks in vain, {late:.0f} late"

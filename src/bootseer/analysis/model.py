@@ -226,7 +226,7 @@ class ImageStart:
     requests: int
     coverage: float | None
     """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
-    wasted_bytes: int
+    wasted_blocks: int
     """Fetched as hot and never read."""
     late_blocks: int
     """Named by the hot set, and not there yet when a reader came."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bootseer.errors import AccessError, PermanentError, TransientError
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
 
@@ -37,7 +37,7 @@ def mapped(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         message = f"cannot {action} {path}: {error.strerror or error}"
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             raise CacheFull(f"{message}; free space on this disk, or give another cache folder") from error
         if error.errno in _REFUSED:
             raise AccessError(f"{message}; give a cache folder that this user may write") from error

@@ -44,7 +44,7 @@ class CachedFile:
         self.index = index
         self.entry = entry
         self.path = entry / layout.DATA
-        """A sparse file of the file's size: its holes are the missing blocks. Mount it only when `trusted`, and pin it."""
+        """A sparse file of the file's size: its holes are missing blocks. Mount it only when `trusted`, and pinned."""
         self._boot = boot
         _null()  # `close` must not need a new descriptor
         self._fds = (lease, data, live.fd)
@@ -168,7 +168,9 @@ class CachedFile:
             pins.add(self.entry, name, self._boot)
 
     def sync(self) -> None:
-        """Make all that was put survive a crash of the machine. Cheap when nothing is new. Raises `CacheFull`.
+        """Make all that was put here survive a crash of the machine. Cheap when nothing is new. Raises `CacheFull`.
+
+        What other processes put is covered as well, but waits for them when nothing is new here.
 
         When the file is complete and verified it is `trusted` from now on.
         """
@@ -195,19 +197,20 @@ class CachedFile:
         with ThreadPoolExecutor(threads, "bootseer-verify") as pool:
             for start in range(0, len(blocks), _VERIFIED_AT_ONCE):
                 batch = blocks[start : start + _VERIFIED_AT_ONCE]
-                damaged += [block for block, sound in zip(batch, pool.map(self._is_sound, batch), strict=True) if not sound]
+                damaged += [
+                    block for block, sound in zip(batch, pool.map(self._is_sound, batch), strict=True) if not sound
+                ]
                 if progress is not None:
                     progress(start + len(batch), len(blocks))
         self.sync()
         return damaged
 
     def close(self) -> None:
-        """Give the lease and all claims back. Safe to call twice, and while other threads still read: they get errors."""
+        """Give the lease and all claims back. Safe to call twice, and while others still read: they get errors."""
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._store_use()
+        self._store_use()
         # Their numbers stay taken until no call can be under way any more: a number that was used again for another
         # file would be read in the place of this one.
         for fd in self._fds:
@@ -281,6 +284,8 @@ class CachedFile:
             locks.release_range(self._live.fd, offset)
 
     def _sync(self) -> None:
+        if not os.path.samestat(self.path.lstat(), os.fstat(self._data)):
+            raise PermanentError(f"{self.entry} was damaged and has been replaced; open it again")
         states = self._live.get_all()  # before the data is synced, so that what comes now is not claimed
         whole = states.count(READY) == len(states)
         try:
@@ -301,7 +306,9 @@ class CachedFile:
         self._store_use()
 
     def _store_use(self) -> None:
-        if 1 in self._read:
+        if 1 not in self._read:
+            return
+        with contextlib.suppress(OSError):  # a hint is not worth an error
             use.add(self.entry, self.index.num_blocks, self._read.replace(b"\1", bytes([use.READ])))
 
 

@@ -6,6 +6,7 @@ waiting for the other end of a pipe, and is then checked to be a regular file.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -30,6 +31,9 @@ LEASE = "lease"
 LAST_USE = "last-use"
 PINS = "pins"
 
+_ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
+
+_DIGITS = 20
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -80,7 +84,11 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
             write_all(fd, data, 0)
             if durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except IsADirectoryError:  # a foreign folder in its place
+            discard(path)
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -91,6 +99,24 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
     written = os.pwrite(fd, data, offset)
     while written < len(data):
         written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def read_number(path: Path) -> int:
+    """A number that `write_number` wrote. Raises `Damaged` and `FileNotFoundError`."""
+    try:
+        return int(read_file(path, _DIGITS))
+    except ValueError as error:
+        raise Damaged(f"{path} is no number") from error
+
+
+def write_number(path: Path, number: int) -> None:
+    """Write a number into a file. Raises `OSError` and `Damaged`."""
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        # In place, and always of the same length: nothing is left behind when the process dies.
+        os.pwrite(fd, b"%0*d" % (_DIGITS, number), 0)
+    finally:
+        os.close(fd)
 
 
 def sync_path(path: Path) -> None:
@@ -104,4 +130,15 @@ def sync_path(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a folder or file that nobody can find any more; what cannot be removed now is for the next `prune`."""
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def sweep(entry: Path) -> None:
+    """Remove what processes left in an entry that died while they replaced a file."""
+    for path in entry.iterdir():
+        if path.name not in _ENTRY:
+            discard(path)

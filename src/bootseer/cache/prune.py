@@ -32,7 +32,7 @@ class Candidate:
     in_use: bool
     disk_bytes: int
     cold_bytes: int
-    """What `cold_blocks` and blocks that are not ready take on the disk, at most `disk_bytes`."""
+    """What its `cold_blocks` take, at most `disk_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)

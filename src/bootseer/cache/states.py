@@ -146,8 +146,23 @@ class LiveMap:
 
     @staticmethod
     def create(entry: Path, index: Index, boot: str, states: bytes) -> None:
-        """Replace the map of an entry. All its bytes are written, so that later changes need no room."""
-        layout.write_file(entry / layout.LIVE, _live_header(index, boot) + states)
+        """Begin a new map, with the lock of the root held. Raises `OSError`.
+
+        All bytes are written, so that later changes need no room. For the same reason the map of an earlier boot is
+        overwritten in its place, the header last: until then it is the map of the earlier boot.
+        """
+        header, path = _live_header(index, boot), entry / layout.LIVE
+        try:
+            fd = layout.open_file(path)
+        except (FileNotFoundError, Damaged):
+            layout.write_file(path, header + states)
+            return
+        try:
+            os.ftruncate(fd, len(header) + len(states))
+            layout.write_all(fd, bytes(len(header)) + states, 0)
+            layout.write_all(fd, header, 0)
+        finally:
+            os.close(fd)
 
     def get(self, block: int) -> int:
         """State of one block; a map that was cut has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from bootseer.cli.image_options import IMAGE, split, wanted
 from bootseer.cli.options import COUNT, FLAG, Option, Values
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
@@ -37,6 +38,7 @@ OPTIONS = (
         metavar="REGEX",
     ),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
+    *IMAGE,
 )
 
 # The variables that `trace.identity` reads before any launcher's: what the user says outranks them all.
@@ -54,6 +56,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these values; the exit code. Raises `UsageError`."""
     from bootseer.launch.run import Options, run
 
+    values, image = split(values)
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
@@ -61,6 +64,8 @@ def start(values: Values, command: Sequence[str]) -> int:
 
         settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
+    if image["image"] is not None:
+        settings["image"] = wanted(image["image"], image, image["container_gpus"])
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
 
 

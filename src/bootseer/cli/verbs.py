@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
+from typing import ClassVar
 
 import click
 
 from bootseer import __version__
-
-VERBS = {
-    "run": "Run a command and measure its startup.",
-    "stage": "Mark a stage from a shell script.",
-    "report": "Show where a startup's time went.",
-    "diff": "Compare two startups.",
-    "doctor": "Say what works on this machine, and why not.",
-}
+from bootseer.cli.group import Group, Verb
 
 
-class Verbs(click.Group):
-    """Finds verbs by name without importing the others."""
+class Verbs(Group):
+    """The verbs of `bootseer`."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        module = importlib.import_module(f"bootseer.cli.{cmd_name}")
-        command: click.Command = module.command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+    verbs: ClassVar = {
+        "run": Verb("run", "Run a command and measure its startup."),
+        "stage": Verb("stage", "Mark a stage from a shell script."),
+        "report": Verb("report", "Show where a startup's time went."),
+        "diff": Verb("diff", "Compare two startups."),
+        "image": Verb("image", "Container images that start before they are here."),
+        "cache": Verb("cache", "What this node keeps of images."),
+        "doctor": Verb("doctor", "Say what works on this machine, and why not."),
+    }
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "--version", prog_name="bootseer", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Measure the startup of GPU training jobs, from submission to the first step.
+    """Measure the startup of GPU training jobs, from submission to the first step, and shorten it.
 
     \b
     bootseer run -- torchrun --nproc-per-node 8 train.py
+    bootseer run --image registry:5000/team/train:7 -- torchrun train.py
     bootseer report train
     """

@@ -98,8 +98,6 @@ class Ledger:
         self.inflight_bytes = 0
         self.num_demanded = 0
         """Blocks that readers wait for."""
-        self.uncovered: set[Key] = set()
-        """Those of them that are not in the hot set."""
         self.hot_left = 0
         """Hot blocks that are not here and not given up."""
         self.cancelled: list[int] = []
@@ -130,7 +128,7 @@ class Ledger:
             return False
         self.num_demanded += 1
         if not file.hot[key[1]]:
-            self.uncovered.add(key)
+            file.origin.uncovered.add(key)
         self.counts.promoted += wanted.prefetch is not None
         if wanted.later:  # it failed as a prefetch: a reader is worth an attempt at once
             wanted.later, wanted.attempts = False, 0
@@ -158,7 +156,7 @@ class Ledger:
         file, block = self.files[key[0]], key[1]
         if purpose is Purpose.HOT:
             file.hot[block] = 1
-            self.uncovered.discard(key)
+            file.origin.uncovered.discard(key)
         if file.done[block]:
             return
         wanted = self.wanted.setdefault(key, Wanted())
@@ -219,8 +217,9 @@ class Ledger:
 
     def _not_demanded(self, key: Key) -> None:
         self.num_demanded -= 1
-        self.uncovered.discard(key)
-        self.origin_of(key).demand.pop(key, None)
+        origin = self.origin_of(key)
+        origin.uncovered.discard(key)
+        origin.demand.pop(key, None)
 
     # What runs
 

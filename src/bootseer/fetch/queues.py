@@ -65,6 +65,8 @@ class Origin:
     """Size of the next prefetch request: small at first, so that the first blocks are here early."""
     demand: dict[Key, None] = field(default_factory=dict)
     """In the order of arrival."""
+    uncovered: set[Key] = field(default_factory=set)
+    """Blocks that readers wait for, queued or not, and that are not in the hot set."""
     hot: deque[Key] = field(default_factory=deque)
     """In the order of recorded need."""
     cold: deque[tuple[int, range]] = field(default_factory=deque)

@@ -180,9 +180,10 @@ class Scheduler:
         wanted = self._ledger.wanted.get((file, block))
         return wanted is not None and wanted.on_its_way
 
-    def is_wanted(self, file: int, block: int) -> bool:
-        """Whether anybody still wants the block."""
-        return (file, block) in self._ledger.wanted
+    def requests_for(self, file: int, block: int) -> list[int]:
+        """Numbers of the running requests that are to bring the block."""
+        wanted = self._ledger.wanted.get((file, block))
+        return list(wanted.requests) if wanted else []
 
     def error(self, file: int, block: int) -> BootseerError | None:
         """Why the latest attempt for a block that is still wanted failed."""
@@ -310,7 +311,7 @@ class Scheduler:
         window_bytes = origin.pace.window_bytes()
         if self._rush or self.worth.proven:
             return window_bytes
-        return 0 if self._ledger.uncovered else self.worth.allowance(window_bytes)
+        return 0 if origin.uncovered else self.worth.allowance(window_bytes)
 
     def _next_hot(self, origin: Origin) -> Key | None:
         while origin.hot:

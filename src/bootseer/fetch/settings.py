@@ -49,6 +49,8 @@ class FetchSettings:
 
     deadline_s: float = 30.0
     """What a reader waits at most, all attempts together."""
+    stall_s: float = 120.0
+    """A full pull fails when no block has come for so long."""
     demand_timeout_s: float = 10.0
     """One demand request. Two more fit into a reader's deadline."""
     hot_timeout_s: float = 30.0

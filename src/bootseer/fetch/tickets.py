@@ -26,6 +26,7 @@ class Ticket:
     file: int
     offset: int
     length: int
+    since: float
     deadline: float
     done: Done = field(repr=False)
     leave: Callable[[Ticket], None] = field(repr=False)
@@ -53,22 +54,20 @@ class Tickets:
         return len({id(ticket) for tickets in self._by_block.values() for ticket in tickets})
 
     def wait(self, ticket: Ticket, blocks: Iterable[int]) -> None:
-        """A read begins to wait, or must wait for more."""
-        ticket.missing.update(blocks)
+        """A read begins to wait, or must wait once more for blocks that were here and are not any more."""
+        ticket.open = True
+        ticket.missing = set(blocks)
         for block in ticket.missing:
             self._by_block.setdefault((ticket.file, block), []).append(ticket)
         heapq.heappush(self._deadlines, (ticket.deadline, self._next_number, ticket))
         self._next_number += 1
 
-    def waits_for(self, key: Key) -> bool:
-        """Whether any read waits for the block."""
-        return key in self._by_block
-
-    def arrived(self, key: Key, data: bytes) -> list[Ticket]:
-        """A block is here. Returns the reads that have all they need now; they are closed."""
+    def arrived(self, key: Key, data: bytes | None) -> list[Ticket]:
+        """A block is here, with these bytes or in the cache. Returns the reads that have all they need; all closed."""
         complete = []
         for ticket in self._by_block.pop(key, ()):
-            ticket.held[key[1]] = data
+            if data is not None:
+                ticket.held[key[1]] = data
             ticket.missing.discard(key[1])
             if not ticket.missing:
                 ticket.open = False

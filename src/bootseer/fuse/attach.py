@@ -24,11 +24,15 @@ _HELPER_DEADLINE_S = 10.0
 _READ_AHEAD_KIB = MAX_READ // 1024
 
 
-def attach(target: Path, *, label: str) -> int:
-    """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table."""
+def attach(target: Path, *, label: str, helper: bool | None = None) -> int:
+    """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table.
+
+    `helper` forces or forbids the way through fusermount3, which is otherwise taken by all but root.
+    """
     if "," in label or "\\" in label:
         raise PermanentError(f"{label!r} cannot be shown in the mount table")
-    return _by_kernel(target, label) if os.geteuid() == 0 else _by_helper(target, label)
+    by_helper = os.geteuid() != 0 if helper is None else helper
+    return _by_helper(target, label) if by_helper else _by_kernel(target, label)
 
 
 def _by_kernel(target: Path, label: str) -> int:

@@ -239,12 +239,19 @@ class Session:
                 self._on_error(f"{self.target}: cannot answer: {error.strerror}")
 
 
-def mount(tree: Tree, target: Path, *, label: str = "bootseer", on_error: OnError = lambda message: None) -> Session:
+def mount(
+    tree: Tree,
+    target: Path,
+    *,
+    label: str = "bootseer",
+    on_error: OnError = lambda message: None,
+    helper: bool | None = None,
+) -> Session:
     """Show `tree` on the folder `target`; it answers when this returns.
 
-    `on_error` hears of faults, in one line each, from any thread.
+    `on_error` hears of faults, in one line each, from any thread. `helper`: see `attach`.
     """
-    device = attach.attach(target, label=label)
+    device = attach.attach(target, label=label, helper=helper)
     session = Session(tree, target, device, on_error)
     session._thread.start()
     attach.widen_read_ahead(target)

@@ -7,7 +7,7 @@ the kernel keeps names, attributes and data for as long as it likes and does not
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,7 +66,7 @@ class Tree(Protocol):
     def readlink(self, inode: int) -> bytes:
         """Where a symbolic link points."""
 
-    def xattrs(self, inode: int) -> dict[bytes, bytes]:
+    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
         """The extended attributes of an inode."""
 
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:

@@ -50,6 +50,11 @@ def gpu_names(words: str) -> list[str]:
     return [name if "=" in name else f"{NVIDIA}={name}" for name in names]
 
 
+def describes_gpus(folders: Sequence[Path] = CDI_FOLDERS) -> bool:
+    """Whether a file tells of GPUs that may be asked for with `all`."""
+    return any(device.get("name") == "all" for spec in _specs(folders).get(NVIDIA, ()) for device in _devices(spec))
+
+
 def edits_for(names: Sequence[str], folders: Sequence[Path] = CDI_FOLDERS) -> Edits:
     """What these devices (`vendor.com/class=name`) need. Raises `UsageError` for one that no file describes."""
     edits = Edits()

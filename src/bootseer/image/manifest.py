@@ -7,8 +7,9 @@ nothing. Called by `source`.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bootseer.errors import CorruptError, PermanentError, UsageError
@@ -102,6 +103,31 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
             return _descriptor(row, where, MAX_MANIFEST_BYTES)
     known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none is said"
     raise PermanentError(f"{where}: no image for {platform}; there is one for: {known}")
+
+
+def resolve_manifest(
+    read: Callable[[str], tuple[bytes, str, str]], first: str, platform: Platform, where: str
+) -> tuple[Manifest, str]:
+    """The manifest for a platform and its digest, from `first` through an index if it is one.
+
+    `read` gives bytes, media type and digest of a manifest.
+    """
+    data, media_type, digest = read(first)
+    found = read_manifest(data, media_type, where)
+    if not isinstance(found, Manifest):
+        chosen = choose(found, platform, where)
+        data, media_type, digest = read(chosen.digest)
+        found = read_manifest(data, media_type, where)
+    if not isinstance(found, Manifest):
+        raise PermanentError(f"{where}: an index of indexes")
+    return found, digest
+
+
+def checked(data: bytes, descriptor: Descriptor, where: str) -> bytes:
+    """The bytes themselves. Raises `CorruptError` unless they are those of the descriptor."""
+    if len(data) != descriptor.size_bytes or "sha256:" + hashlib.sha256(data).hexdigest() != descriptor.digest:
+        raise CorruptError(f"{where}: other bytes than {descriptor.digest} says")
+    return data
 
 
 def read_diff_ids(config: Mapping[str, object], layers: int, where: str) -> tuple[str, ...]:

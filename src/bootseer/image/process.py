@@ -7,7 +7,7 @@ and are taken only in the form that the OCI specification gives them. Called by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Words:
     """`NAME=VALUE`, or `NAME` to pass the host's value on."""
     workdir: str | None = None
     user: str | None = None
+    prepend: Mapping[str, str] = field(default_factory=dict)
+    """Put in front of variables that hold lists of folders (PYTHONPATH)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[
         elif name in host_env:
             env[name] = host_env[name]
     env.setdefault("HOME", user.home)
+    for name, value in words.prepend.items():
+        env[name] = f"{value}:{env[name]}" if env.get(name) else value
     return env
 
 

@@ -113,10 +113,11 @@ def _text(program: str, text: str, depth: int) -> Iterator[str]:
 
 
 def _label(parts: Sequence[str]) -> str:
-    """The part that tells most to a reader: the last script or module, else the program."""
-    kinds = [part.partition(" ") for part in parts]
-    names = [name for kind, _, name in kinds if kind in ("script", "module")] or [
-        name for kind, _, name in kinds if kind == "program"
-    ]
-    name = names[-1].rpartition("/")[2] if names else ""
+    """The part that tells most to a reader: the last script or module, else the first program."""
+    kinds = [part.partition(" ")[::2] for part in parts]
+    scripts = [name for kind, name in kinds if kind in ("script", "module")]
+    programs = [name for kind, name in kinds if kind == "program"]
+    # Of a shell's text the first program that is no shell.
+    names = scripts[-1:] or [name for name in programs if not _is_shell(name)] or programs
+    name = names[0].rpartition("/")[2] if names else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.store.registry import Registry
 from bootseer.store.store import upload_ended
-from bootseer.store.transport import Answer
+from bootseer.store.transport import Answer, join
 
 CHUNK_BYTES = 8 * 1024 * 1024
 _MAX_CHUNK_BYTES = 64 * 1024 * 1024
@@ -116,4 +116,4 @@ class BlobUpload:
         location = answer.headers.get("Location", "")
         if not location:
             raise TransientError(f"{self._registry}: the registry does not say where to send a blob to")
-        self._location = urljoin(answer.url, location)
+        self._location = join(answer.url, location)

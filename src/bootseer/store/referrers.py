@@ -11,19 +11,19 @@ the discovery: objects are found by their names.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.store.registry import INDEX_TYPE, MAX_MANIFEST_BYTES, Registry, parse_object
+from bootseer.store.retry import retrying
 from bootseer.store.store import is_content_name
 
 Descriptor = dict[str, Any]
 
-_ATTEMPTS = 6
-_PAUSE_S = 0.2
+_ATTEMPTS = 8
+_DEADLINE_S = 60.0
 
 
 def referrers(registry: Registry, digest: str, artifact_type: str = "", *, timeout_s: float = 60.0) -> list[Descriptor]:
@@ -55,23 +55,23 @@ def remove_tagged(registry: Registry, subject: str, digest: str) -> None:
 
 
 def _change(registry: Registry, subject: str, changed: Callable[[list[Descriptor]], list[Descriptor]]) -> None:
-    for attempt in range(_ATTEMPTS):
-        if attempt > 1:
-            # Writers that met once must not meet in step again.
-            time.sleep(random.uniform(0, _PAUSE_S * attempt))  # noqa: S311 - spreads requests
-        before = _tagged(registry, subject)
+    def settle(left_s: float) -> None:
+        before = _tagged(registry, subject, left_s)
         after = changed(before)
         if after == before:
             return
         try:
-            _put(registry, subject, after)
+            _put(registry, subject, after, left_s)
         except PermanentError:
             # The registry refuses lists that name what it has removed since.
-            _put(registry, subject, [entry for entry in after if _exists(registry, entry["digest"])])
-    raise TransientError(f"{registry}: others keep changing the referrers of {subject}; try again")
+            _put(registry, subject, [entry for entry in after if _exists(registry, entry["digest"], left_s)], left_s)
+        # Looked at again after a random pause, in which a slower writer may have put back what it had read before.
+        raise TransientError(f"{registry}: others keep changing the referrers of {subject}; try again")
+
+    retrying(settle, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
 
 
-def _tagged(registry: Registry, subject: str, timeout_s: float = 60.0) -> list[Descriptor]:
+def _tagged(registry: Registry, subject: str, timeout_s: float) -> list[Descriptor]:
     try:
         manifest = registry.manifest(subject.replace(":", "-"), timeout_s=timeout_s)
     except NotFoundError:
@@ -79,9 +79,9 @@ def _tagged(registry: Registry, subject: str, timeout_s: float = 60.0) -> list[D
     return _entries(manifest.data, f"{registry}: referrers of {subject}")
 
 
-def _put(registry: Registry, subject: str, entries: list[Descriptor]) -> None:
+def _put(registry: Registry, subject: str, entries: list[Descriptor], timeout_s: float) -> None:
     index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": entries}
-    registry.put_manifest(subject.replace(":", "-"), json.dumps(index).encode(), INDEX_TYPE)
+    registry.put_manifest(subject.replace(":", "-"), json.dumps(index).encode(), INDEX_TYPE, timeout_s=timeout_s)
 
 
 def _entries(data: bytes, what: str) -> list[Descriptor]:
@@ -93,9 +93,9 @@ def _entries(data: bytes, what: str) -> list[Descriptor]:
     ]
 
 
-def _exists(registry: Registry, digest: str) -> bool:
+def _exists(registry: Registry, digest: str, timeout_s: float) -> bool:
     try:
-        registry.manifest_digest(digest)
+        registry.manifest_digest(digest, timeout_s=timeout_s)
     except NotFoundError:
         return False
     return True

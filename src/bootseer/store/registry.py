@@ -19,7 +19,6 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin
 
 from bootseer.errors import (
     BootseerError,
@@ -32,7 +31,7 @@ from bootseer.errors import (
 from bootseer.store.credentials import find_credentials
 from bootseer.store.store import check_range, is_content_name
 from bootseer.store.tokens import Authorizer
-from bootseer.store.transport import Answer, Origin, Transport
+from bootseer.store.transport import Answer, Origin, Transport, join
 
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 """What registries promise to accept, and so the largest that can be there."""
@@ -203,7 +202,7 @@ class Registry:
 
         `action` is `pull`, `push` or `delete`. The answer may have any status; `expect` turns it into an error.
         """
-        url = urljoin(self._base, path)
+        url = join(self._base, path)
         mine = Origin.of(url) == self._origin
         if self._origin.scheme == "https" and Origin.of(url).scheme != "https":
             raise PermanentError(f"{self}: the registry names an address of http, where others could read along")
@@ -290,7 +289,7 @@ class Registry:
         if answer.status == 400 and "DIGEST_INVALID" in words:
             return TransientError(f"{said}; the bytes were damaged on their way, send them again")
         if answer.status in (401, 403):
-            return self._authorizer.denied(said.removeprefix(f"{self.host}: "))
+            return self._authorizer.denied(said)
         if answer.status in (408, 425, 429) or answer.status >= 500:
             return TransientError(said, retry_after_s=retry_after_s)
         return PermanentError(said)

@@ -87,13 +87,14 @@ class Authorizer:
                 return self._fetch(challenge, until).header
             credentials = self._login()
             if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
-                raise self.denied("not logged in" if credentials is None else "the login is refused")
+                why = "not logged in" if credentials is None else "the login is refused"
+                raise self.denied(f"{self._host}: {why}")
             self._basic = credentials.basic
             return self._basic
 
     def denied(self, why: str) -> AccessError:
         """The error for a registry that does not let us in, with what to do about it."""
-        return AccessError(f"{self._host}: {why}; log in with: docker login {self._host}")
+        return AccessError(f"{why}; log in with: docker login {self._host}")
 
     def _fetch(self, challenge: dict[str, str], until: float) -> _Token:
         realm, scope = challenge.get("realm", ""), challenge.get("scope", "")
@@ -125,7 +126,7 @@ class Authorizer:
         if answer.status != 200:
             answer.finish()
             if answer.status in (400, 401, 403, 404):
-                raise self.denied(f"{answer.origin} gives us no token (status {answer.status})")
+                raise self.denied(f"{self._host}: {answer.origin} gives us no token (status {answer.status})")
             raise TransientError(
                 f"{answer.origin}, which gives out tokens for {self._host}, answers with status {answer.status}",
                 retry_after_s=answer.retry_after_s,

@@ -179,7 +179,7 @@ class Transport:
             if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
                 return answer
             answer.finish()
-            target = urljoin(url, answer.headers.get("Location", ""))
+            target = join(url, answer.headers.get("Location", ""))
             if origin.scheme == "https" and Origin.of(target).scheme != "https":
                 raise PermanentError(f"{origin} redirects to http, where others could read along")
             url = target
@@ -232,6 +232,14 @@ class Transport:
                 pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
                 self._pools[scheme] = pool
             return pool
+
+
+def join(base: str, location: str) -> str:
+    """The absolute address that a server means. Raises `PermanentError` when there is none."""
+    try:
+        return urljoin(base, location)
+    except ValueError as error:
+        raise PermanentError(f"{location[:200]!r} is not an address: {error}") from error
 
 
 class _HttpConnection(HTTPConnection):

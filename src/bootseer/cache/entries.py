@@ -1,0 +1,133 @@
+"""What lies in a cache: for `cache show`, and for the choice of what to evict. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.blocks.index import MAX_INDEX_BYTES, Index
+from bootseer.cache import layout, locks, pins, use
+from bootseer.cache.errors import Damaged
+from bootseer.cache.prune import cold_blocks
+from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
+from bootseer.errors import PermanentError
+
+_BLOCK = 512  # the unit of st_blocks, whatever the file system
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One cached file."""
+
+    identity: str
+    path: Path
+    disk_bytes: int
+    """What it takes on the disk."""
+    last_use: int
+    """Counts up with each use of the cache."""
+    last_used_at: float
+    """The wall clock at that time, for people; s since the epoch. 0: never."""
+    leases: tuple[int, ...]
+    """Pids that have it open, as far as they can be known here."""
+    pins: tuple[str, ...]
+    in_use: bool
+    """Leased or pinned, or not to be examined: it is not evicted."""
+    damaged: bool = False
+    """Nothing can be said of its content: it is replaced at its next use."""
+    size_bytes: int = 0
+    ready_bytes: int = 0
+    hot_bytes: int = 0
+    """Those of the ready bytes that are in a hot set."""
+    cold_bytes: int = 0
+    """What can be evicted without anybody missing it, as far as is known."""
+    trusted: bool = False
+    """See `CachedFile.trusted`."""
+
+
+def examine(path: Path, boot: str) -> Entry | None:
+    """Look at one entry; None when it is gone."""
+    try:
+        disk_bytes = sum(file.lstat().st_blocks * _BLOCK for file in path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    holding = tuple(pins.holding(path, boot))
+    number, used_at = last_use(path)
+    leases = tuple(locks.holders(path / layout.LEASE))
+    outside = (path.name, path, disk_bytes, number, used_at, leases, holding, bool(holding) or is_leased(path))
+    try:
+        index = read_index_of(path)
+        states, trusted = states_of(path, index, boot)
+    except Damaged:
+        return Entry(*outside, damaged=True)
+    flags = use.load(path, index.num_blocks)
+    ready = [block for block, state in enumerate(states) if state != MISSING]
+    cold_bytes = sum(map(index.length, cold_blocks(states, flags, index.codecs())))
+    return Entry(
+        *outside,
+        size_bytes=index.size_bytes,
+        ready_bytes=sum(map(index.length, ready)),
+        hot_bytes=sum(index.length(block) for block in ready if flags[block] & use.HOT),
+        cold_bytes=min(cold_bytes, disk_bytes),
+        trusted=trusted,
+    )
+
+
+def read_index_of(path: Path) -> Index:
+    """The index of an entry. Raises `Damaged`."""
+    try:
+        index = Index.parse(layout.read_file(path / layout.INDEX, MAX_INDEX_BYTES))
+    except (OSError, PermanentError) as error:
+        raise Damaged(f"{path}: {error}") from error
+    if index.identity != path.name:
+        raise Damaged(f"{path} has the index of another file")
+    return index
+
+
+def states_of(path: Path, index: Index, boot: str) -> tuple[bytes, bool]:
+    """States of an entry's blocks, and whether it is trusted. Raises `Damaged`."""
+    try:
+        data = layout.open_file(path / layout.DATA, os.O_RDONLY)
+    except OSError as error:
+        raise Damaged(f"{path}: {error}") from error
+    try:
+        stat_identity = StatIdentity.of(data)
+    finally:
+        os.close(data)
+    if stat_identity.size != index.size_bytes:
+        raise Damaged(f"{path} has data of another size")
+    durable = Durable.load(path, index)
+    live = LiveMap.open(path, index, boot)
+    if live is not None:
+        try:
+            states = live.get_all()
+        finally:
+            os.close(live.fd)
+    else:
+        states = (durable or Durable.of_new(index)).states
+    return states, durable is not None and durable.whole == stat_identity and MISSING not in states
+
+
+def is_leased(path: Path) -> bool:
+    """Whether a process has an entry open. What cannot be examined is in use."""
+    try:
+        fd = layout.open_file(path / layout.LEASE)
+    except (FileNotFoundError, Damaged):
+        return False
+    except OSError:
+        return True
+    try:
+        return not locks.try_flock(fd, shared=False)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def last_use(path: Path) -> tuple[int, float]:
+    """Number and wall clock of an entry's last use; zeros when it is not known."""
+    file = path / layout.LAST_USE
+    try:
+        return layout.read_number(file), file.lstat().st_mtime
+    except (OSError, Damaged):
+        return 0, 0.0

@@ -1,0 +1,111 @@
+"""Carry out one step of an eviction, on an entry that nobody uses. Called by `Cache.prune`.
+
+The exclusive lock on the lease file keeps openers out meanwhile; one who waited for it finds either the entry with its
+remaining blocks, or that the entry has moved, and makes a new one. What is lost is forgotten first, durably, and only
+then taken away, so that dying at any point leaves no claim on bytes that are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from itertools import pairwise
+from pathlib import Path
+
+from bootseer.blocks.index import Index
+from bootseer.cache import entries, holes, layout, locks, pins, use
+from bootseer.cache.errors import NO_SPACE, Damaged
+from bootseer.cache.prune import Step, cold_blocks
+from bootseer.cache.states import MISSING, Durable, LiveMap
+
+
+def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
+    """Whether the step was done; not when somebody uses the entry. Raises `OSError` and `TransientError`."""
+    with contextlib.ExitStack() as opened:
+        # Held open: the entry may go and another one come between any two steps here, but not with its inode number.
+        folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened.callback(os.close, folder)
+        with contextlib.suppress(FileNotFoundError, Damaged):  # nobody can hold what is not there
+            lease = layout.open_file(entry / layout.LEASE)
+            opened.callback(os.close, lease)
+            if not (locks.try_flock(lease, shared=False) and is_same(lease, entry / layout.LEASE)):
+                return False
+        if pins.holding(entry, boot):
+            return False
+        if not step.whole:
+            return _punch_cold(entry, step.num_bytes, boot)
+        with locks.flocked(root / layout.ROOT_LOCK, deadline_s=lock_deadline_s):
+            if not is_same(folder, entry):
+                return False
+            gone = move_to_trash(entry, root)
+        layout.discard(gone)
+        return True
+
+
+def is_same(fd: int, path: Path) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def move_to_trash(entry: Path, root: Path) -> Path:
+    """Take an entry out of sight in one step, with the lock of the root held. Raises `OSError`."""
+    gone = root / layout.TRASH / f"{entry.name}.{os.getpid()}-{os.urandom(4).hex()}"
+    entry.rename(gone)
+    return gone
+
+
+def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
+    try:
+        index = entries.read_index_of(entry)
+        states, _ = entries.states_of(entry, index, boot)
+    except Damaged:
+        return False
+    cold = cold_blocks(states, use.load(entry, index.num_blocks), index.codecs())
+    # From the end: the beginnings of files are what most readers ask for.
+    evicted = list(reversed(cold))[: -(-num_bytes // index.block_size)]
+    left = bytearray(states)
+    for block in evicted:
+        left[block] = MISSING
+    live = LiveMap.open(entry, index, boot)
+    if live is not None:
+        try:
+            live.set_all(bytes(left))
+        finally:
+            os.close(live.fd)
+    durable = Durable.load(entry, index)
+    if durable is not None:
+        # Only what was durable before stays so: nothing was synced here.
+        durable = Durable.from_states(bytes(map(min, durable.states, left)))
+        _forget(entry, index, durable)
+    data = layout.open_file(entry / layout.DATA)
+    try:
+        # All that is missing: what a process wrote that was killed before it said so takes room as well.
+        for first, behind in _runs(left):
+            holes.punch(data, first * index.block_size, (behind - first) * index.block_size)
+    finally:
+        os.close(data)
+    if durable is not None and not (entry / layout.DURABLE).exists():
+        durable.store(entry, index)
+    return True
+
+
+def _forget(entry: Path, index: Index, durable: Durable) -> None:
+    """Replace the snapshot; where there is no room for a second one, make room with the first."""
+    try:
+        durable.store(entry, index)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        (entry / layout.DURABLE).unlink()
+        layout.sync_path(entry)
+
+
+def _runs(states: bytes | bytearray) -> list[tuple[int, int]]:
+    """Runs of missing blocks: first, and behind the last."""
+    changes = [0, *(i for i, (one, two) in enumerate(pairwise(states), 1) if (one == MISSING) != (two == MISSING))]
+    return [
+        (first, behind) for first, behind in pairwise([*changes, len(states)]) if behind > first and not states[first]
+    ]

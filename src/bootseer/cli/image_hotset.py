@@ -1,0 +1,164 @@
+"""`bootseer image hotset`: what starts of an image need, and when."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
+
+from bootseer.cli.group import Group, Verb
+
+if TYPE_CHECKING:
+    from bootseer.fetch.hotset import HotSet
+    from bootseer.image.found import Found
+    from bootseer.image.hotsets import HotSets
+
+SCHEMA = "bootseer.hotsets/1"
+
+
+class _Verbs(Group):
+    verbs: ClassVar = {
+        "show": Verb("image_hotset", "The hot sets of an image, on this node and in its store.", "show"),
+        "merge": Verb("image_hotset", "Add hot sets from files, and publish the result.", "merge"),
+        "export": Verb("image_hotset", "Write a hot set into a file.", "export"),
+    }
+
+
+_STORE = click.option("--store", metavar="URI", help="Where the converted image is (default: its own repository).")
+_PLAIN = click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.hotsets/1).")
+
+
+@click.command("hotset", cls=_Verbs, short_help="What starts of an image need, and when.")
+def command() -> None:
+    """Blocks that earlier starts of an image needed: the next start fetches them first.
+
+    \b
+    bootseer image hotset show registry:5000/team/train:7
+    bootseer image hotset export registry:5000/team/train:7 train.py-0123456789ab hot.bin
+    """
+
+
+@click.command("show")
+@click.argument("reference", metavar="REF")
+@_STORE
+@_PLAIN
+@_JSON
+def show(reference: str, store: str | None, plain_http: bool, as_json: bool) -> None:
+    """List the hot sets of the image REF."""
+    from rich.table import Table
+
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.units import format_bytes
+
+    with ExitStack() as stack:
+        found, sets = _open(stack, reference, store, plain_http)
+        rows = [_row(hot_set, found) for name in sets.names() if (hot_set := sets.load(name)) is not None]
+    if as_json:
+        print_json({"schema": SCHEMA, "digest": found.document.digest, "hotsets": rows})
+        return
+    with terminal() as console:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("workload", "runs", "blocks", "stored", "last coverage", ""):
+            table.add_column(name, justify="left" if name in ("workload", "") else "right")
+        for row in rows:
+            coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
+            size = format_bytes(row["stored_bytes"])
+            stale = "stale: the next start records anew" if row["stale"] else ""
+            table.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", size, coverage, stale)
+        if rows:
+            console.print(table)
+        else:
+            console.print("no start of this image was recorded yet")
+
+
+@click.command("merge")
+@click.argument("reference", metavar="REF")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_STORE
+@_PLAIN
+@_JSON
+def merge(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, as_json: bool) -> None:
+    """Add the runs of exported hot sets to those that are known, and publish the result."""
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.errors import PermanentError, UsageError
+    from bootseer.fetch.hotset_format import MAX_STORED_BYTES, parse
+
+    rows = []
+    with ExitStack() as stack:
+        found, sets = _open(stack, reference, store, plain_http)
+        for path in files:
+            try:
+                with path.open("rb") as file:
+                    given = parse(file.read(MAX_STORED_BYTES + 1))
+            except OSError as error:
+                raise UsageError(f"{path}: {error.strerror}", hint="name a file that `hotset export` wrote") from error
+            if given.image != found.document.digest:
+                raise UsageError(f"{path}: of the image {given.image}", hint=f"{reference} is {found.document.digest}")
+            merged = sets.add(given)
+            if not sets.publish(merged):
+                raise PermanentError(f"{path}: merged on this node, and not published")
+            rows.append(_row(merged, found))
+    if as_json:
+        print_json({"schema": SCHEMA, "digest": found.document.digest, "hotsets": rows})
+        return
+    with terminal() as console:
+        for row in rows:
+            console.print(f"{row['workload']}: {row['runs']} runs, {row['blocks']:,} blocks, published")
+
+
+@click.command("export")
+@click.argument("reference", metavar="REF")
+@click.argument("workload", metavar="WORKLOAD")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path, allow_dash=True))
+@_STORE
+@_PLAIN
+def export(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
+    """Write the hot set WORKLOAD of the image REF into FILE (- for standard output), for another store or site."""
+    from bootseer.errors import PermanentError, UsageError
+    from bootseer.fetch.hotset_format import encode
+
+    with ExitStack() as stack:
+        _, sets = _open(stack, reference, store, plain_http)
+        hot_set = sets.load(workload)
+        known = sets.names() if hot_set is None else []
+    if hot_set is None:
+        raise UsageError(f"no hot set {workload!r}", hint=f"there are: {', '.join(known) or 'none'}")
+    try:
+        if str(file) == "-":
+            sys.stdout.buffer.write(encode(hot_set))
+        else:
+            file.write_bytes(encode(hot_set))
+    except OSError as error:
+        raise PermanentError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
+    from bootseer.cli.image_options import SOURCE, request
+    from bootseer.image.found import find
+    from bootseer.image.hotsets import HotSets
+    from bootseer.launch.supervise import say
+
+    values = {option.name: option.start for option in SOURCE}
+    wanted = request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
+    found = find(wanted, say=say)
+    stack.callback(found.store.close)
+    return found, HotSets(wanted.cache, found.document.digest, found.store, say)
+
+
+def _row(hot_set: HotSet, found: Found) -> dict[str, Any]:
+    indexes = {index.identity: index for index in found.indexes}
+    plan = [(name, block) for name, block in hot_set.plan() if name in indexes and block < indexes[name].num_blocks]
+    newest = hot_set.records[-1] if hot_set.records else None
+    return {
+        "workload": hot_set.workload,
+        "runs": len(hot_set.records),
+        "blocks": len(plan),
+        "stored_bytes": sum(indexes[name].place(block).length for name, block in plan),
+        "coverage": newest.coverage if newest is not None else None,
+        "last_run_s": newest.started_s if newest is not None else None,
+        "stale": hot_set.stale,
+    }

@@ -1,0 +1,181 @@
+"""Options for the image that a command runs in, for `run` and `image run`, and the step from their values to what
+`launch.image_stage` wants.
+
+The tables are read in front of every `bootseer run`, so that what only images need is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bootseer.cli.options import FLAG, Option
+from bootseer.errors import UsageError
+
+if TYPE_CHECKING:
+    from bootseer.image.container import Options as ContainerOptions
+    from bootseer.image.request import Request
+    from bootseer.launch.image_stage import Wanted
+
+SOURCE = (
+    Option("store", ("--store",), "Where the converted image is (default: its own repository).", metavar="URI"),
+    Option("plain_http", ("--plain-http",), "Speak to the registry without encryption.", FLAG, default=False),
+    Option(
+        "loading",
+        ("--loading",),
+        "Lazily, all of it first (pull), or whichever is predicted to be faster (auto, the default).",
+        choices=("auto", "lazy", "pull"),
+        default="auto",
+    ),
+    Option(
+        "fallback",
+        ("--fallback",),
+        "For an image that is not converted: convert it on this node (default), or end (none).",
+        choices=("convert", "none"),
+        default="convert",
+    ),
+)
+"""How the image comes to this node."""
+
+CONTAINER = (
+    Option(
+        "workload",
+        ("--workload",),
+        "Name of the hot set, for commands whose program does not tell what they do.",
+        metavar="NAME",
+    ),
+    Option(
+        "binds", ("--mount",), "A file or folder of this machine in the container.", metavar="SRC:DST[:ro]", many=True
+    ),
+    Option(
+        "env",
+        ("--env", "-e"),
+        "A variable in the container; without =VALUE this machine's.",
+        metavar="N[=V]",
+        many=True,
+    ),
+    Option("workdir", ("--workdir", "-w"), "Folder that the command starts in (default: the image's).", metavar="DIR"),
+    Option("user", ("--user", "-u"), "Who runs the command, by the image's names or numbers.", metavar="USER[:GROUP]"),
+    Option("entrypoint", ("--entrypoint",), "Instead of the image's; none leaves it out.", metavar="PROGRAM"),
+    Option("read_only", ("--read-only",), "The container cannot write into the image's tree.", FLAG, default=False),
+    Option("devices", ("--device",), "A device node, or a CDI name.", metavar="DEVICE", many=True),
+    Option("capabilities", ("--cap-add",), "A capability beyond the usual ones.", metavar="NAME", many=True),
+    Option("shm_size", ("--shm-size",), "Size of /dev/shm, as 8g (default: half of the memory).", metavar="SIZE"),
+    Option(
+        "runtime",
+        ("--runtime",),
+        "runc, or without it (direct); auto, the default, takes runc where it is installed.",
+        choices=("auto", "runc", "direct"),
+        default="auto",
+    ),
+)
+"""What is around the command."""
+
+IMAGE = (
+    Option("image", ("--image",), "Run the command in this container image, loaded lazily.", metavar="REF"),
+    *SOURCE,
+    *CONTAINER,
+    Option(
+        "container_gpus",
+        ("--container-gpus",),
+        "GPUs in the container: all (default where a CDI file tells of them), numbers, or none.",
+        metavar="GPUS",
+    ),
+)
+"""The image's part of the options of `run`."""
+
+
+def split(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
+    """The values without the image's, and the image's. Raises `UsageError` for the latter without an image."""
+    names = {option.name for option in IMAGE}
+    ours = {option.name: values[option.name] for option in IMAGE}
+    if ours["image"] is None:
+        for option in IMAGE:
+            if ours[option.name] != option.start:
+                raise UsageError(f"{option.flags[0]} is about a container", hint="give --image REF too")
+    return {name: value for name, value in values.items() if name not in names}, ours
+
+
+def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
+    """What the values ask for. Raises `UsageError`."""
+    from bootseer.launch.image_stage import Wanted
+
+    return Wanted(request(reference, values), container(values, gpus))
+
+
+def request(reference: str, values: Mapping[str, Any]) -> Request:
+    """The image and the way that it is to come. Raises `UsageError`."""
+    from bootseer.image.places import cache_root, runtime_root, store_uri
+    from bootseer.image.reference import parse_reference
+    from bootseer.image.request import Request
+
+    parsed = parse_reference(reference)
+    return Request(
+        reference=parsed,
+        store=store_uri(parsed, values["store"], os.environ),
+        cache=cache_root(os.environ, os.getuid()),
+        runtime=runtime_root(os.environ, os.getuid()),
+        plain_http=values["plain_http"],
+        loading=values["loading"],
+        fallback=values["fallback"],
+        workload=_workload(values.get("workload") or ""),
+    )
+
+
+def _workload(name: str) -> str:
+    import re
+
+    if name and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
+        raise UsageError(f"--workload {name!r} cannot be a name", hint="use letters, digits, . _ and -")
+    return name
+
+
+def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
+    """The container around the command, whose words come later. `gpus` None: all where CDI files tell of any."""
+    from bootseer.image.cdi import describes_gpus
+    from bootseer.image.container import Options
+    from bootseer.image.process import Words
+    from bootseer.image.runtime_config import Limits, parse_bind
+
+    if gpus is None:
+        named = any(name.partition("=")[0].endswith("/gpu") for name in values["devices"])
+        gpus = "all" if not named and describes_gpus() else ""
+    words = Words(
+        env=tuple(values["env"]),
+        workdir=values["workdir"],
+        user=values["user"],
+        entrypoint="" if values["entrypoint"] in ("", "none") else values["entrypoint"],
+    )
+    size = values["shm_size"]
+    return Options(
+        words=words,
+        limits=Limits(
+            read_only=values["read_only"],
+            shm_bytes=parse_size(size, "--shm-size") if size else None,
+            capabilities=tuple(values["capabilities"]),
+        ),
+        binds=tuple(map(parse_bind, values["binds"])),
+        gpus="" if gpus == "none" else gpus,
+        devices=_devices(values["devices"]),
+        runtime=values["runtime"],
+    )
+
+
+def _devices(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if "=" not in name and not name.startswith("/"):
+            raise UsageError(
+                f"--device {name!r} is neither", hint="a node as /dev/infiniband/uverbs0, or vendor.com/class=name"
+            )
+    return tuple(names)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
+    import re
+
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise UsageError(f"{option} {text!r} is no size", hint="for example 512m or 8g")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

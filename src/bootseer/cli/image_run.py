@@ -1,0 +1,48 @@
+"""`bootseer image run`: run a command in an image, without measuring a startup around it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from bootseer.cli.command import with_options
+from bootseer.cli.image_options import CONTAINER, SOURCE
+
+
+class _MayHaveCommand(click.Command):
+    """Everything behind the first `--` is the user's command; an image may have one of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            place = args.index("--")
+            ctx.meta["command"] = tuple(args[place + 1 :])
+            args = args[:place]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
+
+
+@click.command("run", cls=_MayHaveCommand, short_help="Run a command in an image.")
+@click.argument("reference", metavar="REF")
+@with_options(SOURCE)
+@with_options(CONTAINER)
+@click.option("--gpus", metavar="GPUS", help="all (default where a CDI file tells of them), numbers, or none.")
+@click.pass_context
+def command(ctx: click.Context, /, reference: str, gpus: str | None, **values: Any) -> int:
+    """Run COMMAND (default: the image's own) in a container of the image REF: exit code, signals and terminal pass.
+
+    `bootseer run --image REF -- COMMAND` does the same and measures it.
+
+    \b
+    bootseer image run registry:5000/team/train:7 -- python -c 'import torch'
+    bootseer image run --gpus all --mount /data:/data:ro registry:5000/team/train:7
+    """
+    from bootseer.cli.image_options import wanted
+    from bootseer.launch.image_stage import run_in_image
+    from bootseer.launch.run import Options
+
+    options = Options(image=wanted(reference, values, gpus), quiet=True)
+    return run_in_image(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})

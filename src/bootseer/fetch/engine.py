@@ -1,0 +1,480 @@
+"""Carries out what the scheduler decides: requests, the cache, claims between processes, answers to readers.
+
+`Fetcher` is the face of this. Shared state - scheduler, tickets, meter and the blocks claimed by others - belongs to
+`_lock`, which is never held during input, output, decoding or a reader's callback: methods collect a `_ToDo` under the
+lock and carry it out after it. Worker threads make one request each; one more thread (`bootseer-fetch-clock`) does
+what is due by time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from bootseer.blocks.codec import Buffer, decode
+from bootseer.blocks.index import Index
+from bootseer.cache.errors import MissingBlocks
+from bootseer.cache.file import CachedFile
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.fetch.elsewhere import Elsewhere
+from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.need import Found
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.queues import Key
+from bootseer.fetch.schedule import Scheduler
+from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.stats import Meter
+from bootseer.fetch.tickets import Ticket, Tickets
+from bootseer.fetch.transfer import transfer
+from bootseer.fetch.workers import Workers, report_exception
+from bootseer.store.store import Store
+
+# A long plan must not keep the first reader from the lock.
+_PLANNED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class File:
+    """A block file, where its blocks come from, and where they are kept."""
+
+    index: Index
+    origin: Store
+    cached: CachedFile
+    needed: bytearray
+    """1 for each block that a reader has needed. Written under the lock, and read without: it only ever grows."""
+    brought_hot: bytearray
+    """1 for each block that was fetched because it is hot."""
+
+
+@dataclass(slots=True)
+class _ToDo:
+    """What to do once the lock is released."""
+
+    fetches: list[Fetch] = field(default_factory=list)
+    complete: list[Ticket] = field(default_factory=list)
+    failed: list[tuple[Ticket, BootseerError]] = field(default_factory=list)
+
+
+class Engine:
+    """All files of one fetcher, and what goes on with them."""
+
+    def __init__(
+        self, settings: FetchSettings, jitter: Callable[[], float], on_problem: Callable[[str], None] | None
+    ) -> None:
+        self._on_problem = on_problem
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """The clock's next time, or that nothing is left to fetch."""
+        self._tickets = Tickets()
+        self._elsewhere = Elsewhere()
+        self._distrusted: set[Key] = set()
+        """Blocks that the cache called ready and could not give."""
+        self._cancelled: set[int] = set()
+        """Running requests that are to break off. Changed under the lock, looked at without."""
+        self._urgent: set[int] = set()
+        """Running prefetch requests that a reader waits for by now. Changed under the lock, looked at without."""
+        self._wake_at: float | None = None
+        self._wants_all = False
+        self._closed = False
+        self.start = time.monotonic()
+        self.files: list[File] = []
+        self.scheduler = Scheduler(settings, jitter)
+        self.meter = Meter(self.start)
+        self.cache_error: BootseerError | None = None
+        """Why blocks cannot be kept."""
+        self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        self.workers = Workers("bootseer-fetch")
+        self._clock = threading.Thread(target=self._run_clock, name="bootseer-fetch-clock", daemon=True)
+        self._clock.start()
+
+    # What the fetcher wants
+
+    def add(self, index: Index, origin: Store, cached: CachedFile) -> int:
+        """A file; returns its number."""
+        marks = index.num_blocks
+        with self._lock:
+            self.files.append(File(index, origin, cached, bytearray(marks), bytearray(marks)))
+            return self.scheduler.add(index, origin.uri)
+
+    def demand(self, ticket: Ticket, missing: list[int]) -> None:
+        """A reader waits for blocks."""
+        with self._lock:
+            if self._closed:
+                to_do = _ToDo(failed=[(ticket, _closed())])
+            else:
+                self.meter.waited_reads += 1
+                to_do = self._wait(ticket, missing)
+        self._carry_out(to_do)
+
+    def leave(self, ticket: Ticket) -> None:
+        """A reader does not wait any more."""
+        with self._lock:
+            self.scheduler.cancelled(ticket.file, self._tickets.close(ticket))
+
+    def needed(self, number: int, blocks: range, missing: list[int]) -> list[tuple[int, Found]]:
+        """A reader reads blocks. Returns those that no reader had needed before, and where they were."""
+        file, now = self.files[number], time.monotonic()
+        needs: list[tuple[int, Found]] = []
+        with self._lock:
+            for block in blocks:
+                if file.needed[block]:
+                    continue
+                file.needed[block] = 1
+                found = Found.READY
+                if block in missing:
+                    found = Found.IN_FLIGHT if self.scheduler.in_flight(number, block) else Found.MISSING
+                needs.append((block, found))
+                self.meter.needed(found, now)
+                self.scheduler.needed(number, block, now)
+            to_do = self._advance(now)
+        self._carry_out(to_do)
+        return needs
+
+    def prefetch(self, blocks: list[Key]) -> None:
+        """Hot blocks, in their order."""
+        for start in range(0, len(blocks), _PLANNED_AT_ONCE):
+            here = [self.files[file].cached.ready(block) for file, block in blocks[start : start + _PLANNED_AT_ONCE]]
+            with self._lock:
+                now = time.monotonic()
+                for (file, block), is_here in zip(blocks[start:], here, strict=False):
+                    if is_here:
+                        self.scheduler.have(file, block)
+                    self.scheduler.want(file, (block,), Purpose.HOT, now)
+                to_do = self._advance(now)
+            self._carry_out(to_do)
+
+    def want_rest(self, *, rush: bool) -> None:
+        """All that is missing."""
+        missing = [list(_ranges(file.cached.missing(0, file.index.size_bytes))) for file in self.files]
+        with self._lock:
+            now = time.monotonic()
+            for number, parts in enumerate(missing):
+                for blocks in parts:
+                    self.scheduler.want_rest(number, blocks, now)
+            self._wants_all = True
+            if rush:
+                self.scheduler.rush()
+            to_do = self._advance(now)
+        self._carry_out(to_do)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is wanted and nothing runs; False when `timeout_s` passed before. Raises when closed."""
+        with self._lock:
+            self._changed.wait_for(lambda: self.scheduler.idle or self._closed, timeout_s)
+            if self._closed:
+                raise _closed()
+            return self.scheduler.idle
+
+    def close(self, timeout_s: float) -> None:
+        """Answer all who wait with an error, and end the threads. What hangs in a request is left behind."""
+        with self._lock:
+            self._closed = True
+            tickets = self._tickets.close_all()
+            self._changed.notify_all()
+        for ticket in tickets:
+            _answer(ticket, _closed())
+        until = time.monotonic() + timeout_s
+        self.workers.close(timeout_s)
+        self._clock.join(max(until - time.monotonic(), 0.0))
+
+    # With the lock held
+
+    def _wait(self, ticket: Ticket, missing: list[int]) -> _ToDo:
+        now = time.monotonic()
+        self.scheduler.want(ticket.file, missing, Purpose.DEMAND, now)
+        self._tickets.wait(ticket, missing)
+        for block in missing:
+            self._urgent.update(self.scheduler.requests_for(ticket.file, block))
+        return self._advance(now)
+
+    def _advance(self, now: float) -> _ToDo:
+        """What the scheduler wants done, and whose time has run out."""
+        to_do = _ToDo()
+        for ticket, missing in self._tickets.expired(now):
+            to_do.failed.append((ticket, self._too_late(ticket, missing)))
+            self.scheduler.cancelled(ticket.file, missing)
+        plan = self.scheduler.tick(now)
+        to_do.fetches = plan.fetches
+        self._cancelled.update(plan.cancelled)
+        for file, block, error in plan.given_up:
+            for ticket, others in self._tickets.given_up((file, block)):
+                to_do.failed.append((ticket, error))
+                self.scheduler.cancelled(file, others)
+        for ticket, _ in to_do.failed:
+            self.meter.failed_reads += 1
+            self.meter.waited_s += now - ticket.since
+        times = (plan.wake_at, self._tickets.next_deadline, self._elsewhere.next_look)
+        wake_at = min((at for at in times if at is not None), default=None)
+        earlier = wake_at is not None and (self._wake_at is None or wake_at < self._wake_at)
+        self._wake_at = wake_at
+        if earlier or self.scheduler.idle:
+            self._changed.notify_all()
+        return to_do
+
+    def _here(self, key: Key, data: bytes | None, now: float) -> list[Ticket]:
+        """A block is in the cache, or at least in our hands. Returns the readers who have all they waited for."""
+        self._elsewhere.forget(key)
+        complete = self._tickets.arrived(key, data)
+        for ticket in complete:
+            self.meter.waited_s += now - ticket.since
+        return complete
+
+    def _too_late(self, ticket: Ticket, missing: set[int]) -> TransientError:
+        file, block = self.files[ticket.file], min(missing)
+        error = self.scheduler.error(ticket.file, block)
+        return TransientError(
+            f"{file.origin.uri}: block {block} of file {file.index.identity[:16]} did not come in"
+            f" {ticket.deadline - ticket.since:.1f} s{f' ({error})' if error else ''}"
+        )
+
+    # Without the lock
+
+    def _carry_out(self, to_do: _ToDo) -> None:
+        for fetch in to_do.fetches:
+            self.workers.submit(partial(self._fetch, fetch))
+        for ticket, error in to_do.failed:
+            _answer(ticket, error)
+        for ticket in to_do.complete:
+            self._serve(ticket)
+
+    def _serve(self, ticket: Ticket) -> None:
+        """Answer a reader whose blocks are all here."""
+        file = self.files[ticket.file]
+        try:
+            data = _assembled(file, ticket)
+        except MissingBlocks as error:  # damaged on the disk, or never written to it
+            with self._lock:
+                if self._closed:
+                    to_do = _ToDo(failed=[(ticket, _closed())])
+                else:
+                    self._distrusted.update((ticket.file, block) for block in error.blocks)
+                    to_do = self._wait(ticket, error.blocks)
+            self._carry_out(to_do)
+        except BootseerError as error:
+            _answer(ticket, error)
+        else:
+            _answer(ticket, data)
+
+    def _run_clock(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                now = time.monotonic()
+                if self._wake_at is None or self._wake_at > now:
+                    self._changed.wait(None if self._wake_at is None else self._wake_at - now)
+                    continue
+                look_at = self._elsewhere.due(now)
+                to_do = self._advance(now)
+            self._carry_out(to_do)
+            for key in look_at:
+                self._look_at(key)
+
+    def _look_at(self, key: Key) -> None:
+        """Is the block here that another process has claimed, or has its claim fallen?"""
+        cached = self.files[key[0]].cached
+        try:
+            is_free = cached.claim(key[1])
+            if is_free:
+                cached.release(key[1])  # whoever fetches it claims it for himself
+            is_here = cached.ready(key[1])
+        except BootseerError:
+            is_free, is_here = True, False
+        now = time.monotonic()
+        complete: list[Ticket] = []
+        with self._lock:
+            if is_here:
+                self.meter.blocks_from_others += 1
+                self.scheduler.have(*key)
+                complete = self._here(key, None, now)
+            elif is_free or not self.scheduler.in_flight(*key):
+                self._elsewhere.forget(key)
+                self.scheduler.freed(*key)
+            elif self._elsewhere.overdue(key, now):
+                self._distrusted.add(key)
+                self._elsewhere.forget(key)
+                self.scheduler.freed(*key)
+            else:
+                return
+            to_do = self._advance(now)
+        to_do.complete += complete
+        self._carry_out(to_do)
+
+    # One request, on a worker thread
+
+    def _fetch(self, fetch: Fetch) -> None:
+        file = self.files[fetch.file]
+        error: BootseerError | None = None
+        claimed: set[int] = set()
+        try:
+            for blocks in _ranges(self._claim(fetch, claimed), fetch.blocks.step):
+                answer = transfer(file.index, file.origin, blocks, fetch.timeout_s)
+                for block, stored in answer:
+                    self._take(fetch, block, stored, claimed)
+                    if self._closed or fetch.number in self._cancelled:
+                        answer.close()
+        except BootseerError as problem:
+            error = problem
+        except Exception as problem:
+            # An adapter let a foreign error through: readers must not wait for the deadline because of that.
+            error = TransientError(f"{file.origin.uri}: {type(problem).__name__}: {problem}")
+            report_exception()
+        self._release(file, claimed)
+        with self._lock:
+            now = time.monotonic()
+            self._cancelled.discard(fetch.number)
+            self._urgent.discard(fetch.number)
+            self.scheduler.finished(fetch.number, now, error)
+            to_do = self._advance(now)
+            is_last = self._wants_all and self.scheduler.idle
+        self._carry_out(to_do)
+        if is_last:
+            self._sync()
+
+    def _sync(self) -> None:
+        """All that was wanted is here: files that are complete now can be mounted without us from now on."""
+        for file in self.files:
+            try:
+                file.cached.sync()
+            except BootseerError as error:
+                self._say(f"what was fetched may be lost when the machine stops: {error}")
+
+    def _claim(self, fetch: Fetch, claimed: set[int]) -> list[int]:
+        """The blocks that are for us to fetch, in order. The others are here, or another process fetches them."""
+        cached = self.files[fetch.file].cached
+        mine: list[int] = []
+        here: list[int] = []
+        elsewhere: list[int] = []
+        for block in fetch.blocks:
+            if (fetch.file, block) in self._distrusted:
+                mine.append(block)
+                continue
+            try:
+                if cached.claim(block):
+                    claimed.add(block)
+                    mine.append(block)
+                elif cached.ready(block):
+                    here.append(block)
+                else:
+                    (mine if fetch.hedge else elsewhere).append(block)
+            except BootseerError:  # without claims some blocks may be fetched twice
+                mine.append(block)
+        if here or elsewhere:
+            complete: list[Ticket] = []
+            with self._lock:
+                now = time.monotonic()
+                for block in here:
+                    self.meter.blocks_from_others += 1
+                    self.scheduler.have(fetch.file, block)
+                    complete += self._here((fetch.file, block), None, now)
+                for block in elsewhere:
+                    self.scheduler.elsewhere(fetch.number, block)
+                    self._elsewhere.watch((fetch.file, block), now)
+                to_do = self._advance(now)
+            to_do.complete += complete
+            self._carry_out(to_do)
+        return mine
+
+    def _take(self, fetch: Fetch, block: int, stored: Buffer, claimed: set[int]) -> None:
+        """Verify a block, keep it, and give it to its readers."""
+        file = self.files[fetch.file]
+        problem: BootseerError | None = None
+        data: bytes | CorruptError
+        # Dozens of prefetches that all decompress at once would leave a reader's block its small part of a core.
+        is_urgent = fetch.purpose is Purpose.DEMAND or fetch.number in self._urgent
+        with contextlib.nullcontext() if is_urgent else self._processors:
+            begin = time.perf_counter()
+            data = _decoded(file, block, stored)
+            decode_s = time.perf_counter() - begin
+            if not isinstance(data, CorruptError):
+                try:
+                    file.cached.put(block, data)
+                except BootseerError as error:
+                    problem = error
+        self._release(file, claimed & {block})
+        claimed.discard(block)
+        complete: list[Ticket] = []
+        with self._lock:
+            now = time.monotonic()
+            self.meter.decode_s += decode_s
+            if isinstance(data, CorruptError):
+                self.meter.corrupt_blocks += 1
+                self.scheduler.failed(fetch.number, block, data, now)
+            else:
+                self.meter.arrived(fetch.purpose, len(stored), len(data), now)
+                self.scheduler.arrived(fetch.number, block, now)
+                complete = self._here((fetch.file, block), data, now)
+                self._distrusted.discard((fetch.file, block))
+                if fetch.purpose is Purpose.HOT:
+                    file.brought_hot[block] = 1
+            say = problem if problem is not None and self.cache_error is None else None
+            if problem is not None:
+                self.cache_error = problem
+                for number in range(len(self.files)):
+                    self.scheduler.stop_prefetch(number)
+            to_do = self._advance(now)
+        to_do.complete += complete
+        self._carry_out(to_do)
+        if say is not None:
+            self._say(f"blocks are served without being kept: {say}")
+
+    def _say(self, problem: str) -> None:
+        if self._on_problem is not None and not self._closed:
+            self._on_problem(problem)
+
+    @staticmethod
+    def _release(file: File, claimed: Iterable[int]) -> None:
+        for block in claimed:
+            try:
+                file.cached.release(block)
+            except BootseerError:
+                continue  # the kernel releases it with the process
+
+
+def _decoded(file: File, block: int, stored: Buffer) -> bytes | CorruptError:
+    place = file.index.place(block)
+    try:
+        return decode(place.codec, stored, file.index.length(block), file.index.digest(block))
+    except CorruptError as error:
+        stripe = file.index.stripes[place.stripe].name
+        return CorruptError(f"{file.origin.uri}: {stripe}: block {block} of file {file.index.identity[:16]}: {error}")
+
+
+def _assembled(file: File, ticket: Ticket) -> Buffer:
+    """A reader's bytes, from the blocks that it holds and from the cache."""
+    blocks = file.index.blocks_of(ticket.offset, ticket.length)
+    end = min(ticket.offset + ticket.length, file.index.size_bytes)
+    pieces: list[Buffer] = []
+    for block in blocks:
+        start = block * file.index.block_size
+        low, high = max(ticket.offset, start), min(end, start + file.index.block_size)
+        data = ticket.held.get(block)
+        pieces.append(
+            file.cached.read(low, high - low) if data is None else memoryview(data)[low - start : high - start]
+        )
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _ranges(blocks: list[int], step: int = 1) -> Iterator[range]:
+    """The same numbers as ranges, each as long as possible."""
+    start = 0
+    for position in range(1, len(blocks) + 1):
+        if position == len(blocks) or blocks[position] != blocks[position - 1] + step:
+            yield range(blocks[start], blocks[position - 1] + step, step)
+            start = position
+
+
+def _answer(ticket: Ticket, answer: Buffer | BootseerError) -> None:
+    try:
+        ticket.done(answer)
+    except Exception:
+        report_exception()
+
+
+def _closed() -> PermanentError:
+    return PermanentError("the fetcher was closed")

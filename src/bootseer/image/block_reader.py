@@ -1,0 +1,76 @@
+"""Read a block file straight from its store, without a cache on disk: a few blocks of metadata, or all of it once.
+
+Mounted images go through `fetch` and `cache` instead. Called by `convert`, which looks into lower layers, and by
+`unpack`. Safe to use from several threads; one lock guards the blocks that are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from contextlib import closing
+
+from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.blocks.codec import decode
+from bootseer.blocks.index import Index
+from bootseer.erofs.reader import ErofsReader
+from bootseer.errors import CorruptError
+from bootseer.store.retry import retrying
+from bootseer.store.store import Store
+
+_KEPT_BYTES = 16 << 20
+_BLOCK_TIMEOUT_S = 60.0
+
+
+class BlockReader:
+    """Ranges of the file behind `index`; every block is verified."""
+
+    def __init__(self, store: Store, index: Index) -> None:
+        self._store = store
+        self._index = index
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._max_kept = max(2, _KEPT_BYTES // index.block_size)
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes. Raises `CorruptError` outside the file or for wrong bytes, and what the store raises."""
+        if offset < 0 or length < 0 or offset + length > self._index.size_bytes:
+            raise CorruptError(f"{self._store.uri}: bytes {offset} to {offset + length} lie outside their file")
+        size = self._index.block_size
+        parts = []
+        for number in self._index.blocks_of(offset, length):
+            begin = number * size
+            parts.append(self._block(number)[max(0, offset - begin) : offset + length - begin])
+        return b"".join(parts)
+
+    def _block(self, number: int) -> bytes:
+        with self._lock:
+            kept = self._kept.get(number)
+            if kept is not None:
+                self._kept.move_to_end(number)
+                return kept
+        data = retrying(lambda left_s: self._fetch(number, left_s), deadline_s=2 * _BLOCK_TIMEOUT_S)
+        with self._lock:
+            self._kept[number] = data
+            while len(self._kept) > self._max_kept:
+                self._kept.popitem(last=False)
+        return data
+
+    def _fetch(self, number: int, left_s: float) -> bytes:
+        place = self._index.place(number)
+        name = self._index.stripes[place.stripe].name
+        stored = b""
+        if place.length:
+            timeout_s = min(left_s, _BLOCK_TIMEOUT_S)
+            with closing(self._store.read(name, place.offset, place.length, timeout_s=timeout_s)) as pieces:
+                stored = b"".join(pieces)
+        try:
+            return decode(place.codec, stored, self._index.length(number), self._index.digest(number))
+        except CorruptError as error:
+            raise CorruptError(f"{self._store.uri}: block {number} of {name}: {error}") from error
+
+
+def open_layer(store: Store, file: BlockFile) -> ErofsReader:
+    """The EROFS image in a block file, read from the store as it is asked for. Raises what the store raises."""
+    index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
+    return ErofsReader(BlockReader(store, index).read)

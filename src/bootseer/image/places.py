@@ -1,0 +1,57 @@
+"""Where images leave things on this machine, and which store belongs to which image.
+
+Called by whoever mounts images, and by the verbs that look at what was left. Touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from bootseer.image.reference import Place, Reference
+
+CACHE = "BOOTSEER_CACHE"
+STORE = "BOOTSEER_STORE"
+
+
+def cache_root(env: Mapping[str, str], uid: int) -> Path:
+    """The node's cache: `$BOOTSEER_CACHE`, `/var/cache/bootseer` for root, else a folder of the user."""
+    if env.get(CACHE):
+        return Path(env[CACHE]).absolute()
+    if uid == 0:
+        return Path("/var/cache/bootseer")
+    home = env.get("XDG_CACHE_HOME") or f"{env.get('HOME') or '/var/tmp'}/.cache"  # noqa: S108 - no HOME: a daemon
+    return Path(home) / "bootseer"
+
+
+def blocks_folder(root: Path) -> Path:
+    """Where below the cache's root blocks are kept."""
+    return root / "blocks"
+
+
+def metadata_folder(root: Path) -> Path:
+    """Where below the cache's root documents and indexes are kept."""
+    return root / "images"
+
+
+def converted_folder(root: Path) -> Path:
+    """The store below the cache's root for images that were converted on this node."""
+    return root / "converted"
+
+
+def runtime_root(env: Mapping[str, str], uid: int) -> Path:
+    """Where the state of mounts lies: a folder that is empty after a boot."""
+    if uid == 0:
+        return Path("/run/bootseer")
+    return Path(env.get("XDG_RUNTIME_DIR") or f"/tmp/bootseer-{uid}") / "bootseer"  # noqa: S108 - its owner is checked
+
+
+def store_uri(reference: Reference, given: str | None, env: Mapping[str, str]) -> str | None:
+    """The store of an image: what the user says, `$BOOTSEER_STORE`, else the image's own repository.
+
+    None for images that do not come from a registry: they are converted on the node, if nobody names a store.
+    """
+    uri = given or env.get(STORE)
+    if not uri and reference.place is Place.REGISTRY:
+        uri = f"oci://{reference.host}/{reference.repository}"
+    return uri or None

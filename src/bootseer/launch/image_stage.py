@@ -1,0 +1,220 @@
+"""`bootseer run --image`: the image as a measured stage, the command inside it, and what its start cost.
+
+    image_loading                 from the reference to a container that can be started
+    image_loading.resolve         reference to digest, the document of the converted image
+    image_loading.index           block indexes and the hot set
+    image_loading.fallback        the image was not converted: why, and what is done instead
+    image_loading.pull            everything is fetched first
+    image_loading.mount           daemon, layers, overlay
+    image_loading.container       user, devices, configuration
+    image_start                   the moment when training began (or the command ended): what was fetched until then
+
+The command runs under `launch.run` and `launch.supervise` as any other. Beside it the spool is watched for the hook's
+`training_began`: then the record of the start is complete. Imported by `launch.run` only for images.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bootseer
+from bootseer.errors import BootseerError, UsageError
+from bootseer.image.container import Container
+from bootseer.image.container import Options as ContainerOptions
+from bootseer.image.places import cache_root
+from bootseer.image.process import Words
+from bootseer.image.publish import publishes
+from bootseer.image.request import Request
+from bootseer.image.runtime_config import Bind
+from bootseer.image.workload import workload_key
+from bootseer.launch import supervise
+from bootseer.launch.interrupt import Interrupted, interruptible
+from bootseer.launch.run import Options, run_command
+from bootseer.launch.session import Session
+from bootseer.launch.supervise import say
+from bootseer.trace.event import INSTANT
+from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.tracer import TRAINING_BEGAN, new_span, spool_word
+
+if TYPE_CHECKING:
+    from bootseer.image.mounted import MountedImage
+
+STAGE = "image_loading"
+_IN_CONTAINER = "/run/bootseer"
+_HOOK = f"{_IN_CONTAINER}/package"
+_SPOOL = f"{_IN_CONTAINER}/spool"
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user said about the image and the container."""
+
+    request: Request
+    """Without the workload, which the command tells."""
+    container: ContainerOptions
+    """Without the command."""
+
+
+def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
+    """Run the command in the image; returns the exit code. Raises `BootseerError` before the command was started."""
+    wanted = options.image
+    if wanted is None:
+        raise UsageError("no image", hint="give --image REF")
+    if options.setup or options.requirements:
+        raise UsageError(
+            "--setup and --requirements change this machine and not the image",
+            hint="put the setup into the command: -- sh -c 'pip install ... && exec python train.py'",
+        )
+    supervise.block_signals()
+    own_group = not supervise.in_foreground()
+    measured = env.get("BOOTSEER_DISABLE") != "1"
+    session = Session.opened(command, options, env) if measured else None
+    child_env = session.child_env(env, hook=False) if session is not None else dict(env)
+    start = _ImageStart(wanted, command, session, env)
+    code = 1
+    try:
+        span = new_span()
+        if session is not None:
+            child_env.update(session.tracer.environment(span))
+        words = start.prepare(child_env, hook=options.hook and measured and env.get("BOOTSEER_HOOK") != "0")
+        if session is not None:
+            session.also_beside(start.watch)
+        code = run_command(words, options, child_env, session, own_group=own_group, program=start.program, span=span)
+        start.ended()
+    except Interrupted as interrupted:
+        say(f"interrupted by {interrupted} while the image was loaded")
+        code = interrupted.exit_code
+    except BootseerError as error:
+        code = error.exit_code
+        raise
+    finally:
+        start.close()
+        if session is not None:
+            session.close(code)
+    return code
+
+
+class _ImageStart:
+    """One image start on this node. `watch` runs in a thread; everything else in the main one, before or after it."""
+
+    def __init__(self, wanted: Wanted, command: Sequence[str], session: Session | None, env: Mapping[str, str]) -> None:
+        request = wanted.request
+        if not request.workload:
+            request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
+        if session is not None:
+            who = session.tracer.identity
+            request = replace(request, publish=publishes(who.node, who.num_nodes))
+        self._request = request
+        self._options = wanted.container
+        self._command = tuple(command)
+        self._session = session
+        self._folder: Path | None = None
+        self._mounted: MountedImage | None = None
+        self._container: Container | None = None
+        self._told = threading.Lock()  # held by whoever tells of the start: it is told once
+        self._seconds = 0.0
+        self.program = command[0] if command else ""
+
+    def prepare(self, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
+        """Mount the image and prepare the container; returns the command line that starts it."""
+        began_s = time.monotonic()
+        with interruptible(), self._stage(STAGE) as span:
+            # Its imports take longer than all else where the image is here, and belong to the stage.
+            from bootseer.image.mount import mount_image
+
+            root = cache_root(os.environ, os.getuid()) / "containers"
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+            mounted = self._mounted = mount_image(
+                self._request,
+                folder / "root",
+                writable=folder / "writable",
+                lifeline=True,
+                stage=lambda name: self._stage(f"{STAGE}.{name}"),
+                say=say,
+            )
+            span.update(mounted.facts)
+            with self._stage(f"{STAGE}.container"):
+                container = self._container = self._make_container(folder / "container", mounted, env, hook=hook)
+                self.program = container.process.args[0]
+                container.start_guard([mounted.undo_command()])
+        self._seconds = time.monotonic() - began_s
+        return container.command
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[dict[str, Any]]:
+        """A stage of the session; the facts that are put into what it yields go into its end."""
+        span = self._session.tracer.span(name) if self._session is not None else None
+        if span is None:
+            yield {}
+            return
+        with span:
+            yield span.attrs
+
+    def _make_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> Container:
+        session, options = self._session, self._options
+        binds, env, prepend = [], dict(env), {}
+        if hook:
+            binds.append(Bind(str(Path(bootseer.__file__).parent), _HOOK, read_only=True))
+            prepend["PYTHONPATH"] = f"{_HOOK}/hook/path"
+        if session is not None and "spool" in session.sinks:
+            binds.append(Bind(session.folder, _SPOOL))
+            env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
+        words: Words = replace(options.words, command=self._command, prepend=prepend)
+        options = replace(options, words=words, binds=(*binds, *options.binds))
+        container = Container(folder, mounted.root, mounted.config, options, env)
+        user = container.process.user
+        if session is not None and os.getuid() == 0 and user.uid != 0:
+            os.chown(session.folder, user.uid, user.gid)  # the program in the container writes events there too
+        return container
+
+    def watch(self, ended: threading.Event) -> None:
+        """Look for the hook's word that training has begun, until the command has ended."""
+        session = self._session
+        if session is None:
+            return
+        tail = SpoolTail(session.folder)
+        while not ended.wait(_LOOK_EVERY_S):
+            if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
+                self._tell(TRAINING_BEGAN)
+                return
+
+    def ended(self) -> None:
+        """The command is over: what nobody told yet is told now."""
+        self._tell("end")
+
+    def _tell(self, until: str) -> None:
+        """The start is over: say what it cost, and keep its record."""
+        if self._mounted is None or not self._told.acquire(blocking=False):
+            return
+        session, mounted = self._session, self._mounted
+        numbers = mounted.began()
+        if session is not None:
+            facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
+            session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
+        mounted.keep_record()
+
+    def close(self) -> None:
+        """Remove container, mounts and folders."""
+        try:
+            if self._container is not None:
+                self._container.close()
+            if self._mounted is not None:
+                self._mounted.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        except BootseerError as error:
+            say(f"the image was not unmounted: {error}")
+        else:
+            if self._container is not None:
+                self._container.dismiss_guard()

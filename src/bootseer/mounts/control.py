@@ -1,0 +1,97 @@
+"""The line between a mount daemon and the rest: one JSON line there, one JSON line back, over a Unix socket.
+
+The socket lies in a folder that only its user may enter. Who calls: `serve` listens, `daemon` and the verbs ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+
+NAME = "control"
+_MAX_LINE = 65_536
+_PATIENCE_S = 2.0
+"""How long the daemon waits for a question on an open connection: it answers one at a time."""
+Answer = dict[str, object]
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """The socket's path, in a form that fits into the 108 bytes of a socket address."""
+    handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{handle}/{NAME}"
+    finally:
+        os.close(handle)
+
+
+def listen(folder: Path) -> socket.socket:
+    """A listening socket in `folder`, in the place of one that a dead daemon left."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / NAME).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short(folder) as path:
+            listener.bind(path)
+        (folder / NAME).chmod(0o600)
+        listener.listen(16)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
+    """Take one connection and answer its question. Never raises for what the other side does."""
+    try:
+        link, _ = listener.accept()
+    except OSError:
+        return
+    with link:
+        link.settimeout(_PATIENCE_S)
+        try:
+            question = json.loads(_line(link))
+            said = answer(str(question["do"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            said = {"error": "not understood"}
+        except BootseerError as error:
+            said = {"error": str(error)}
+        with contextlib.suppress(OSError):
+            link.sendall(json.dumps(said).encode() + b"\n")
+
+
+def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
+    """Ask the daemon of `folder`. Raises `NotFoundError` when none answers, `PermanentError` for a refusal."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with link:
+        link.settimeout(timeout_s)
+        try:
+            with _short(folder) as path:
+                link.connect(path)
+            link.sendall(json.dumps({"do": what}).encode() + b"\n")
+            said = json.loads(_line(link))
+        except TimeoutError as error:
+            raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error
+        except (OSError, ValueError) as error:
+            raise NotFoundError(f"the mount daemon of {folder} does not run") from error
+    if not isinstance(said, dict):
+        raise PermanentError(f"the mount daemon of {folder} answered with nonsense")
+    if "error" in said:
+        raise PermanentError(str(said["error"]))
+    return said
+
+
+def _line(link: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        piece = link.recv(_MAX_LINE)
+        if not piece or len(data) + len(piece) > _MAX_LINE:
+            raise ValueError("no line")
+        data += piece
+    return data

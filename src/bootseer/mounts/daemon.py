@@ -1,0 +1,229 @@
+"""Start the process that serves a lazy mount, and talk to it.
+
+The daemon is forked, not started as a program: everything it needs is imported already, so that it serves some ten
+milliseconds later. Fork while this process has one thread. It leaves the session, the standard streams and all
+descriptors of its parent behind, and tells through a pipe that it serves, or why not.
+
+Who calls: whoever mounts images, snapshots and checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
+from bootseer.fuse.tree import Tree
+from bootseer.mounts import control
+from bootseer.mounts.lazy import Source
+from bootseer.mounts.process import ProcessId
+
+LOG = "log"
+FILES = "files"
+_MAX_REPORT = 65_536
+
+OnError = Callable[[str], None]
+
+
+class Recorder(Protocol):
+    """What writes down the needs of a startup."""
+
+    def end(self) -> None:
+        """The startup is over: no later need belongs to it."""
+
+    def close(self) -> None:
+        """Write what is left, and hand the record over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the daemon made for itself: nothing of it exists in the process that started it."""
+
+    source: Source
+    tree: Tree
+    recorder: Recorder | None = None
+    status: Callable[[], dict[str, object]] = dict
+    """Figures for `status`."""
+    begin: Callable[[], None] = lambda: None
+    """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSpec:
+    """What a daemon is to do."""
+
+    folder: Path
+    """A folder of its own, 0700: the mount point `files`, the socket `control`, the file `log`."""
+    open: Callable[[OnError], Served]
+    """Runs in the daemon and opens stores, cache and fetcher; the callable takes lines for the log."""
+    label: str = "bootseer"
+    """Shown in the table of mounts."""
+    window_s: float = 600.0
+    """The record ends after so many seconds, if nobody says earlier that the startup is over."""
+    lifeline: bool = False
+    """Whether the daemon ends when the process that started it does, however it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon, as other processes see it."""
+
+    folder: Path
+    process: ProcessId
+
+    @property
+    def files(self) -> Path:
+        """Where its files are mounted."""
+        return self.folder / FILES
+
+    def status(self) -> dict[str, object]:
+        """What it says of itself. Raises `NotFoundError` when it is dead."""
+        return control.ask(self.folder, "status")
+
+    def began(self) -> None:
+        """Tell it that the startup is over: training has begun."""
+        control.ask(self.folder, "began")
+
+    def stop(self, *, timeout_s: float = 15.0) -> None:
+        """Let it unmount and end; wait until it has. Raises `PermanentError` while its files are in use.
+
+        A daemon that does not answer is killed after `timeout_s`: readers get an I/O error then.
+        """
+        end = time.monotonic() + timeout_s
+        try:
+            control.ask(self.folder, "stop", timeout_s=timeout_s)
+        except (NotFoundError, TransientError):
+            self.process.signal(signal.SIGTERM)
+        if not self._ended(end):
+            self.process.signal(signal.SIGKILL)
+            if not self._ended(time.monotonic() + 1.0):
+                raise TransientError(f"the mount daemon {self.process.pid} does not end")
+
+    def _ended(self, deadline: float) -> bool:
+        while self.process.alive:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0) -> Daemon:
+    """Start a daemon; its files can be read when this returns.
+
+    Raises what its `open` or the mount raised, or `TransientError` when it does not serve within `deadline_s`.
+    """
+    (spec.folder / FILES).mkdir(parents=True, exist_ok=True)
+    spec.folder.chmod(0o700)
+    ready, report = os.pipe2(os.O_CLOEXEC)
+    lifeline: tuple[int, int] | None = os.pipe2(os.O_CLOEXEC) if spec.lifeline else None
+    try:
+        middle = os.fork()
+        if middle == 0:
+            _leave(spec, report, None if lifeline is None else lifeline[0])
+    finally:
+        os.close(report)
+        if lifeline is not None:
+            # The other end stays open in this process for ever: that is what it is for.
+            os.close(lifeline[0])
+    with os.fdopen(ready, "rb", buffering=0) as pipe:
+        # The middle process ends at once, and takes the daemon's parenthood with it: nobody must wait for zombies.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(middle, 0)
+        return _hear(spec, pipe.fileno(), time.monotonic() + deadline_s, deadline_s)
+
+
+def _hear(spec: DaemonSpec, pipe: int, deadline: float, deadline_s: float) -> Daemon:
+    process: ProcessId | None = None
+    data = b""
+    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        piece = os.read(pipe, _MAX_REPORT)
+        data += piece
+        *lines, data = data.split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "pid" in said:
+                process = ProcessId.of(said["pid"])
+            elif "error" in said:
+                raise _error(said["kind"], said["error"])
+            elif process is not None:
+                return Daemon(spec.folder, process)
+        if not piece:
+            raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
+    if process is not None:
+        process.signal(signal.SIGKILL)
+    raise TransientError(f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}")
+
+
+def _error(kind: str, message: str) -> BootseerError:
+    kinds = (TransientError, NotFoundError, AccessError, CorruptError, UsageError)
+    return {cls.__name__: cls for cls in kinds}.get(kind, PermanentError)(message)
+
+
+def report_error(pipe: int, error: BaseException) -> None:
+    """Tell the parent why there will be no mount."""
+    own = isinstance(error, BootseerError)
+    message = str(error) if own else f"{type(error).__name__}: {error}"
+    _tell(pipe, {"kind": type(error).__name__, "error": message})
+
+
+def report_ready(pipe: int) -> None:
+    """Tell the parent that files can be read."""
+    _tell(pipe, {"ready": True})
+
+
+def _tell(pipe: int, said: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(pipe, json.dumps(said).encode() + b"\n")
+
+
+def _leave(spec: DaemonSpec, report: int, lifeline: int | None) -> NoReturn:
+    """In the first child: make a session, fork once more, so that the daemon has no parent and no terminal."""
+    try:
+        os.setsid()
+        if os.fork() > 0:
+            os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        _tell(report, {"pid": os.getpid()})
+        _let_go(spec.folder, {report, *([] if lifeline is None else [lifeline])})
+        from bootseer.mounts.serve import serve
+
+        os._exit(serve(spec, report, lifeline))
+    except BaseException as error:  # nothing may unwind into the parent's code
+        report_error(report, error)
+    os._exit(1)
+
+
+def _let_go(folder: Path, keep: set[int]) -> None:
+    """Give up everything that was inherited: standard streams, pipes that others wait on, leases, sockets.
+
+    Objects of the parent still hold the numbers and may close them at any time, so that these stay taken.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        number = int(name)
+        if number not in (0, 1, 2, nowhere, log, *keep):
+            with contextlib.suppress(OSError):  # the one that the list was read from
+                os.fstat(number)
+                os.dup2(nowhere, number, inheritable=False)
+    os.dup2(nowhere, 0)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.chdir("/")
+    os.umask(0o077)

@@ -1,0 +1,167 @@
+"""What a mount daemon serves in real life: block files, from the node's cache and their origins.
+
+`fetched` describes it as the `open` of a `DaemonSpec`; everything is made inside the daemon, because neither leases
+nor connections survive a fork. Who calls: whoever mounts images, snapshots and checkpoints.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bootseer.blocks.index import Index
+from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.file import CachedFile
+from bootseer.errors import BootseerError
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.need import Found
+from bootseer.fetch.record import RecordWriter
+from bootseer.fetch.settings import FetchSettings
+from bootseer.fuse.tree import Tree
+from bootseer.mounts.daemon import OnError, Served
+from bootseer.mounts.lazy import LazyFile, LazyFiles, Source
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+_SYNC_S = 30.0
+"""A crash of the machine costs at most the blocks of so many seconds; they are fetched again."""
+Hot = Callable[[], Iterable[tuple[str, int]]]
+"""Which blocks earlier startups needed: identity of the file and block, the earliest first."""
+MakeTree = Callable[[Source, Sequence[LazyFile], OnError], Tree]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedFile:
+    """One block file to serve."""
+
+    name: str
+    """Under which it is shown."""
+    index: Index
+    origin: str
+    """URI of the store that has its stripes."""
+    plain_http: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What to serve and how; calling it opens everything. The callables run in the daemon."""
+
+    files: tuple[FetchedFile, ...]
+    cache_root: Path
+    cache: CacheSettings | None = None
+    fetch: FetchSettings | None = None
+    record: Path | None = None
+    """Where to write the record of this startup; the file must not exist."""
+    hand_over: Callable[[Path], None] | None = None
+    """Gets the finished record."""
+    hot: Hot | None = None
+    """Asked once the mount answers; it may take its time."""
+    rest: bool = True
+    """Whether to fetch what nobody asked for, when readers are silent."""
+    make_tree: MakeTree = LazyFiles
+
+    def __call__(self, on_error: OnError) -> Served:
+        """Open cache, origins and fetcher. Raises what they raise."""
+        source = _OpenFiles(self, on_error)
+        try:
+            shown = [LazyFile(file.name, file.index.size_bytes, number) for number, file in enumerate(self.files)]
+            tree = self.make_tree(source, shown, on_error)
+        except BaseException:
+            source.close()
+            raise
+        return Served(source, tree, source.recorder, source.status, source.begin)
+
+
+class _Recorder:
+    """A record writer and what becomes of its file."""
+
+    def __init__(self, path: Path, hand_over: Callable[[Path], None] | None) -> None:
+        self.writer = RecordWriter(path, started_s=time.time())
+        self._path = path
+        self._hand_over = hand_over
+
+    def end(self) -> None:
+        self.writer.end()
+
+    def close(self) -> None:
+        self.writer.close()
+        if self._hand_over is not None:
+            self._hand_over(self._path)
+
+
+class _OpenFiles:
+    """A fetcher with its cached files and origins: a `Source`."""
+
+    def __init__(self, what: Fetched, on_error: OnError) -> None:
+        self._what = what
+        self._on_error = on_error
+        self._closed = threading.Event()
+        self._identities = [file.index.identity for file in what.files]
+        self._cached: list[CachedFile] = []
+        self._stores: dict[tuple[str, bool], Store] = {}
+        self.recorder = None if what.record is None else _Recorder(what.record, what.hand_over)
+        self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
+        self.read = self._fetcher.read
+        self.read_blocking = self._fetcher.read_blocking
+        try:
+            cache = Cache(what.cache_root, what.cache)
+            for file in what.files:
+                place = (file.origin, file.plain_http)
+                if place not in self._stores:
+                    self._stores[place] = open_store(file.origin, plain_http=file.plain_http)
+                self._cached.append(cache.open(file.index))
+                self._fetcher.add(file.index, self._stores[place], self._cached[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """Prefetch what earlier startups needed, then the rest; make durable what has come, until the end."""
+        if self._what.hot is not None:
+            numbers = {identity: number for number, identity in enumerate(self._identities)}
+            wanted = [(numbers[identity], block) for identity, block in self._what.hot() if identity in numbers]
+            self._fetcher.prefetch(wanted)
+        if self._what.rest:
+            self._fetcher.stream_rest()
+        while not self._closed.wait(_SYNC_S):
+            self._sync()
+
+    def status(self) -> dict[str, object]:
+        """Figures of all files and of the fetcher."""
+        stats = asdict(self._fetcher.stats())
+        for key in ("bytes_by_purpose", "requests_by_purpose"):
+            stats[key] = {purpose.name.lower(): count for purpose, count in stats[key].items()}
+        files = [
+            {
+                "name": file.name,
+                "identity": file.index.identity,
+                "ready_blocks": cached.num_ready,
+                "blocks": file.index.num_blocks,
+            }
+            for file, cached in zip(self._what.files, self._cached, strict=True)
+        ]
+        return {"files": files, "fetch": stats}
+
+    def close(self) -> None:
+        """End all work, keep what has come. The recorder stays open: its record is handed over later."""
+        self._closed.set()
+        self._fetcher.close()
+        self._sync()
+        for cached in self._cached:
+            cached.close()
+        for store in self._stores.values():
+            store.close()
+
+    def _need(self, file: int, block: int, found: Found) -> None:
+        if self.recorder is not None:
+            self.recorder.writer.need(self._identities[file], block, found)
+
+    def _sync(self) -> None:
+        for cached in self._cached:
+            try:
+                cached.sync()
+            except BootseerError as error:
+                self._on_error(str(error))

@@ -1,0 +1,107 @@
+"""Layers that stay mounted: each complete layer once per node, shared by all images that have it.
+
+An EROFS mount has a page cache of its own, so that containers which share the mount share memory, and a second start
+finds its files in it (docs/adr/0010-mounts-and-the-daemon.md has the figures). The mounts need no process, and what a
+killed process leaves behind is used by the next one. An overlay keeps its layers by itself: taking one away here while
+an image uses it makes the next image mount it again, and breaks nothing.
+
+    <runtime>/layers/<identity>         the mount point
+    <runtime>/layers/<identity>.lock    locked while somebody mounts or unmounts; its time is that of the last use
+
+The data is pinned in the cache as long as the mount is there. Who calls: whoever mounts images and snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.mounts import kernel
+from bootseer.mounts.layers import mount_erofs
+from bootseer.mounts.state import Runtime
+
+PIN = "mounted"
+"""Name of the pin in the cache."""
+_LOCK_S = 20.0
+_POLL_S = 0.01
+_IDENTITY = re.compile(r"[0-9a-f]{16,128}")
+
+
+def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None]) -> Path:
+    """Where the layer of this identity is mounted; mounts it from `data` if it is not yet.
+
+    `data` must be complete and trusted. `pin` is called before it is mounted, with nobody else mounting it.
+    """
+    target = _target(runtime, identity)
+    with _locked(runtime, identity):
+        if not kernel.is_mount(target):
+            target.mkdir(mode=0o755, exist_ok=True)
+            pin()
+            mount_erofs(data, target)
+    return target
+
+
+def kept(runtime: Runtime) -> list[str]:
+    """Identities of the layers that are mounted now."""
+    prefix = f"{runtime.layers}/"
+    return sorted({point.removeprefix(prefix) for point in kernel.mount_points() if point.startswith(prefix)})
+
+
+def release_idle(
+    runtime: Runtime, *, idle_s: float, unpin: Callable[[str], None], in_use: Collection[str] = ()
+) -> list[str]:
+    """Unmount the layers that no mounted image has and nobody asked for in the last `idle_s` seconds; returns them.
+
+    `unpin` is called with each identity afterwards. `in_use` are further ones to leave alone.
+    """
+    runtime.clean()
+    used = {layer for state in runtime.all() for layer in state.layers} | set(in_use)
+    released = []
+    for identity in kept(runtime):
+        # The lock's time is read before the lock is taken, which sets it.
+        if identity in used or time.time() - _lock_path(runtime, identity).stat().st_mtime < idle_s:
+            continue
+        with contextlib.suppress(BootseerError):  # busy: a process has a file of it open
+            with _locked(runtime, identity):
+                kernel.unmount(_target(runtime, identity))
+                unpin(identity)
+                _target(runtime, identity).rmdir()
+            released.append(identity)
+    return released
+
+
+def _target(runtime: Runtime, identity: str) -> Path:
+    if not _IDENTITY.fullmatch(identity):
+        raise UsageError(f"{identity!r} is no identity of a block file")
+    return runtime.layers / identity
+
+
+def _lock_path(runtime: Runtime, identity: str) -> Path:
+    return runtime.layers / f"{identity}.lock"
+
+
+@contextlib.contextmanager
+def _locked(runtime: Runtime, identity: str) -> Iterator[None]:
+    """One process at a time; the lock falls with its holder. Notes the use."""
+    path = _lock_path(runtime, identity)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        end = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TransientError(f"{path}: another process has held it for {_LOCK_S:g} s") from None
+                time.sleep(_POLL_S)
+        os.utime(lock)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,47 @@
+"""A process that can be recognised later: its number alone may belong to another one by then.
+
+Who calls: `state`, `daemon`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """`started` is the start time in clock ticks since the machine's boot."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has this number now; None when there is none or it has ended."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return None
+        # The name in parentheses may hold anything, so that counting begins behind it.
+        fields = stat.rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        return ProcessId.of(self.pid) == self
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            # The descriptor pins the number between the look and the signal.
+            handle = os.pidfd_open(self.pid)
+            try:
+                if self.alive:
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)

@@ -1,0 +1,204 @@
+"""The life of a mount daemon: open, mount, tell, answer questions, end.
+
+The main thread waits for questions, signals, the end of the mount and the end of the startup; FUSE requests and
+fetching have threads of their own. Runs in the process that `daemon` forked, and never returns to its caller's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.fuse import session
+from bootseer.mounts import control
+from bootseer.mounts.daemon import FILES, DaemonSpec, Recorder, Served, report_error, report_ready
+
+_SWITCH_INTERVAL_S = 0.0005
+"""The thread that answers the kernel waits at most so long for one that decompresses or verifies in Python."""
+_OOM_SCORE = "-500"
+"""The kernel's choice when memory runs out should be a process whose end does not break all readers of an image."""
+_BUSY_S = 2.0
+"""The kernel lets go of files a moment after their last use, so that "busy" counts only after a while."""
+_HAND_OVER_S = 10.0
+"""How long the end waits for the record to be handed over. It stays on the disk in any case."""
+_LOG_BYTES = 1 << 20
+
+
+class Log:
+    """Lines with the time of day on standard error, which is a file by now; stops when that grows beyond a bound."""
+
+    def __init__(self) -> None:
+        self._left = _LOG_BYTES
+
+    def __call__(self, message: str) -> None:
+        line = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {message}\n"
+        self._left -= len(line)
+        if self._left > 0:
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode("utf-8", "backslashreplace"))
+
+
+def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
+    """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows."""
+    log = Log()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    try:
+        wake = _catch_signals()
+        served = spec.open(log)
+        try:
+            listener = control.listen(spec.folder)
+            mounted = session.mount(served.tree, spec.folder / FILES, label=spec.label, on_error=log)
+        except BaseException:
+            served.source.close()
+            raise
+    except BaseException as error:
+        log(f"cannot serve: {type(error).__name__}: {error}")
+        report_error(report, error)
+        return 1
+    life = _Life(spec, served, mounted, listener, log)
+    report_ready(report)
+    os.close(report)
+    return life.run(wake, lifeline)
+
+
+def _catch_signals() -> socket.socket:
+    """Signals arrive as bytes on the returned socket, so that no handler interrupts anything."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    # A terminal or a broken pipe must not end what others read from.
+    for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    return ours
+
+
+class _Life:
+    """State of a serving daemon; all of it belongs to the main thread."""
+
+    def __init__(
+        self, spec: DaemonSpec, served: Served, mounted: session.Session, listener: socket.socket, log: Log
+    ) -> None:
+        self._spec = spec
+        self._served = served
+        self._session = mounted
+        self._listener = listener
+        self._log = log
+        self._started = time.monotonic()
+        self._recording = served.recorder is not None
+        self._stopping = False
+        self._handing_over: threading.Thread | None = None
+
+    def run(self, wake: socket.socket, lifeline: int | None) -> int:
+        ended, tell_ended = socket.socketpair()
+        threading.Thread(target=self._watch, args=(tell_ended,), name="watch", daemon=True).start()
+        threading.Thread(target=self._begin, name="begin", daemon=True).start()
+        watched: list[socket.socket | int] = [wake, ended, self._listener, *([] if lifeline is None else [lifeline])]
+        while not self._stopping:
+            left = self._spec.window_s - (time.monotonic() - self._started) if self._recording else None
+            readable = select.select(watched, [], [], None if left is None else max(0.0, left))[0]
+            if ended in readable:
+                break
+            if wake in readable or (lifeline is not None and lifeline in readable):
+                self._log("asked to end by a signal" if wake in readable else "the process that we serve has ended")
+                self._unmount(force=True)
+                break
+            if self._listener in readable:
+                control.serve_one(self._listener, self._answer)
+            if self._recording and time.monotonic() - self._started >= self._spec.window_s:
+                self._end_recording()
+        return self._finish()
+
+    def _watch(self, tell: socket.socket) -> None:
+        self._session.wait()
+        tell.send(b"x")
+
+    def _begin(self) -> None:
+        try:
+            self._served.begin()
+        except BootseerError as error:
+            self._log(str(error))
+        except Exception as error:  # without a hot set the mount is slower, and works
+            self._log(f"cannot prefetch: {type(error).__name__}: {error}")
+
+    def _answer(self, question: str) -> control.Answer:
+        match question:
+            case "status":
+                return self._status()
+            case "began":
+                self._end_recording()
+                return {"recording": False}
+            case "stop":
+                self._unmount(force=False)
+                self._stopping = True
+                return {"stopped": True}
+        raise PermanentError(f"{question[:64]!r} is nothing that a mount daemon does")
+
+    def _status(self) -> control.Answer:
+        return {
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "recording": self._recording,
+            "waiting": self._session.num_waiting,
+            "requests": self._session.requests,
+            "reads": self._session.reads,
+            "read_bytes": self._session.read_bytes,
+            **self._served.status(),
+        }
+
+    def _end_recording(self) -> None:
+        recorder = self._served.recorder
+        if not self._recording or recorder is None:
+            return
+        self._recording = False
+        recorder.end()
+        # Merging talks to a store: questions are answered meanwhile.
+        self._handing_over = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
+        self._handing_over.start()
+
+    def _hand_over(self, recorder: Recorder) -> None:
+        try:
+            recorder.close()
+        except Exception as error:  # the record lies on the disk still; the mount goes on
+            self._log(f"the record was not handed over: {type(error).__name__}: {error}")
+
+    def _unmount(self, *, force: bool) -> None:
+        """Unmount; after a moment's patience by force, or not at all."""
+        end = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._session.close()
+                return
+            except BootseerError as error:
+                if time.monotonic() < end:
+                    time.sleep(0.02)
+                    continue
+                if not force:
+                    raise
+                self._log(f"{error}; its readers get errors from now on")
+                break
+        with contextlib.suppress(BootseerError):
+            self._session.close(force=True)
+
+    def _finish(self) -> int:
+        self._end_recording()
+        self._served.source.close()
+        if self._handing_over is not None:
+            self._handing_over.join(_HAND_OVER_S)
+        with contextlib.suppress(OSError):
+            (self._spec.folder / control.NAME).unlink()
+        self._log("ended")
+        return 0

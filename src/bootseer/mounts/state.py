@@ -1,0 +1,184 @@
+"""What is mounted on this node: one folder and one JSON file per mount under the runtime folder.
+
+    <runtime>/mounts/<id>/mount.json    what was mounted where, by which daemon
+    <runtime>/mounts/<id>/...           mount points, control socket and log of that mount
+    <runtime>/layers/...                see `kept`
+
+The kernel has the last word on what is mounted and which process lives; these files only say where to look, so that a
+mount whose maker was killed can be found, used and taken away. Who calls: the verbs that mount, list and unmount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bootseer.errors import AccessError, BootseerError, PermanentError
+from bootseer.mounts import kernel
+from bootseer.mounts.process import ProcessId
+
+SCHEMA = "bootseer.mount/1"
+_RECORD = "mount.json"
+_MAX_BYTES = 1 << 20
+_ID = re.compile(r"[0-9a-f]{12}")
+Health = Literal["mounted", "daemon dead", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class MountState:
+    """One mount. `target` is what the user sees, an absolute path."""
+
+    id: str
+    target: str
+    what: str
+    """Name of the image, snapshot or checkpoint, for people."""
+    boot: str
+    """The kernel's name of the boot in which it was made."""
+    layers: tuple[str, ...] = ()
+    """Identities of the block files that it is made of."""
+    daemon: ProcessId | None = None
+    owner: ProcessId | None = None
+    """The process in whose own namespace it is mounted, and with which it ends; None for one that all can see."""
+    made_s: float = 0.0
+    """Seconds since 1970."""
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+class Runtime:
+    """The runtime folder. It lies on a file system that is empty after a boot, if possible."""
+
+    def __init__(self, root: Path) -> None:
+        """Make the folder if it is not there. Raises `AccessError` when it belongs to somebody else."""
+        # As the kernel writes it in the table of mounts.
+        self.root = Path(os.path.realpath(root))
+        self.mounts = self.root / "mounts"
+        self.layers = self.root / "layers"
+        try:
+            for folder in (self.root, self.mounts, self.layers):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.root.stat().st_uid
+        except OSError as error:
+            raise AccessError(f"{self.root}: {error.strerror}; name another runtime folder") from error
+        # In a shared parent like /tmp somebody else could have made it, and would own our sockets.
+        if owner != os.geteuid():
+            raise AccessError(f"{self.root} belongs to user {owner}; name another runtime folder")
+        self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+    def new_folder(self) -> Path:
+        """A folder for a mount to be; its name is the mount's id. Nothing counts as mounted before `write`."""
+        while True:
+            folder = self.mounts / secrets.token_hex(6)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                return folder
+
+    def folder(self, state: MountState) -> Path:
+        """The folder of a mount."""
+        return self.mounts / state.id
+
+    def write(self, state: MountState) -> None:
+        """Write down a mount, or what changed of it."""
+        path = self.folder(state) / _RECORD
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"schema": SCHEMA, **asdict(state)}) + "\n")
+        new.replace(path)
+
+    def all(self) -> Iterator[MountState]:
+        """All mounts that were written down, dead or alive. What cannot be read is no mount."""
+        for folder in sorted(self.mounts.iterdir()):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                yield _read(folder)
+
+    def find(self, target: Path) -> MountState | None:
+        """The mount at `target`; the newest when there were several."""
+        wanted = os.path.abspath(target)  # noqa: PTH100 - resolving links would touch a mount that may be dead
+        found = [state for state in self.all() if state.target == wanted]
+        alive = [state for state in found if self.health(state) != "gone"]
+        return max(alive or found, key=lambda state: state.made_s, default=None)
+
+    def health(self, state: MountState) -> Health:
+        """Whether it is there. Does not touch the mount, so that a dead one holds up nobody."""
+        if state.boot != self.boot:
+            return "gone"
+        daemon_lives = state.daemon is None or state.daemon.alive
+        if state.owner is not None:
+            if not state.owner.alive:
+                return "gone"
+            return "mounted" if daemon_lives else "daemon dead"
+        if not kernel.is_mount(Path(state.target)):
+            return "gone"
+        return "mounted" if daemon_lives else "daemon dead"
+
+    def remove(self, state: MountState) -> None:
+        """Forget a mount: end what its folder still has mounted, and delete the folder."""
+        self.clear(self.folder(state))
+
+    def clear(self, folder: Path) -> None:
+        """Unmount everything in a folder of `new_folder`, the last mounted first, and delete what the mounts left.
+
+        Only files and empty folders are deleted, one by one: nothing that is still mounted can be hit.
+        """
+        prefix = f"{folder}/"
+        for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
+            kernel.unmount(Path(point), lazy=True)
+        _delete(folder)
+
+    def clean(self) -> list[MountState]:
+        """Forget all mounts that are gone, with what they left behind; returns them.
+
+        A mount whose daemon is dead but which is still there is left alone: somebody may want to know.
+        """
+        cleaned = []
+        for state in list(self.all()):
+            if self.health(state) == "gone" and (state.daemon is None or not state.daemon.alive):
+                with contextlib.suppress(BootseerError, OSError):
+                    self.remove(state)
+                    cleaned.append(state)
+        return cleaned
+
+
+def _read(folder: Path) -> MountState:
+    path = folder / _RECORD
+    if not _ID.fullmatch(folder.name) or path.stat().st_size > _MAX_BYTES:
+        raise ValueError
+    value = json.loads(path.read_text())
+    if value["schema"] != SCHEMA or value["id"] != folder.name:
+        raise ValueError
+    return MountState(
+        id=value["id"],
+        target=str(value["target"]),
+        what=str(value["what"]),
+        boot=str(value["boot"]),
+        layers=tuple(str(layer) for layer in value["layers"]),
+        daemon=_process(value["daemon"]),
+        owner=_process(value["owner"]),
+        made_s=float(value["made_s"]),
+        details={str(key): str(item) for key, item in value["details"].items()},
+    )
+
+
+def _process(value: Mapping[str, int] | None) -> ProcessId | None:
+    return None if value is None else ProcessId(int(value["pid"]), int(value["started"]))
+
+
+def _delete(folder: Path) -> None:
+    device = folder.stat().st_dev
+    for path, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            Path(path, name).unlink()
+        for name in folders:
+            child = Path(path, name)
+            if child.is_symlink():
+                child.unlink()
+            elif child.stat().st_dev != device:
+                raise PermanentError(f"{child} is still mounted")
+            else:
+                child.rmdir()
+    folder.rmdir()

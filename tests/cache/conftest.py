@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from bootseer.cache.cache import Cache
+from cached import BOOT, content, index_of
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache(root):
+    return Cache(root, boot=BOOT)
+
+
+@pytest.fixture(scope="session")
+def data():
+    """Twelve blocks, numbers 3 and 8 of zeros, and a thirteenth of 100 bytes."""
+    return content(12)
+
+
+@pytest.fixture(scope="session")
+def index(data):
+    return index_of(data)
+
+
+@pytest.fixture
+def cached(cache, index):
+    cached = cache.open(index)
+    yield cached
+    cached.close()

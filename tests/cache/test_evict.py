@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+
+from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.prune import Watermarks
+from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
+
+
+def fill(cache, index, data, *, read=(), hot=()):
+    cached = cache.open(index)
+    put(cached, data)
+    for block in read:
+        cached.read(block * BLOCK, 1)
+    cached.mark_hot(hot)
+    cached.sync()
+    cached.close()
+
+
+def here(cache, index):
+    cached = cache.open(index)
+    blocks = [block for block in range(index.num_blocks) if cached.ready(block)]
+    cached.close()
+    return blocks
+
+
+def test_cold_blocks_are_punched_out_and_the_others_stay(cache, index, data):
+    fill(cache, index, data, read=[0, 5], hot=[1, 11])
+    before = cache.entries()[0].disk_bytes
+    pruned = cache.prune(before - 3 * BLOCK)
+    assert [step.whole for step in pruned.steps] == [False]
+    assert pruned.freed_bytes >= 3 * BLOCK
+    assert cache.entries()[0].disk_bytes <= before - 3 * BLOCK
+    left = here(cache, index)
+    assert {0, 1, 5, 11} <= set(left)
+    assert not {9, 10, 12} & set(left)
+    cached = cache.open(index)
+    assert not cached.trusted
+    assert fetch(cached, data, 0, len(data)) == data
+    cached.sync()
+    assert cached.trusted
+    cached.close()
+
+
+@pytest.mark.parametrize("boot", [BOOT, "another"])
+def test_what_was_punched_out_is_forgotten_over_a_boot(cache, index, data, boot):
+    fill(cache, index, data, hot=[0])
+    Cache(cache.root, boot=boot).prune(cache.entries()[0].disk_bytes - 2 * BLOCK)
+    after = Cache(cache.root, boot="a third")
+    left = here(after, index)
+    assert not {11, 12} & set(left)
+    cached = after.open(index)
+    for block in left:
+        assert cached.read(block * BLOCK, BLOCK) == data[block * BLOCK : (block + 1) * BLOCK]
+    cached.close()
+
+
+def test_whole_entries_go_when_cold_blocks_are_not_enough(cache):
+    files = {seed: content(6, seed, zeros=False) for seed in (1, 2, 3)}
+    indexes = {seed: index_of(data) for seed, data in files.items()}
+    for seed, data in files.items():
+        fill(cache, indexes[seed], data, read=range(7))
+    each = cache.entries()[0].disk_bytes
+    pruned = cache.prune(2 * each)
+    assert [(step.identity, step.whole) for step in pruned.steps] == [(indexes[1].identity, True)]
+    assert [entry.identity for entry in cache.entries()] == [indexes[3].identity, indexes[2].identity]
+    assert not any((cache.root / "trash").iterdir())
+
+
+def test_entries_with_a_lease_or_a_pin_stay(cache, index, data):
+    fill(cache, index, data)
+    cached = cache.open(index)
+    assert cache.prune(0).in_use == (index.identity,)
+    cached.pin("mount")
+    cached.close()
+    assert cache.prune(0).steps == ()
+    assert here(cache, index) == list(range(13))
+    cache.unpin(index.identity, "mount")
+    assert cache.prune(0).freed_bytes > 0
+    assert cache.entries() == []
+
+
+def test_a_pin_ends_with_the_boot(cache, index, data):
+    cached = cache.open(index)
+    cached.pin("mount")
+    cached.close()
+    later = Cache(cache.root, boot="later")
+    later.prune(0)
+    assert later.entries() == []
+
+
+def test_a_lease_of_another_process_keeps_an_entry(root, cache, index, data):
+    fill(cache, index, data)
+    with Child(hold, root, 1, 12, None) as child:
+        assert child.hear()
+        assert cache.prune(0).freed_bytes == 0
+        child.kill()
+    assert cache.prune(0).freed_bytes > 0
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(cache, index, data):
+    fill(cache, index, data, hot=[0])
+    told = cache.prune(0, dry_run=True)
+    assert here(cache, index) == list(range(13))
+    assert told.steps == cache.prune(0).steps
+    assert told.freed_bytes == told.used_bytes
+
+
+def test_the_watermarks_decide_when_no_size_is_given(root, cache, index, data):
+    fill(cache, index, data, read=range(13))
+    used = cache.entries()[0].disk_bytes
+    assert Cache(root, CacheSettings(max_bytes=2 * used), boot=BOOT).prune().steps == ()
+    assert cache.prune().steps == ()  # the disk has room
+    marks = Watermarks(high=0.9, low=0.5)
+    assert Cache(root, CacheSettings(max_bytes=used, watermarks=marks), boot=BOOT).prune().freed_bytes == used
+
+
+def test_bytes_that_a_killed_process_wrote_and_never_claimed_are_freed(cache, index, data):
+    fill(cache, index, data, hot=[0], read=[])
+    path = cache.entries()[0].path
+    with (path / "live").open("r+b") as live:
+        live.seek(64 + 5)
+        live.write(b"\0")
+    before = (path / "data").stat().st_blocks
+    cache.prune(cache.entries()[0].disk_bytes - BLOCK)
+    assert before - (path / "data").stat().st_blocks >= 2 * BLOCK // 512
+
+
+def test_an_opener_that_waited_for_an_eviction_gets_a_new_entry(cache, index, data):
+    """It has opened the lease file of the old entry, and gets the lock on it after the entry has moved."""
+    import os
+    import threading
+
+    from bootseer.cache import evict
+    from bootseer.cache.prune import Step
+
+    fill(cache, index, data)
+    entry = cache.entries()[0].path
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(cache.open(index)))
+    lease = os.open(entry / "lease", os.O_RDWR)
+    try:
+        assert evict.locks.try_flock(lease, shared=False)
+        thread.start()
+        assert not evict.evict(entry, Step(index.identity, True, 0), cache.root, BOOT, lock_deadline_s=5)
+        entry.rename(cache.root / "trash" / "moved")
+    finally:
+        os.close(lease)
+    thread.join(60)
+    assert opened[0].num_ready == 2
+    opened[0].close()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.cache.states import CLAIMED, MISSING, READY, Durable, LiveMap, StatIdentity, durable_bytes
+
+WHOLE = StatIdentity(1, 2, -3, 4)
+
+
+def states_of(index, *ready):
+    return bytes(CLAIMED if block in ready else MISSING for block in range(index.num_blocks))
+
+
+@pytest.mark.parametrize("whole", [None, WHOLE])
+def test_a_snapshot_comes_back_as_it_was(index, whole):
+    durable = Durable(states_of(index, 0, 12), whole)
+    encoded = durable.encode(index.identity)
+    assert len(encoded) == durable_bytes(index)
+    assert Durable.parse(encoded, index) == durable
+
+
+def test_a_snapshot_of_live_states_claims_all_that_is_here(index):
+    assert Durable.from_states(bytes([MISSING, CLAIMED, READY, 77])).states == bytes([0, 1, 1, 1])
+
+
+def test_each_flipped_bit_and_cut_makes_a_snapshot_unknown(index):
+    encoded = Durable(states_of(index, 0), WHOLE).encode(index.identity)
+    for position in range(len(encoded) * 8):
+        broken = bytearray(encoded)
+        broken[position // 8] ^= 1 << position % 8
+        assert Durable.parse(bytes(broken), index) is None
+    for end in range(len(encoded)):
+        assert Durable.parse(encoded[:end], index) is None
+
+
+def test_the_snapshot_of_another_file_is_unknown(index):
+    assert Durable.parse(Durable(states_of(index)).encode("0" * 64), index) is None
+
+
+@given(data=st.binary(max_size=300))
+def test_random_bytes_are_no_snapshot(index, data):
+    assert Durable.parse(data, index) is None
+
+
+def test_a_live_map_is_of_one_boot_and_one_file(index, tmp_path):
+    LiveMap.create(tmp_path, index, "boot", states_of(index, 4))
+    live = LiveMap.open(tmp_path, index, "boot")
+    assert live.get(4) == CLAIMED
+    assert live.get_all() == states_of(index, 4)
+    assert live.get_all(3, 6) == bytes([MISSING, CLAIMED, MISSING])
+    os.close(live.fd)
+    assert LiveMap.open(tmp_path, index, "another boot") is None
+
+
+def test_two_that_have_a_live_map_open_see_each_others_changes(index, tmp_path):
+    LiveMap.create(tmp_path, index, "boot", states_of(index))
+    one, two = LiveMap.open(tmp_path, index, "boot"), LiveMap.open(tmp_path, index, "boot")
+    one.set(12, READY)
+    assert two.get(12) == READY
+    two.set_all(states_of(index, 1))
+    assert one.get_all() == states_of(index, 1)
+    os.close(one.fd)
+    os.close(two.fd)
+
+
+def test_there_is_no_live_map_where_there_is_no_file(index, tmp_path):
+    assert LiveMap.open(tmp_path, index, "boot") is None
+    assert Durable.load(tmp_path, index) is None

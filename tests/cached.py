@@ -1,0 +1,223 @@
+"""Files to cache, and what child processes of the cache's tests do: they can import it from here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bootseer.blocks.index import Index
+from bootseer.blocks.writer import BlockWriter
+from bootseer.cache.cache import Cache
+from bootseer.cache.errors import CacheFull, MissingBlocks
+from bootseer.cache.file import CachedFile
+from bootseer.store.memory import MemoryStore
+
+BLOCK = 4096
+BOOT = "boot"
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["cached"])
+
+
+def content(num_blocks: int, seed: int = 1, *, zeros: bool = True) -> bytes:
+    """Noise of some blocks and 100 bytes; every fifth block holds only zeros."""
+    rng = random.Random(seed)
+    blocks = [bytes(BLOCK) if zeros and number % 5 == 3 else rng.randbytes(BLOCK) for number in range(num_blocks)]
+    return b"".join(blocks) + rng.randbytes(100)
+
+
+def index_of(data: bytes) -> Index:
+    store = MemoryStore("cached")
+    with BlockWriter(store, block_size=BLOCK, threads=1) as writer:
+        writer.write(data)
+        block_file = writer.finish()
+    return Index.parse(b"".join(store.read(block_file.index_name)))
+
+
+def block_of(data: bytes, block: int) -> bytes:
+    return data[block * BLOCK : (block + 1) * BLOCK]
+
+
+def put(cached: CachedFile, data: bytes, blocks=None) -> None:
+    for block in range(cached.index.num_blocks) if blocks is None else blocks:
+        cached.put(block, block_of(data, block))
+
+
+def fetch(cached: CachedFile, data: bytes, offset: int, length: int) -> bytes:
+    """Read as a daemon would: fetch what is missing, and read again."""
+    for _ in range(3):
+        try:
+            return cached.read(offset, length)
+        except MissingBlocks as missing:
+            put(cached, data, missing.blocks)
+    raise AssertionError("blocks that were put are still missing")
+
+
+# What children do. Each takes a pipe's end as its first argument and says on it what happened.
+
+
+def share(pipe, root: Path, seed: int, num_blocks: int) -> None:
+    """Fill a file together with others, each block once; says which blocks it put itself."""
+    data = content(num_blocks, seed)
+    index = index_of(data)
+    pipe.send("ready")
+    pipe.recv()
+    cached = Cache(root, boot=BOOT).open(index)
+    own, left = [], set(range(index.num_blocks))
+    deadline = time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        for block in sorted(left):
+            if cached.ready(block):
+                left.discard(block)
+            elif cached.claim(block):
+                cached.put(block, block_of(data, block))
+                cached.release(block)
+                own.append(block)
+    assert fetch(cached, data, 0, len(data)) == data
+    cached.sync()
+    cached.close()
+    pipe.send(own)
+
+
+def hold(pipe, root: Path, seed: int, num_blocks: int, block: int | None) -> None:
+    """Hold a lease, and a claim on one block, until told to let go."""
+    cached = Cache(root, boot=BOOT).open(index_of(content(num_blocks, seed)))
+    pipe.send(block is None or cached.claim(block))
+    pipe.recv()
+
+
+def churn(pipe, root: Path, seeds: list[int], num_blocks: int, rounds: int) -> None:
+    """Open, fill, read and prune at random."""
+    files = {seed: content(num_blocks, seed) for seed in seeds}
+    indexes = {seed: index_of(data) for seed, data in files.items()}
+    rng = random.Random(os.getpid())
+    cache = Cache(root, boot=BOOT)
+    for _ in range(rounds):
+        seed = rng.choice(seeds)
+        cached = cache.open(indexes[seed])
+        for _ in range(3):
+            offset = rng.randrange(len(files[seed]))
+            length = rng.randrange(1, 4 * BLOCK)
+            assert fetch(cached, files[seed], offset, length) == files[seed][offset : offset + length]
+        if rng.random() < 0.5:
+            cached.sync()
+        cached.close()
+        if rng.random() < 0.3:
+            cache.prune(rng.choice([0, 20_000]))
+    pipe.send("done")
+
+
+def limited(pipe, root: Path, num_blocks: int, limit: int) -> None:
+    """Put blocks where no file may grow beyond `limit` bytes; says what could be put."""
+    data = content(num_blocks, zeros=False)
+    cached = Cache(root, boot=BOOT).open(index_of(data))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    done, full = [], []
+    for block in range(cached.index.num_blocks):
+        try:
+            cached.put(block, block_of(data, block))
+            done.append(block)
+        except CacheFull:
+            full.append(block)
+    pipe.send((done, full, [block for block in range(cached.index.num_blocks) if cached.ready(block)]))
+
+
+def scenario(pipe, name: str, root: Path, fatal: int | None) -> None:
+    """Run one of `SCENARIOS` and die just before its system call number `fatal`; says how many there were."""
+    calls = 0
+
+    def count(_frame, event, function) -> None:
+        nonlocal calls
+        if event == "c_call" and function.__module__ in ("posix", "fcntl"):
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+
+    index = index_of(FILE)
+    sys.setprofile(count)
+    try:
+        SCENARIOS[name](root, index)
+    finally:
+        sys.setprofile(None)
+    pipe.send(calls)
+
+
+FILE = content(12)
+
+
+def _create_and_put(root: Path, index: Index) -> None:
+    cached = Cache(root, boot=BOOT).open(index)
+    put(cached, FILE, [0, 1, 5])
+    cached.sync()
+    cached.close()
+
+
+def _complete(root: Path, index: Index) -> None:
+    cached = Cache(root, boot=BOOT).open(index)
+    cached.mark_hot([0, 1])
+    cached.claim(7)
+    put(cached, FILE)
+    cached.release(7)
+    cached.sync()
+    cached.pin("mount")
+    cached.close()
+
+
+def _new_boot(root: Path, index: Index) -> None:
+    cached = Cache(root, boot="another boot").open(index)
+    cached.verify_all()
+    cached.close()
+
+
+def _prune_cold(root: Path, index: Index) -> None:
+    Cache(root, boot=BOOT).prune(6 * BLOCK)
+
+
+def _prune_all(root: Path, index: Index) -> None:
+    Cache(root, boot=BOOT).prune(0)
+
+
+SCENARIOS = {
+    "create and put": _create_and_put,
+    "complete": _complete,
+    "new boot": _new_boot,
+    "prune cold": _prune_cold,
+    "prune all": _prune_all,
+}
+
+
+class Child:
+    """A process that runs one of these functions, and ends with the test in any case."""
+
+    def __init__(self, target, *arguments) -> None:
+        self.pipe, other = processes.Pipe()
+        self.process = processes.Process(target=target, args=(other, *arguments))
+        self.process.start()
+        other.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(60)
+        self.pipe.close()
+        self.process.close()
+
+    def hear(self):
+        """What it says next; raises `EOFError` when it is dead."""
+        assert self.pipe.poll(60), "the child says nothing"
+        return self.pipe.recv()
+
+    def tell(self, word: str = "go") -> None:
+        self.pipe.send(word)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(60)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bootseer.blocks.index import Index
+from bootseer.cache.cache import Cache
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
+from bootseer.store.faulty import FaultyStore
+from bootseer.store.memory import MemoryStore
+from fetch.files import content, stored
+
+
+@pytest.fixture
+def origin(request):
+    """A store of this test alone."""
+    return MemoryStore(request.node.nodeid)
+
+
+@pytest.fixture(scope="session")
+def data():
+    """Ninety-nine blocks of all codecs and a short one."""
+    return content(99)
+
+
+@pytest.fixture
+def index(origin, data) -> Index:
+    return stored(origin, data)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def fetching(cache, origin, index):
+    """Makes a fetcher for the file `index` with some faults; gives fetcher, store and cached file."""
+    undo = []
+
+    def make(plan=(), settings=None, **options):
+        store = FaultyStore(origin, plan)
+        cached = cache.open(index)
+        fetcher = Fetcher(settings or FetchSettings(), **options)
+        undo.extend((fetcher.close, cached.close))
+        assert fetcher.add(index, store, cached) == 0
+        return fetcher, store, cached
+
+    threads = set(threading.enumerate())
+    yield make
+    for step in undo:
+        step()
+    assert not {thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()}

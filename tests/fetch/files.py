@@ -1,0 +1,70 @@
+"""Block files for the fetcher's tests, and what their child processes do: they can import it from here."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+
+from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.blocks.index import Index
+from bootseer.blocks.writer import BlockWriter
+from bootseer.cache.cache import Cache
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.store.faulty import Fault, FaultyStore
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+BLOCK = 4096
+
+
+def content(num_blocks: int, seed: int = 1) -> bytes:
+    """Noise, zeros, text and noise in turn, and 100 bytes more."""
+    rng = random.Random(seed)
+    kinds = (rng.randbytes, bytes, lambda size: b"%07d " % rng.randrange(10**7) * (size // 8), rng.randbytes)
+    return b"".join(kinds[number % 4](BLOCK) for number in range(num_blocks)) + rng.randbytes(100)
+
+
+def written(store: Store, data: bytes, num_stripes: int = 1) -> BlockFile:
+    with BlockWriter(store, block_size=BLOCK, num_stripes=num_stripes, threads=1) as writer:
+        writer.write(data)
+        return writer.finish()
+
+
+def stored(store: Store, data: bytes, num_stripes: int = 1) -> Index:
+    return read_index(store, written(store, data, num_stripes))
+
+
+def main(task: str, store: str, cache: str, description: str) -> None:
+    """A process that fetches from the same cache as the test: `pull` all, or `hang` in the request for block 0."""
+    origin = open_store(store)
+    index = read_index(origin, BlockFile.from_json(json.loads(description)))
+    never = threading.Event()
+
+    def slowly(request: object) -> Fault:
+        # Slow enough for two processes to meet in the middle of the file.
+        sys.stdout.write("request\n")
+        sys.stdout.flush()
+        return Fault(gate=never) if task == "hang" else Fault(delay_s=0.02)
+
+    faulty = FaultyStore(origin, slowly)
+    cached = Cache(Path(cache)).open(index)
+    fetcher = Fetcher()
+    fetcher.add(index, faulty, cached)
+    if task == "hang":
+        fetcher.read_blocking(0, 0, 1, deadline_s=60)
+    fetcher.pull_all()
+    fetcher.close()
+    whole = Path(cached.path).read_bytes()
+    cached.close()
+    import hashlib
+
+    sys.stdout.write(
+        json.dumps({"sha256": hashlib.sha256(whole).hexdigest(), "bytes": sum(faulty.bytes_read.values())})
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+"""Reads and prefetches of a real file through a real cache, from a sound origin."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bootseer.errors import PermanentError
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.need import Found
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.settings import FetchSettings
+from bootseer.store.faulty import Fault
+from fetch.files import BLOCK, stored
+from fetch.waiting import until
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 1),
+        (0, BLOCK),
+        (BLOCK - 1, 2),
+        (3 * BLOCK + 5, 7 * BLOCK),
+        (99 * BLOCK, 10_000),
+        (99 * BLOCK + 100, 1),
+        (10**9, 5),
+    ],
+)
+def test_a_read_gives_the_bytes_of_the_file_first_from_the_origin_then_from_the_cache(fetching, data, offset, length):
+    fetcher, store, _ = fetching()
+    assert fetcher.read_blocking(0, offset, length) == data[offset : offset + length]
+    asked = dict(store.requests)
+    assert fetcher.read_blocking(0, offset, length) == data[offset : offset + length]
+    assert dict(store.requests) == asked
+
+
+def test_a_ready_block_is_answered_before_read_returns(fetching, data):
+    fetcher, _, _ = fetching()
+    fetcher.read_blocking(0, 0, BLOCK)
+    answers = []
+    assert fetcher.read(0, 10, 20, answers.append) is None
+    assert answers == [data[10:30]]
+
+
+def test_a_file_in_stripes_is_read_like_any_other(origin, cache, data):
+    index = stored(origin, data, num_stripes=3)
+    cached = cache.open(index)
+    fetcher = Fetcher()
+    fetcher.add(index, origin, cached)
+    fetcher.prefetch((0, block) for block in range(40, 80))
+    assert fetcher.read_blocking(0, 1000, len(data)) == data[1000:]
+    fetcher.close()
+    cached.close()
+
+
+def test_many_readers_at_once_get_their_bytes_and_each_block_is_fetched_once(fetching, data, index):
+    fetcher, store, _ = fetching(lambda request: Fault(delay_s=0.002))
+    wrong = []
+
+    def reader(seed):
+        for number in range(60):
+            offset = (number * 7919 + seed * 104729) % len(data)
+            if fetcher.read_blocking(0, offset, 9000) != data[offset : offset + 9000]:
+                wrong.append(offset)
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert sum(store.bytes_read.values()) <= sum(stripe.size_bytes for stripe in index.stripes)
+
+
+def test_a_full_pull_completes_the_file_and_tells_its_progress(fetching, data):
+    fetcher, _, cached = fetching()
+    seen = []
+    fetcher.pull_all(lambda done, total: seen.append((done, total)))
+    assert cached.path.read_bytes() == data
+    assert cached.trusted
+    assert seen[-1] == (100, 100)
+    assert fetcher.stats().bytes_by_purpose[Purpose.DEMAND] == 0
+
+
+def test_the_rest_is_streamed_when_readers_are_silent_and_the_file_becomes_trusted(fetching, data):
+    fetcher, _, cached = fetching(settings=FetchSettings(silence_s=0.05))
+    fetcher.read_blocking(0, 0, 10)
+    fetcher.stream_rest()
+    until(lambda: cached.trusted)
+    assert cached.path.read_bytes() == data
+
+
+def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
+    fetcher, _, cached = fetching()
+    hot = [50, 51, 7, 8, 10]
+    before = cached.num_ready  # blocks of zeros are there from the beginning
+    fetcher.prefetch([*((0, block) for block in hot), (0, 10**6), (3, 0), (0, -1)])
+    until(lambda: all(cached.ready(block) for block in hot))
+    assert cached.num_ready == before + len(hot)
+    assert fetcher.stats().hot_blocks == len(hot)
+
+
+def test_needs_are_told_once_per_block_with_where_they_were_found(fetching):
+    gate = threading.Event()
+    needs = []
+    fetcher, store, cached = fetching(lambda request: Fault(gate=gate), on_need=lambda *need: needs.append(need))
+    fetcher.prefetch([(0, 4)])
+    until(lambda: store.requests)
+    answers = []
+    fetcher.read(0, 4 * BLOCK, BLOCK, answers.append)
+    fetcher.read(0, 8 * BLOCK, BLOCK, answers.append)
+    fetcher.read(0, 8 * BLOCK, BLOCK, answers.append)
+    gate.set()
+    until(lambda: len(answers) == 3)
+    fetcher.prefetch([(0, 12)])
+    until(lambda: cached.ready(12))
+    fetcher.read_blocking(0, 12 * BLOCK, 1)
+    assert needs == [(0, 4, Found.IN_FLIGHT), (0, 8, Found.MISSING), (0, 12, Found.READY)]
+    stats = fetcher.stats()
+    assert (stats.needs, stats.hits, stats.late, stats.missed) == (3, 1, 1, 1)
+    assert (stats.covered, stats.wasted_blocks) == (2, 0)
+
+
+def test_a_cancelled_read_is_not_answered(fetching):
+    gate = threading.Event()
+    fetcher, _, cached = fetching(lambda request: Fault(gate=gate))
+    answers, others = [], []
+    ticket = fetcher.read(0, 0, 10, answers.append)
+    fetcher.read(0, 0, 10, others.append)
+    ticket.cancel()
+    ticket.cancel()
+    gate.set()
+    until(lambda: others)
+    assert not answers
+
+
+def test_the_first_block_of_a_long_answer_does_not_wait_for_the_last(fetching, data):
+    # The answer comes in pieces of one block, and stops after the first.
+    stop = threading.Event()
+
+    def sleep(seconds):
+        if seconds > 1:
+            stop.wait(10)
+
+    fetcher, store, cached = fetching(lambda request: Fault(piece_bytes=BLOCK, bytes_per_s=1))
+    slept = iter([0.0])
+    store._sleep = lambda seconds: sleep(next(slept, 2.0))
+    answers = []
+    fetcher.read(0, 4 * BLOCK, 4 * BLOCK, lambda answer: None)
+    fetcher.read(0, 4 * BLOCK, BLOCK, answers.append)
+    until(lambda: answers)
+    assert answers == [data[4 * BLOCK : 5 * BLOCK]]
+    assert not cached.ready(7)
+    stop.set()
+
+
+def test_closing_answers_all_who_wait_and_ends_the_threads(fetching):
+    gate = threading.Event()
+    fetcher, store, _ = fetching(lambda request: Fault(gate=gate))
+    answers = []
+    for block in range(20):
+        fetcher.read(0, block * 4 * BLOCK, 1, answers.append)
+    until(lambda: store.requests)
+    closing = threading.Thread(target=fetcher.close)
+    closing.start()
+    until(lambda: len(answers) == 20)
+    gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    fetcher.read(0, 10**5, 1, answers.append)
+    assert all(isinstance(answer, PermanentError) for answer in answers)
+    assert len(answers) == 21
+    fetcher.close()
+
+
+def test_a_reader_that_raises_takes_nothing_from_the_others(fetching, data, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
+    gate = threading.Event()
+    fetcher, _, _ = fetching(lambda request: Fault(gate=gate))
+    answers = []
+
+    def broken(answer):
+        raise RuntimeError("a reader's mistake")
+
+    fetcher.read(0, 0, 10, broken)
+    fetcher.read(0, 0, 10, answers.append)
+    gate.set()
+    until(lambda: answers)
+    assert answers == [data[:10]]
+    assert len(reported) == 1
+
+
+def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(fetching, data, cache, index):
+    fetcher, _, cached = fetching()
+    fetcher.pull_all()
+    with cached.path.open("r+b") as file:
+        file.seek(5 * BLOCK + 3)
+        file.write(b"x" * 100)
+    other = cache.open(index)
+    again = Fetcher()
+    again.add(index, fetcher._files[0].origin, other)
+    assert again.read_blocking(0, 4 * BLOCK, 3 * BLOCK) == data[4 * BLOCK : 7 * BLOCK]
+    again.close()
+    other.close()

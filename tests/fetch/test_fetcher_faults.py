@@ -1,0 +1,174 @@
+"""What the fetcher does when its origin, its disk or its neighbours fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from dataclasses import replace
+
+import pytest
+
+from bootseer.cache.cache import Cache
+from bootseer.cache.errors import CacheFull
+from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
+from bootseer.store.faulty import Fault
+from fetch.files import BLOCK
+from fetch.waiting import until
+
+QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=10.0, max_pause_s=0.05)
+
+
+def test_a_dead_origin_costs_a_reader_its_deadline_and_the_next_read_tries_afresh(fetching, data):
+    dead = [True]
+    fetcher, store, _ = fetching(lambda request: Fault(status=503) if dead[0] else None, QUICK)
+    with pytest.raises(TransientError, match=r"block 0 of file .* did not come in 0\.2 s.*503"):
+        fetcher.read_blocking(0, 0, 10, deadline_s=0.2)
+    assert sum(store.requests.values()) > 2
+    dead[0] = False
+    assert fetcher.read_blocking(0, 0, 10) == data[:10]
+    assert fetcher.stats().failed_reads == 1
+
+
+def test_connections_that_break_lose_no_block_that_had_arrived(fetching, data, index):
+    fetcher, store, cached = fetching(
+        lambda request: Fault(cut_after=3 * BLOCK) if request.number % 2 == 0 else None, QUICK
+    )
+    fetcher.pull_all()
+    assert cached.path.read_bytes() == data
+    assert sum(store.bytes_read.values()) < 2 * sum(stripe.size_bytes for stripe in index.stripes)
+
+
+def test_answers_that_end_early_without_an_error_are_tried_again(fetching, data):
+    fetcher, _, _ = fetching([Fault(short_after=100), Fault(short_after=BLOCK + 7)], QUICK)
+    assert fetcher.read_blocking(0, 0, 12 * BLOCK) == data[: 12 * BLOCK]
+
+
+def test_an_answer_that_drips_is_asked_for_a_second_time(fetching, data):
+    fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.05, demand_timeout_s=2))
+    assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=1.5) == data[:BLOCK]
+    assert fetcher.stats().hedges == 1
+
+
+def test_wrong_bytes_once_or_twice_are_fetched_again(fetching, data):
+    fetcher, _, _ = fetching([Fault(corrupt_at=5), Fault(corrupt_at=9)], QUICK)
+    assert fetcher.read_blocking(0, 0, BLOCK) == data[:BLOCK]
+    assert fetcher.stats().corrupt_blocks == 2
+
+
+def test_wrong_bytes_each_time_are_an_error_that_names_file_block_and_source(fetching, index, origin):
+    fetcher, store, cached = fetching(lambda request: Fault(corrupt_at=5), QUICK)
+    with pytest.raises(
+        CorruptError, match=f"{origin.uri}: {index.stripes[0].name}: block 0 of file {index.identity[:16]}"
+    ):
+        fetcher.read_blocking(0, 0, BLOCK)
+    assert sum(store.requests.values()) == 3
+    assert not cached.ready(0)
+
+
+def test_one_damaged_block_does_not_keep_the_others_from_being_pulled(fetching, index):
+    place = index.place(40)
+
+    def plan(request):
+        at = place.offset - request.start
+        return Fault(corrupt_at=at) if 0 <= at < (request.length or 0) else None
+
+    fetcher, _, cached = fetching(plan, QUICK)
+    with pytest.raises(CorruptError, match="block 40"):
+        fetcher.pull_all()
+    assert cached.num_ready == 99
+
+
+def test_retry_after_is_obeyed_and_the_read_succeeds_after_it(fetching, data):
+    times = []
+    clock = threading.Event()
+
+    def plan(request):
+        times.append(request.number)
+        clock.set()
+        return Fault(status=429, retry_after_s=0.3) if request.number == 0 else None
+
+    fetcher, _, _ = fetching(plan, QUICK)
+    answers = []
+    fetcher.read(0, 0, 10, answers.append)
+    assert clock.wait(10)
+    until(lambda: fetcher.stats().failures == 1)
+    with pytest.raises(TransientError, match="429"):
+        fetcher.read_blocking(0, 0, 10, deadline_s=0.05)
+    assert times == [0]
+    until(lambda: answers)
+    assert answers == [data[:10]]
+
+
+@pytest.mark.parametrize(("status", "error"), [(401, AccessError), (404, NotFoundError)])
+def test_a_refusal_fails_the_reader_at_once_and_stops_prefetch(fetching, status, error):
+    fetcher, store, _ = fetching(lambda request: Fault(status=status), QUICK)
+    fetcher.prefetch((0, block) for block in range(0, 100, 2))
+    fetcher.stream_rest()
+    with pytest.raises(error):
+        fetcher.read_blocking(0, 91 * BLOCK, 10)
+    asked = sum(store.requests.values())
+    assert asked < 40
+    with pytest.raises(error):
+        fetcher.pull_all()
+
+
+def test_a_slow_answer_for_one_block_does_not_hold_up_others(fetching, data, index):
+    gate = threading.Event()
+    place = index.place(0)
+    fetcher, _, _ = fetching(lambda request: Fault(gate=gate) if request.start == place.offset else None, QUICK)
+    slow = []
+    fetcher.read(0, 0, 10, slow.append)
+    for block in range(2, 90):
+        assert fetcher.read_blocking(0, block * BLOCK, BLOCK) == data[block * BLOCK : (block + 1) * BLOCK]
+    assert not slow
+    gate.set()
+    until(lambda: slow)
+    assert slow == [data[:10]]
+
+
+def test_an_adapter_that_lets_a_foreign_error_through_fails_no_other_request(fetching, data, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
+
+    def plan(request):
+        if request.number == 0:
+            raise RuntimeError("not mapped")
+
+    fetcher, _, _ = fetching(plan, QUICK)
+    assert fetcher.read_blocking(0, 0, 10) == data[:10]
+    assert len(reported) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """256 KiB: the file's index fits, its data does not."""
+    if os.geteuid():
+        pytest.skip("needs root to mount a tmpfs")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_serves_readers_from_memory_says_so_once_and_fails_a_pull(small_disk, index, origin, data):
+    cached = Cache(small_disk).open(index)
+    problems = []
+    fetcher = Fetcher(QUICK, on_problem=problems.append)
+    fetcher.add(index, origin, cached)
+    for start in range(0, len(data), 5 * BLOCK):
+        assert fetcher.read_blocking(0, start, 5 * BLOCK) == data[start : start + 5 * BLOCK]
+    assert fetcher.stats().cache_full
+    assert len(problems) == 1
+    assert "No space left" in problems[0]
+    with pytest.raises(CacheFull):
+        fetcher.pull_all()
+    fetcher.close()
+    cached.close()

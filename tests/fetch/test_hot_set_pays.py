@@ -1,0 +1,87 @@
+"""The two cases that decide whether hot sets are worth having, in virtual time: the right set and a wrong one.
+
+The reader is a Python interpreter that imports modules: one thread, which waits for one block after the other and
+computes a little in between.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from bootseer.fetch.purpose import Purpose
+from fetch.virtual import BLOCK, Layout, World, void
+
+NUM_BLOCKS = 16_000
+LINES = [(0.001, 1e9), (0.02, 100e6), (0.02, 25e6), (0.1, 400e6), (0.005, 12e6)]
+
+
+def imports(seed: int, start: int = 0, num_runs: int = 300, think_s: float = 0.004) -> list[tuple[float, int, range]]:
+    """Short runs of adjacent blocks, at scattered places of a part of the image."""
+    rng = Random(seed)
+    steps = []
+    for at in rng.sample(range(start, start + NUM_BLOCKS // 2, 8), num_runs):
+        steps.append((rng.expovariate(1 / think_s), 0, range(at, at + rng.randint(1, 4))))
+    return steps
+
+
+def startup(line: tuple[float, float], steps: list[tuple[float, int, range]], hot: list[int]) -> World:
+    """The world at the moment when the reader has finished."""
+    latency_s, bytes_per_s = line
+    world = World([Layout([BLOCK] * NUM_BLOCKS)], latency_s=latency_s, bytes_per_s=bytes_per_s)
+    world.prefetch((0, block) for block in hot)
+    ends: list[float] = []
+    # The mount takes a moment, in which the prefetch runs already.
+    world.at(0.05, lambda: void(world.reader(iter(steps), lambda: ends.append(world.now))))
+    world.run(until=1e4)
+    world.now = ends[0]
+    return world
+
+
+def blocks_of(steps: list[tuple[float, int, range]]) -> list[int]:
+    return list(dict.fromkeys(block for _, _, blocks in steps for block in blocks))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_right_hot_set_leaves_the_reader_its_own_work_or_the_line_full(line: tuple[float, float]) -> None:
+    steps = imports(1)
+    work_s = sum(think_s for think_s, _, _ in steps)
+    line_s = len(blocks_of(steps)) * BLOCK / line[1]
+    without = startup(line, steps, [])
+    world = startup(line, steps, blocks_of(steps))
+    assert world.now < without.now
+    assert world.now < 1.15 * max(work_s, line_s) + 0.05 + 10 * line[0]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_hot_set_costs_less_than_a_tenth(line: tuple[float, float], seed: int) -> None:
+    steps = imports(seed)
+    wrong = blocks_of(imports(seed + 100, start=NUM_BLOCKS // 2))
+    without = startup(line, steps, [])
+    world = startup(line, steps, wrong)
+    assert world.now < 1.1 * without.now
+    assert world.scheduler.worth.suspended
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_hot_set_of_which_half_is_right_is_better_than_none(line: tuple[float, float]) -> None:
+    steps = imports(1)
+    right = blocks_of(steps)
+    wrong = blocks_of(imports(101, start=NUM_BLOCKS // 2))
+    rng = Random(2)
+    mixed = [rng.choice(pair) for pair in zip(right, wrong, strict=False)]
+    assert startup(line, steps, mixed).now < 1.02 * startup(line, steps, []).now
+
+
+def test_a_workload_that_parts_from_its_hot_set_stops_paying_for_it() -> None:
+    line = LINES[2]
+    shared = imports(1, num_runs=100)
+    steps = [*shared, *imports(2, start=NUM_BLOCKS // 2)]
+    hot = [*blocks_of(shared), *blocks_of(imports(3, num_runs=900))]
+    world = startup(line, steps, hot)
+    without = startup(line, steps, [])
+    assert world.scheduler.worth.suspensions == 1
+    assert world.now < without.now
+    assert sum(fetch.purpose is Purpose.HOT for _, fetch in world.launched) > 3

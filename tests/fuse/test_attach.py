@@ -1,0 +1,45 @@
+"""Mounting through the kernel and through fusermount3, and what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.fuse import attach
+from bootseer.fuse.session import mount
+from fuse.memory_tree import MemoryTree
+
+pytestmark = pytest.mark.fuse
+
+needs_device = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse cannot be opened")
+
+
+@needs_device
+@pytest.mark.skipif(shutil.which(attach.HELPER) is None, reason="fusermount3 is not installed")
+def test_mounting_through_the_helper(tmp_path: Path) -> None:
+    session = mount(MemoryTree({b"f": b"content"}), tmp_path, helper=True)
+    try:
+        assert (tmp_path / "f").read_bytes() == b"content"
+    finally:
+        session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_device
+@pytest.mark.parametrize("helper", [False, True])
+def test_a_mount_that_fails_says_why_and_leaves_no_descriptor(tmp_path: Path, helper: bool) -> None:
+    if helper and shutil.which(attach.HELPER) is None:
+        pytest.skip("fusermount3 is not installed")
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208 - names, not paths
+    with pytest.raises(BootseerError, match="none"):
+        attach.attach(tmp_path / "none", label="bootseer", helper=helper)
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_a_label_cannot_smuggle_in_options(tmp_path: Path) -> None:
+    with pytest.raises(PermanentError, match="cannot be shown"):
+        attach.attach(tmp_path, label="x,dev,suid")

@@ -1,0 +1,71 @@
+"""Compressed streams, whole and damaged."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from collections.abc import Iterator
+
+import pytest
+import zstandard
+
+from bootseer.errors import CorruptError, PermanentError
+from bootseer.image.decompress import decompressed
+
+DATA = random.Random(1).randbytes(300_000) + bytes(5_000_000)
+GZIP = gzip.compress(DATA)
+ZSTD = zstandard.ZstdCompressor().compress(DATA)
+SKIPPABLE = b"\x50\x2a\x4d\x18" + (10).to_bytes(4, "little") + bytes(10)
+
+
+def _cut(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[at : at + size] for at in range(0, len(data), size))
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+@pytest.mark.parametrize(
+    ("stored", "times"),
+    [
+        pytest.param(DATA, 1, id="as it stands"),
+        pytest.param(GZIP, 1, id="gzip"),
+        pytest.param(GZIP + GZIP, 2, id="members"),
+        pytest.param(GZIP + bytes(700), 1, id="filled up"),
+        pytest.param(ZSTD, 1, id="zstd"),
+        pytest.param(SKIPPABLE + ZSTD + SKIPPABLE + ZSTD + SKIPPABLE, 2, id="frames"),
+        pytest.param(b"", 0, id="nothing"),
+    ],
+)
+def test_every_form_is_decompressed(stored: bytes, times: int, size: int) -> None:
+    assert b"".join(decompressed(_cut(stored, size))) == DATA * times
+
+
+def test_a_stream_that_comes_byte_by_byte_is_recognised() -> None:
+    assert b"".join(decompressed(_cut(gzip.compress(b"x" * 100), 1))) == b"x" * 100
+
+
+@pytest.mark.parametrize(
+    "stored", [GZIP[:-3], GZIP[:20], GZIP + b"xx", GZIP[:900] + b"zz" + GZIP[902:], ZSTD[:500] + b"zz" + ZSTD[502:]]
+)
+def test_damaged_data_is_corrupt(stored: bytes) -> None:
+    with pytest.raises(CorruptError):
+        assert b"".join(decompressed(_cut(stored, 1000))) == DATA
+
+
+@pytest.mark.parametrize("start", [b"BZh91AY&SY", b"\xfd7zXZ\0\0"])
+def test_other_compressions_are_named(start: bytes) -> None:
+    with pytest.raises(PermanentError, match="compressed with"):
+        decompressed(iter([start]))
+
+
+def test_a_zstd_frame_that_wants_gigabytes_of_memory_is_refused() -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    with pytest.raises(CorruptError, match="memory"):
+        list(decompressed(iter([compressor.compress(b"x" * 1000) + compressor.flush()])))
+
+
+@pytest.mark.parametrize("bomb", [gzip.compress(bytes(1 << 28)), zstandard.ZstdCompressor().compress(bytes(1 << 28))])
+def test_a_bomb_comes_in_small_pieces(bomb: bytes) -> None:
+    sizes = [len(piece) for piece in decompressed(iter([bomb]))]
+    assert sum(sizes) == 1 << 28
+    assert max(sizes) <= 1 << 20

@@ -1,0 +1,100 @@
+"""Documents of images and of layers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.index import Stripe
+from bootseer.erofs.format import Attributes
+from bootseer.errors import CorruptError, PermanentError
+from bootseer.image import layer_document
+from bootseer.image.document import ImageDocument, LayerFile, document_name
+from bootseer.image.layer_document import ConvertedLayer, layer_name
+
+NAME = "sha256:" + "ab" * 32
+FILE = BlockFile(NAME, 149, "cd" * 32, 8192, 100, (Stripe(NAME, 100),))
+DOCUMENT = ImageDocument(NAME, {"os": "linux"}, (LayerFile(NAME, NAME, FILE), LayerFile("", "", FILE)))
+
+
+def test_a_document_is_read_as_it_was_written() -> None:
+    assert ImageDocument.parse(DOCUMENT.encode()) == DOCUMENT
+    assert DOCUMENT.name == document_name(NAME) == "images/sha256-" + "ab" * 32
+
+
+def test_objects_are_named_once() -> None:
+    assert [stored.size_bytes for stored in DOCUMENT.objects] == [149, 100]
+    assert (DOCUMENT.size_bytes, DOCUMENT.stored_bytes) == (16384, 200)
+
+
+def _changed(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(DOCUMENT.encode()), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{" * 100_000,
+        b"\xff",
+        _changed(digest="sha256:x"),
+        _changed(digest=None),
+        _changed(config=[]),
+        _changed(layers=[]),
+        _changed(layers=[1]),
+        _changed(layers=[{}]),
+        _changed(layers=[{"source_digest": "x", "diff_id": "", "file": FILE.as_json()}]),
+        _changed(layers=[{"source_digest": "", "diff_id": "", "file": {}}]),
+        _changed(layers=[{"source_digest": "", "diff_id": "", "file": FILE.as_json()}] * 501),
+        _changed(config={"a": "x" * (17 << 20)}),
+    ],
+)
+def test_a_damaged_document_is_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        ImageDocument.parse(data)
+
+
+def test_a_document_of_another_version_says_so() -> None:
+    with pytest.raises(PermanentError, match="image/2"):
+        ImageDocument.parse(_changed(schema="bootseer.image/2"))
+
+
+ROOT = Attributes(0o40711, 1, 2, -3, xattrs={b"user.\xff": b"\0"})
+
+
+@pytest.mark.parametrize("root", [None, ROOT])
+def test_a_layer_document_is_read_as_it_was_written(root: Attributes | None) -> None:
+    layer = ConvertedLayer(FILE, root, opaque=root is None)
+    assert layer_document.parse(layer_document.encode(layer)) == layer
+
+
+def test_questions_are_read_as_they_were_written() -> None:
+    questions = ((b"usr", b"\xff"), (b"lib",))
+    assert layer_document.parse(layer_document.encode(questions)) == questions
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3)))
+def test_any_layer_document_is_read_or_corrupt(value: object) -> None:
+    for key in ("questions", "root", "file"):
+        document = {"schema": layer_document.SCHEMA, "file": FILE.as_json(), key: value}
+        try:
+            layer_document.parse(json.dumps(document).encode())
+        except CorruptError:
+            continue
+
+
+def test_the_name_of_a_layer_tells_everything_apart_that_makes_other_bytes() -> None:
+    names = {
+        layer_name(diff_id, block_size=size, level=level, answers=answers)
+        for diff_id in (NAME, "sha256:" + "00" * 32)
+        for size in (4096, 8192)
+        for level in (1, 3)
+        for answers in ("", "x")
+    }
+    assert len(names) == 16

@@ -1,0 +1,78 @@
+"""Names of images as users type them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.errors import UsageError
+from bootseer.image.reference import Place, Reference, parse_reference
+
+DIGEST = "sha256:" + "0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("localhost/a", Reference(Place.REGISTRY, "localhost", "a", "latest")),
+        ("127.0.0.1:5000/team/image:v1", Reference(Place.REGISTRY, "127.0.0.1:5000", "team/image", "v1")),
+        ("[::1]:5000/a:b", Reference(Place.REGISTRY, "[::1]:5000", "a", "b")),
+        (f"registry.example/a/b@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a/b", "", DIGEST)),
+        (f"registry.example/a:t@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a", "t", DIGEST)),
+        ("oci:some/folder", Reference(Place.LAYOUT, path="some/folder")),
+        ("oci:/a/b:v1.2", Reference(Place.LAYOUT, tag="v1.2", path="/a/b")),
+        ("oci:/a:b/c", Reference(Place.LAYOUT, path="/a:b/c")),
+        ("docker-archive:x.tar", Reference(Place.ARCHIVE, path="x.tar")),
+        ("docker-archive:x.tar:me/a:v1", Reference(Place.ARCHIVE, tag="me/a:v1", path="x.tar")),
+        ("dir:root fs", Reference(Place.FOLDER, path="root fs")),
+        ("/srv/root", Reference(Place.FOLDER, path="/srv/root")),
+        ("../root", Reference(Place.FOLDER, path="../root")),
+        (DIGEST, Reference(Place.CONVERTED, digest=DIGEST)),
+    ],
+)
+def test_every_form_is_taken_apart_and_put_together_again(text: str, expected: Reference) -> None:
+    assert parse_reference(text) == expected
+    assert parse_reference(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ubuntu",
+        "ubuntu:22.04",
+        "team/image",
+        "registry.example/",
+        "registry.example/Upper",
+        "registry.example/a:",
+        "registry.example/a:b:c",
+        "registry.example/a@sha256:12",
+        "registry.example/../a",
+        "-x.example/a",
+        "oci:",
+        "docker-archive:",
+        "dir:",
+        "a\0b",
+        "registry.example/a\n",
+        "x" * 5000,
+    ],
+)
+def test_what_is_no_name_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference(text)
+    assert caught.value.hint
+
+
+def test_a_digest_outranks_a_tag() -> None:
+    assert parse_reference(f"registry.example/a:t@{DIGEST}").version == DIGEST
+    assert parse_reference("registry.example/a:t").version == "t"
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_reference_or_a_usage_error(text: str) -> None:
+    try:
+        found = parse_reference(text)
+    except UsageError:
+        return
+    assert parse_reference(str(found)) == found

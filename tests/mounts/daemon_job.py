@@ -1,0 +1,87 @@
+"""Starts a mount daemon in a process of its own, as a program would: `daemon_job.py FOLDER IMAGE [LIFELINE]`.
+
+The image is served from the local file. Reads of its last MiB are held back for ever; the file `broken` beside the
+image makes `open` fail, and `hang` makes it hang. Prints the daemon's process, then waits for a line on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+from bootseer.errors import AccessError, BootseerError
+from bootseer.fuse.tree import Data
+from bootseer.mounts.daemon import DaemonSpec, OnError, Served, start_daemon
+from bootseer.mounts.lazy import Done, LazyFile, LazyFiles
+
+HELD_BYTES = 1 << 20
+
+
+class Held:
+    """A read that will never be answered."""
+
+    def cancel(self) -> None:
+        """Nothing waits for it."""
+
+
+class LocalSource:
+    """A file on the disk in the place of a fetcher; answers come from threads of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self.file).st_size
+        self.closed = False
+
+    def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Held | None:
+        if offset + length > self.size - HELD_BYTES:
+            return Held()
+        data = os.pread(self.file, length, offset)
+        threading.Thread(target=done, args=(data,)).start()
+        return None
+
+    def read_blocking(self, file: int, offset: int, length: int) -> Data:
+        return os.pread(self.file, length, offset)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FileRecorder:
+    """Leaves a file behind when it is ended, and another one when it is handed over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def end(self) -> None:
+        (self.folder / "ended").touch()
+
+    def close(self) -> None:
+        (self.folder / "handed over").touch()
+
+
+def main(folder: Path, image: Path, lifeline: bool) -> None:
+    def serve(on_error: OnError) -> Served:
+        if (image.parent / "broken").exists():
+            raise AccessError("the registry refuses")
+        if (image.parent / "hang").exists():
+            threading.Event().wait()
+        source = LocalSource(image)
+        tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
+        return Served(source, tree, FileRecorder(image.parent), lambda: {"figure": 42})
+
+    spec = DaemonSpec(folder, serve, lifeline=lifeline)
+    try:
+        daemon = start_daemon(spec, deadline_s=1.0 if (image.parent / "hang").exists() else 20.0)
+    except BootseerError as error:
+        said: dict[str, object] = {"error": str(error), "kind": type(error).__name__}
+    else:
+        said = {"pid": daemon.process.pid, "started": daemon.process.started}
+    print(json.dumps(said), flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), len(sys.argv) > 3)

@@ -1,0 +1,32 @@
+"""What tests of daemons share: waiting for conditions, and how a daemon is started."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from bootseer.mounts.daemon import Daemon
+
+DEADLINE_S = 20.0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition, and fail when it does not come true in time."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.005)
+
+
+class Start(Protocol):
+    """Starts a daemon through a program of its own."""
+
+    def __call__(self, image: Path, *, lifeline: bool = False) -> tuple[Daemon, subprocess.Popen[str]]:
+        """The daemon, and the program that started it, which waits for a line."""
+
+
+class CannotStart(Exception):  # noqa: N818 - the name of a test's helper
+    """What the program said instead of a process."""

@@ -1,0 +1,205 @@
+"""The life of mount daemons: start, serve, be asked, be killed; and what readers see meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, PermanentError
+from bootseer.mounts import control, kernel
+from bootseer.mounts.layers import mount_erofs
+from bootseer.mounts.process import ProcessId
+from mounts.daemon_job import HELD_BYTES
+from mounts.images import write_image
+from mounts.starting import DEADLINE_S, CannotStart, Start, until
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+BIG = bytes(range(1, 256)) * 20_000
+
+
+@pytest.fixture
+def image(place: Path) -> Path:
+    """An image whose file `z` is held back by the daemon, for ever, while all others are served."""
+    folder = place / "store"
+    folder.mkdir()
+    written = write_image(folder / "image", {b"a": b"alpha", b"big": BIG})
+    with written.open("ab") as file:
+        file.write(b"\1" * (2 * HELD_BYTES))
+    return written
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file that may be dead when it is closed: closing asks the server, too."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(file)
+
+
+def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Start) -> None:
+    daemon, program = start(image)
+    (place / "at").mkdir()
+    mount_erofs(daemon.files / "image", place / "at")
+    assert (place / "at" / "big").read_bytes() == BIG
+    said = daemon.status()
+    assert (said["pid"], said["figure"], said["recording"]) == (daemon.process.pid, 42, True)
+    assert program.communicate("\n", timeout=DEADLINE_S)[0] == "", "no stream of the program is held open"
+    assert daemon.process.alive, "it outlives who started it"
+    assert Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
+    with pytest.raises(PermanentError, match="busy"):
+        daemon.stop()
+    assert (place / "at" / "a").read_bytes() == b"alpha"
+    kernel.unmount(place / "at")
+    daemon.stop()
+    assert not daemon.process.alive
+    assert not kernel.is_mount(daemon.files)
+    assert (image.parent / "handed over").exists()
+    with pytest.raises(NotFoundError):
+        daemon.status()
+
+
+def test_it_inherits_nothing(image: Path, start: Start) -> None:
+    daemon, _ = start(image)
+    links = [str(Path(f"/proc/{daemon.process.pid}/fd/{number}").readlink()) for number in range(3)]
+    assert links == [os.devnull, str(daemon.folder / "log"), str(daemon.folder / "log")]
+    assert Path(f"/proc/{daemon.process.pid}/cwd").readlink() == Path("/")
+    assert os.getsid(daemon.process.pid) != os.getsid(0)
+
+
+def test_the_end_of_the_startup_hands_the_record_over_once(image: Path, start: Start) -> None:
+    daemon, _ = start(image)
+    daemon.began()
+    until((image.parent / "handed over").exists, "the record was handed over")
+    (image.parent / "handed over").unlink()
+    daemon.began()
+    assert daemon.status()["recording"] is False
+    daemon.stop()
+    assert not (image.parent / "handed over").exists()
+
+
+def test_a_read_that_hangs_holds_up_no_other(image: Path, start: Start) -> None:
+    daemon, _ = start(image)
+    size = image.stat().st_size
+    with ThreadPoolExecutor(1) as pool, opened(daemon.files / "image") as file:
+        hangs = pool.submit(os.pread, file, 4096, size - 4096)
+        until(lambda: daemon.status()["waiting"] != 0, "the read hangs")
+        with image.open("rb") as original:
+            assert os.pread(file, 500_000, 0) == original.read(500_000)
+        assert not hangs.done()
+        daemon.process.signal(signal.SIGTERM)
+        with pytest.raises(OSError):
+            hangs.result(DEADLINE_S)
+    until(lambda: not daemon.process.alive, "the daemon ended")
+    assert not kernel.is_mount(daemon.files)
+
+
+def test_killed_while_somebody_reads_means_errors_at_once_and_never_zeros(
+    place: Path, image: Path, start: Start
+) -> None:
+    daemon, _ = start(image)
+    (place / "at").mkdir()
+    mount_erofs(daemon.files / "image", place / "at")
+    assert (place / "at" / "a").read_bytes() == b"alpha"
+    size = image.stat().st_size
+    with ThreadPoolExecutor(1) as pool, opened(daemon.files / "image") as file:
+        waits = pool.submit(os.pread, file, 4096, size - 4096)
+        until(lambda: daemon.status()["waiting"] != 0, "the read waits")
+        daemon.process.signal(signal.SIGKILL)
+        with pytest.raises(OSError):
+            waits.result(DEADLINE_S)
+    with pytest.raises(OSError, match="Input/output error"):
+        (place / "at" / "big").read_bytes()
+    with pytest.raises(NotFoundError):
+        daemon.status()
+
+
+def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None:
+    daemon, _ = start(image)
+    subprocess.run(["umount", str(daemon.files)], check=True)
+    until(lambda: not daemon.process.alive, "the daemon ended")
+
+
+def test_with_a_lifeline_it_ends_with_who_started_it(image: Path, start: Start) -> None:
+    daemon, program = start(image, lifeline=True)
+    assert (daemon.files / "image").exists()
+    program.kill()
+    until(lambda: not daemon.process.alive, "the daemon ended")
+    assert not kernel.is_mount(daemon.files)
+
+
+def test_what_keeps_it_from_serving_is_raised_where_it_was_started(image: Path, start: Start) -> None:
+    (image.parent / "broken").touch()
+    with pytest.raises(CannotStart, match="AccessError: the registry refuses"):
+        start(image)
+
+
+def test_a_start_that_hangs_is_ended(place: Path, image: Path, start: Start) -> None:
+    (image.parent / "hang").touch()
+    with pytest.raises(CannotStart, match="TransientError: the mount daemon did not serve within 1 s"):
+        start(image)
+    folder = str(place / "daemon0")
+    until(lambda: not _running_in(folder), "nothing is left of it")
+
+
+def _running_in(folder: str) -> bool:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "fd/2").readlink() == Path(folder, "log"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_many_daemons_at_once(place: Path, image: Path, start: Start) -> None:
+    daemons = [start(image)[0] for _ in range(12)]
+    for number, daemon in enumerate(daemons):
+        (place / f"at{number}").mkdir()
+        mount_erofs(daemon.files / "image", place / f"at{number}")
+    with ThreadPoolExecutor(12) as pool:
+        read = list(pool.map(lambda number: (place / f"at{number}" / "big").read_bytes(), range(12)))
+    assert read == [BIG] * 12
+
+
+@pytest.mark.parametrize("question", [b"", b"nonsense\n", b"[]\n", b'{"do": "dance"}\n', b'{"do"', b"x" * 100_000])
+def test_nonsense_on_the_control_socket_harms_nobody(image: Path, start: Start, question: bytes) -> None:
+    import socket
+
+    daemon, _ = start(image)
+    with socket.socket(socket.AF_UNIX) as link:
+        handle = os.open(daemon.folder, os.O_PATH)
+        link.connect(f"/proc/self/fd/{handle}/{control.NAME}")
+        os.close(handle)
+        link.sendall(question)
+        link.shutdown(socket.SHUT_WR)
+        link.settimeout(DEADLINE_S)
+        try:
+            said = link.recv(65_536)
+        except ConnectionResetError:  # it did not read all of it
+            said = b"{}"
+        assert "pid" not in json.loads(said or b"{}")
+    assert daemon.status()["figure"] == 42
+
+
+def test_a_process_is_not_taken_for_a_later_one_of_the_same_number() -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    assert me.alive
+    later = ProcessId(me.pid, me.started + 1)
+    assert not later.alive
+    later.signal(signal.SIGKILL)  # must not hit us
+    child = subprocess.Popen(["true"])
+    until(lambda: ProcessId.of(child.pid) is None, "an ended child does not count, even before it is reaped")
+    child.wait(DEADLINE_S)

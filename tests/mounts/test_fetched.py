@@ -1,0 +1,272 @@
+"""Images from a store to a mounted file tree: through the kernel's EROFS, and as a tree of files through FUSE."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from bootseer.blocks.block_file import read_index
+from bootseer.blocks.writer import BlockWriter
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.fetch.record import read_record
+from bootseer.fuse.session import Session, mount
+from bootseer.mounts.daemon import OnError, Served
+from bootseer.mounts.fetched import Fetched, FetchedFile
+from bootseer.mounts.files_tree import FilesTree
+from bootseer.mounts.layers import mount_erofs
+from bootseer.mounts.lazy import LazyFile, Source
+from bootseer.store.file import FileStore
+from mounts.images import Content, write_image
+from mounts.starting import until
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+BIG = random.Random(3).randbytes(3_000_001)
+CONTENT: Content = {
+    b"big": BIG,
+    b"small": b"a few bytes",
+    b"empty": b"",
+    b"link": "folder/inner",
+    b"gone": None,
+    b"folder": {b"inner": b"inside", b"deep": {b"x" * 200: b"y" * 4097}},
+    b"many": {f"{number:04d}".encode(): str(number).encode() for number in range(1500)},
+}
+
+
+@pytest.fixture
+def stored(place: Path) -> FetchedFile:
+    """An image in a store of its own."""
+    (place / "store").mkdir()
+    store = FileStore(place / "store")
+    with BlockWriter(store, block_size=65_536) as writer:
+        path = write_image(place / "image", CONTENT, opaque=frozenset({b"folder"}))
+        writer.write(path.read_bytes())
+        file = writer.finish()
+    return FetchedFile("layer", read_index(store, file), str(place / "store"))
+
+
+def as_files(source: Source, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
+    return FilesTree(source, files[0], on_error)
+
+
+class Shown:
+    """What was opened and mounted in this process."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.said: list[str] = []
+        self.served: list[Served] = []
+        self.sessions: list[Session] = []
+
+    def show(self, what: Fetched) -> Session:
+        self.served.append(what(self.said.append))
+        target = self.place / f"shown{len(self.sessions)}"
+        target.mkdir()
+        self.sessions.append(mount(self.served[-1].tree, target, on_error=self.said.append))
+        return self.sessions[-1]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close(force=True)
+        for served in self.served:
+            served.source.close()
+            if served.recorder is not None:
+                served.recorder.close()
+
+
+@pytest.fixture
+def shown(place: Path) -> Iterator[Shown]:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened")
+    shown = Shown(place)
+    yield shown
+    shown.close()
+
+
+def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: FetchedFile, shown: Shown) -> None:
+    record, handed = place / "record", []
+    session = shown.show(Fetched((stored,), place / "cache", record=record, hand_over=handed.append, rest=False))
+    (place / "at").mkdir()
+    mount_erofs(session.target / "layer", place / "at")
+    assert (place / "at" / "big").read_bytes() == BIG
+    assert (place / "at" / "link").read_bytes() == b"inside"
+    served = shown.served[0]
+    status = json.loads(json.dumps(served.status()))
+    assert status["files"][0]["ready_blocks"] > 3_000_000 // 65_536
+    assert status["fetch"]["failed_reads"] == 0
+    assert served.recorder is not None
+    served.recorder.close()
+    assert handed == [record]
+    needs = read_record(record).needs
+    assert {need.file for need in needs} == {stored.index.identity}
+    assert len(needs) == status["fetch"]["needs"]
+    assert shown.said == []
+
+
+def test_what_is_in_the_cache_needs_no_origin(place: Path, stored: FetchedFile, shown: Shown) -> None:
+    first = shown.show(Fetched((stored,), place / "cache", rest=False))
+    image = (place / "image").read_bytes()
+    assert (first.target / "layer").read_bytes() == image
+    first.close()
+    shown.served[0].source.close()
+    (place / "store").rename(place / "away")
+    (place / "store").mkdir()
+    second = shown.show(Fetched((stored,), place / "cache", rest=False))
+    assert (second.target / "layer").read_bytes() == image
+
+
+def test_a_hot_set_is_prefetched_and_strange_entries_in_it_are_ignored(
+    place: Path, stored: FetchedFile, shown: Shown
+) -> None:
+    identity = stored.index.identity
+    hot = [("ff" * 32, 0), (identity, 3), (identity, 5), (identity, 1 << 25)]
+    shown.show(Fetched((stored,), place / "cache", hot=lambda: hot, rest=False))
+    served = shown.served[0]
+    threading.Thread(target=served.begin, daemon=True).start()
+    until(lambda: served.status()["files"][0]["ready_blocks"] == 2, "the hot blocks are here")  # type: ignore[index]
+
+
+def test_an_origin_without_the_blocks_means_an_error_and_a_line_in_the_log(
+    place: Path, stored: FetchedFile, shown: Shown
+) -> None:
+    (place / "store").rename(place / "away")
+    (place / "store").mkdir()
+    session = shown.show(Fetched((stored,), place / "cache", rest=False))
+    with pytest.raises(OSError, match="Input/output error"):
+        (session.target / "layer").read_bytes()
+    assert any("sha256:" in line for line in shown.said)
+
+
+def test_a_store_that_cannot_be_opened_is_an_error_of_the_start(place: Path, stored: FetchedFile) -> None:
+    spec = Fetched((FetchedFile("x", stored.index, "nonsense://x"),), place / "cache")
+    with pytest.raises(BootseerError, match="nonsense"):
+        spec(lambda _: None)
+
+
+def test_the_tree_of_an_image_is_served_without_the_kernels_erofs(
+    place: Path, stored: FetchedFile, shown: Shown
+) -> None:
+    what = Fetched(
+        (stored,),
+        place / "cache",
+        rest=False,
+        make_tree=as_files,
+    )
+    session = shown.show(what)
+    (place / "at").mkdir()
+    mount_erofs(place / "image", place / "at")
+    seen, expected = _snapshot(session.target), _snapshot(place / "at")
+    assert shown.said == []
+    assert seen == expected
+    assert len(seen) > 1500
+    assert stat.S_ISCHR((session.target / "gone").stat().st_mode)
+    assert os.getxattr(session.target / "folder", "user.overlay.opaque") == b"y"
+    assert os.getxattr(session.target / "big", "user.k") == b"v"
+    with (session.target / "big").open("rb") as file:
+        file.seek(2_999_990)
+        assert file.read(100) == BIG[2_999_990:]
+
+
+def _snapshot(root: Path) -> dict[str, tuple[object, ...]]:
+    found = {}
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            status = path.lstat()
+            content = (
+                path.read_bytes()
+                if stat.S_ISREG(status.st_mode)
+                else os.fsencode(path.readlink())
+                if path.is_symlink()
+                else b""
+            )
+            key = str(path.relative_to(root))
+            found[key] = (status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_rdev, content)
+    return found
+
+
+OVERLAY = """
+set -e
+mount -t overlay x -o userxattr,lowerdir="$1:$2" "$3"
+ls "$3/folder" "$3/gone"
+"""
+
+
+def test_trees_of_images_are_overlaid_in_a_user_namespace(place: Path, stored: FetchedFile, shown: Shown) -> None:
+    session = shown.show(
+        Fetched(
+            (stored,),
+            place / "cache",
+            rest=False,
+            make_tree=as_files,
+        )
+    )
+    below = place / "below"
+    (below / "folder").mkdir(parents=True)
+    (below / "folder" / "hidden").touch()
+    (below / "gone").touch()
+    (place / "at").mkdir()
+    listed = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", OVERLAY, "sh", session.target, below, place / "at"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "Operation not permitted" in listed.stderr:
+        pytest.skip("this user may not make user namespaces with overlays")
+    assert "hidden" not in listed.stdout
+    assert "inner" in listed.stdout
+    assert "No such file or directory" in listed.stderr, "what the image deletes is gone"
+
+
+def test_files_that_are_no_images_are_refused(place: Path, shown: Shown) -> None:
+    store = FileStore(place)
+    with BlockWriter(store, block_size=65_536) as writer:
+        writer.write(b"no image" * 100_000)
+        file = FetchedFile("x", read_index(store, writer.finish()), str(place))
+    with pytest.raises(BootseerError, match="EROFS"):
+        shown.show(
+            Fetched(
+                (file,),
+                place / "cache",
+                rest=False,
+                make_tree=as_files,
+            )
+        )
+
+
+REAL = """
+import json, sys
+from pathlib import Path
+from bootseer.blocks.index import Index
+from bootseer.mounts.daemon import DaemonSpec, start_daemon
+from bootseer.mounts.fetched import Fetched, FetchedFile
+place = Path(sys.argv[1])
+index = Index.parse((place / "index").read_bytes())
+what = Fetched((FetchedFile("layer", index, str(place / "store")),), place / "cache", record=place / "record")
+daemon = start_daemon(DaemonSpec(place / "daemon", what))
+assert (daemon.files / "layer").read_bytes() == (place / "image").read_bytes()
+status = daemon.status()
+daemon.stop()
+try:
+    daemon.status()
+except Exception as error:
+    print(json.dumps([status["fetch"]["failed_reads"], type(error).__name__]))
+"""
+
+
+def test_a_real_daemon_from_store_to_record(place: Path, stored: FetchedFile) -> None:
+    (place / "index").write_bytes(stored.index.encode())
+    ended = subprocess.run([sys.executable, "-c", REAL, str(place)], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+    assert json.loads(ended.stdout) == [0, NotFoundError.__name__]
+    assert len(read_record(place / "record").needs) == stored.index.num_blocks

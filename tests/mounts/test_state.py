@@ -1,0 +1,191 @@
+"""What is written down of mounts, against what the kernel says; and layers that stay mounted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import AccessError, UsageError
+from bootseer.mounts import kernel
+from bootseer.mounts.kept import keep, kept, release_idle
+from bootseer.mounts.layers import mount_erofs, mount_overlay
+from bootseer.mounts.process import ProcessId
+from bootseer.mounts.state import MountState, Runtime
+from mounts.images import write_image
+from mounts.starting import DEADLINE_S, Start, until
+
+pytestmark = pytest.mark.root
+
+IDENTITY = "ab" * 32
+
+
+def mounted_state(runtime: Runtime, place: Path) -> MountState:
+    """A mount as a verb makes it: one EROFS layer in its folder, bound to where the user wants it."""
+    folder = runtime.new_folder()
+    (folder / "layer").mkdir()
+    mount_erofs(write_image(place / "image", {b"a": b"alpha"}), folder / "layer")
+    target = place / "user's place"
+    target.mkdir(exist_ok=True)
+    mount_overlay([folder / "layer"], target)
+    state = MountState(
+        folder.name, str(target), "registry/image:tag", runtime.boot, (IDENTITY,), made_s=12.5, details={"way": "EROFS"}
+    )
+    runtime.write(state)
+    return state
+
+
+def test_a_mount_is_found_listed_and_removed(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    state = mounted_state(runtime, place)
+    assert list(Runtime(place / "run").all()) == [state]
+    assert runtime.find(Path(state.target)) == state
+    assert runtime.find(place / "elsewhere") is None
+    assert runtime.health(state) == "mounted"
+    assert runtime.clean() == []
+    kernel.unmount(Path(state.target))
+    assert runtime.health(state) == "gone"
+    assert runtime.clean() == [state]
+    assert list(runtime.mounts.iterdir()) == []
+
+
+def test_leftovers_of_an_earlier_boot_are_gone(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    state = dataclasses.replace(mounted_state(runtime, place), boot="another")
+    runtime.write(state)
+    assert runtime.health(state) == "gone"
+
+
+def test_a_mount_in_a_process_of_its_own_is_gone_with_it(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    child = subprocess.Popen(["sleep", "60"])
+    folder = runtime.new_folder()
+    state = MountState(folder.name, str(place / "x"), "i", runtime.boot, owner=ProcessId.of(child.pid))
+    runtime.write(state)
+    assert runtime.health(state) == "mounted"
+    child.kill()
+    child.wait(DEADLINE_S)
+    assert runtime.clean() == [state]
+
+
+@pytest.mark.fuse
+def test_a_dead_daemon_is_noticed_and_its_mount_can_be_removed(place: Path, start: Start) -> None:
+    runtime = Runtime(place / "run")
+    daemon, _ = start(write_image(place / "image", {b"a": b"alpha" * 500_000}))
+    folder = runtime.new_folder()
+    target = place / "at"
+    target.mkdir()
+    kernel.move(kernel.clone(daemon.files), target)
+    state = MountState(folder.name, str(target), "i", runtime.boot, daemon=daemon.process)
+    runtime.write(state)
+    assert runtime.health(state) == "mounted"
+    daemon.process.signal(signal.SIGKILL)
+    until(lambda: runtime.health(state) == "daemon dead", "its death is seen")
+    assert runtime.clean() == [], "it is still there, and its readers get errors"
+    kernel.unmount(target, lazy=True)
+    assert runtime.clean() == [state]
+
+
+def test_files_that_are_no_records_are_no_mounts(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    for number, text in enumerate(["", "[]", '{"schema": "bootseer.mount/2"}', "null", "{" * 100, '{"schema": 1}']):
+        folder = runtime.mounts / f"{number:012x}"
+        folder.mkdir()
+        (folder / "mount.json").write_text(text)
+    (runtime.mounts / "../../x").mkdir(exist_ok=True)
+    assert list(runtime.all()) == []
+
+
+def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    precious = place / "precious"
+    precious.mkdir()
+    (precious / "data").write_text("keep me")
+    folder = runtime.new_folder()
+    (folder / "bound").mkdir()
+    (folder / "link").symlink_to(precious)
+    kernel.move(kernel.clone(precious), folder / "bound")
+    runtime.clear(folder)
+    assert (precious / "data").read_text() == "keep me"
+    assert not folder.exists()
+
+
+def test_a_runtime_folder_of_another_user_is_not_used(place: Path) -> None:
+    (place / "run").mkdir()
+    os.chown(place / "run", 12345, 12345)
+    with pytest.raises(AccessError, match="belongs to user 12345"):
+        Runtime(place / "run")
+
+
+def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    image = write_image(place / "layer", {b"a": b"alpha"})
+    pins: list[str] = []
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: keep(runtime, IDENTITY, image, lambda: pins.append("pinned")), range(16)))
+    (layer,) = found
+    assert pins == ["pinned"]
+    assert (layer / "a").read_bytes() == b"alpha"
+    assert [point for point in kernel.mount_points() if point == str(layer)] == [str(layer)]
+    assert release_idle(runtime, idle_s=3600, unpin=pins.remove) == []
+    assert release_idle(runtime, idle_s=0, unpin=pins.append, in_use=[IDENTITY]) == []
+    assert release_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
+    assert pins == ["pinned", IDENTITY]
+    assert kept(runtime) == []
+
+
+def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    state = mounted_state(runtime, place)
+    keep(runtime, IDENTITY, place / "image", lambda: None)
+    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    kernel.unmount(Path(state.target))
+    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+
+
+KEEPER = """
+import os, signal, sys
+from pathlib import Path
+from bootseer.mounts.kept import keep
+from bootseer.mounts.state import Runtime
+def pin():
+    print("pinned", flush=True)
+keep(Runtime(Path(sys.argv[1])), sys.argv[3], Path(sys.argv[2]), pin)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_mounted_is_used(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    image = write_image(place / "layer", {b"a": b"alpha"})
+    ended = subprocess.run(
+        [sys.executable, "-c", KEEPER, str(runtime.root), str(image), IDENTITY], capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (-9, b"pinned\n")
+    pins: list[str] = []
+    layer = keep(runtime, IDENTITY, image, lambda: pins.append("again"))
+    assert (layer / "a").read_bytes() == b"alpha"
+    assert pins == []
+
+
+def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    image = write_image(place / "layer", {b"a": b"alpha" * 1000})
+    layer = keep(runtime, IDENTITY, image, lambda: None)
+    (place / "empty").mkdir()
+    (place / "at").mkdir()
+    mount_overlay([place / "empty", layer], place / "at")
+    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
+    assert (place / "at" / "a").read_bytes() == b"alpha" * 1000
+
+
+@pytest.mark.parametrize("identity", ["", "..", "../../etc", "AB" * 32, "ab/cd" * 8])
+def test_an_identity_cannot_name_another_place(place: Path, identity: str) -> None:
+    with pytest.raises(UsageError):
+        keep(Runtime(place / "run"), identity, place / "layer", lambda: None)

@@ -1,0 +1,132 @@
+"""Where logins are found."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.errors import AccessError
+from bootseer.store.credentials import Credentials, find_credentials
+
+HOST = "registry.example:5000"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+
+    def write(content: Any) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "config.json").write_text(text)
+
+    return write
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a program `docker-credential-mine` with this shell text."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+
+    def write(text: str) -> None:
+        program = programs / "docker-credential-mine"
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
+    return write
+
+
+def encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def test_without_a_file_there_is_no_login(config: object) -> None:
+    assert find_credentials(HOST) is None
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], {"auths": 5}, {"auths": {}}, {"auths": {HOST: {}}}, {"auths": {"other": {"auth": "x"}}}]
+)
+def test_a_file_without_our_host_has_no_login(config: Callable[[Any], None], content: Any) -> None:
+    config(content)
+    assert find_credentials(HOST) is None
+
+
+@pytest.mark.parametrize("key", [HOST, f"https://{HOST}", f"https://{HOST}/v1/", f"http://{HOST}/"])
+def test_a_login_lies_in_the_file(config: Callable[[Any], None], key: str) -> None:
+    config({"auths": {key: {"auth": encoded("me:pass:word")}}})
+    assert find_credentials(HOST) == Credentials("me", "pass:word")
+    assert find_credentials("registry.example") is None
+
+
+def test_user_and_password_may_be_written_out(config: Callable[[Any], None]) -> None:
+    config({"auths": {HOST: {"username": "me", "password": "word"}}})
+    assert find_credentials(HOST) == Credentials("me", "word")
+
+
+def test_an_identity_token_is_found(config: Callable[[Any], None]) -> None:
+    config({"auths": {HOST: {"auth": encoded("me:"), "identitytoken": "abc"}}})
+    assert find_credentials(HOST) == Credentials("me", "", "abc")
+
+
+@pytest.mark.parametrize("content", ["{", "\0", json.dumps({"auths": {HOST: {"auth": "%"}}})])
+def test_a_damaged_file_is_an_error_that_names_it(config: Callable[[Any], None], content: str, tmp_path: Path) -> None:
+    config(content)
+    with pytest.raises(AccessError, match=str(tmp_path)):
+        find_credentials(HOST)
+
+
+@pytest.mark.parametrize("where", [{"credsStore": "mine"}, {"credHelpers": {HOST: "mine"}, "credsStore": "other"}])
+def test_a_helper_is_asked(config: Callable[[Any], None], helper: Callable[[str], None], where: Any) -> None:
+    config(where)
+    helper(f'test "$1" = get && test "$(cat)" = {HOST} && echo \'{{"Username": "me", "Secret": "word"}}\'')
+    assert find_credentials(HOST) == Credentials("me", "word")
+
+
+def test_a_helper_may_give_an_identity_token(config: Callable[[Any], None], helper: Callable[[str], None]) -> None:
+    config({"credsStore": "mine"})
+    helper('echo \'{"Username": "<token>", "Secret": "abc"}\'')
+    assert find_credentials(HOST) == Credentials("", "", "abc")
+
+
+def test_a_helper_without_our_host_leaves_it_to_the_file(
+    config: Callable[[Any], None], helper: Callable[[str], None]
+) -> None:
+    config({"credsStore": "mine", "auths": {HOST: {"auth": encoded("me:word")}}})
+    helper("echo credentials not found in native keychain; exit 1")
+    assert find_credentials(HOST) == Credentials("me", "word")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("echo locked; exit 1", "locked"), ("echo x", "no login"), ("echo '{}'", "no login")]
+)
+def test_a_helper_that_fails_is_named(
+    config: Callable[[Any], None], helper: Callable[[str], None], text: str, words: str
+) -> None:
+    config({"credsStore": "mine"})
+    helper(text)
+    with pytest.raises(AccessError, match=f"docker-credential-mine .*{words}"):
+        find_credentials(HOST)
+
+
+@pytest.mark.parametrize("name", ["../mine", "a b", "a/b"])
+def test_a_helper_is_a_name_and_no_path(config: Callable[[Any], None], name: str) -> None:
+    config({"credsStore": name})
+    with pytest.raises(AccessError, match="not the name of a credential helper"):
+        find_credentials(HOST)
+
+
+def test_a_helper_that_is_missing_is_named(config: Callable[[Any], None]) -> None:
+    config({"credsStore": "not-installed"})
+    with pytest.raises(AccessError, match="docker-credential-not-installed"):
+        find_credentials(HOST)
+
+
+def test_secrets_do_not_show_in_text() -> None:
+    assert "word" not in repr(Credentials("me", "word", "sword"))

@@ -1,0 +1,225 @@
+"""Logins and tokens, against a registry that demands them and verifies them itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.store.open import open_store
+from fault_proxy import Fault, FaultProxy, once
+from registry import PASSWORD, USER, Registry, needs_registry
+from store.contract import DATA, get, put, sha256
+from token_server import IDENTITY_TOKEN, TokenServer
+
+pytestmark = needs_registry
+
+
+@pytest.fixture
+def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "docker"
+    folder.mkdir()
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    return folder / "config.json"
+
+
+def log_in(config: Path, host: str, **entry: str) -> None:
+    auth = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    config.write_text(json.dumps({"auths": {host: entry or {"auth": auth}}}))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with TokenServer(tmp_path_factory.mktemp("tokens")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(tokens: TokenServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """A registry that demands tokens."""
+    with Registry(tmp_path_factory.mktemp("guarded"), tokens=tokens) as running:
+        yield running
+
+
+@pytest.fixture
+def asked(tokens: TokenServer) -> Iterator[list[dict[str, list[str]]]]:
+    """What the token server is asked in this test."""
+    tokens.asked.clear()
+    yield tokens.asked
+    tokens.lives.clear()
+    tokens.status = 200
+
+
+class TestBasic:
+    def test_the_login_of_docker_opens_the_registry(self, tmp_path: Path, docker_config: Path) -> None:
+        with Registry(tmp_path, basic=True) as registry:
+            log_in(docker_config, registry.host)
+            with closing(open_store(f"oci://{registry.host}/a/b")) as store:
+                assert get(store, put(store, DATA).name) == DATA
+                put(store, b"x", "name")
+            # Asked once, not with every request.
+            assert [request.status for request in registry.requests()].count(401) == 2  # one by the fixture itself
+
+            log_in(docker_config, registry.host, username=USER, password=PASSWORD[1:])
+            with (
+                closing(open_store(f"oci://{registry.host}/a/b")) as store,
+                pytest.raises(AccessError, match=f"status 401 .*docker login {registry.host}"),
+            ):
+                get(store, sha256(DATA))
+
+            docker_config.unlink()
+            with (
+                closing(open_store(f"oci://{registry.host}/a/b")) as store,
+                pytest.raises(AccessError, match=f"{registry.host}: not logged in; .*docker login"),
+            ):
+                get(store, sha256(DATA))
+
+
+class TestBearer:
+    def test_a_token_is_fetched_once_for_each_kind_of_access(
+        self, guarded: Registry, asked: list[dict[str, list[str]]], docker_config: Path, repository: str
+    ) -> None:
+        log_in(docker_config, guarded.host)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            for number in range(3):
+                put(store, b"%d" % number, "name")
+                assert get(store, "name") == b"%d" % number
+            store.delete("name")
+        assert sorted(request["scope"][0] for request in asked) == [
+            f"repository:{repository}:delete",
+            f"repository:{repository}:pull",
+            f"repository:{repository}:pull,push",
+        ]
+
+    def test_an_identity_token_is_exchanged(
+        self, guarded: Registry, asked: list[dict[str, list[str]]], docker_config: Path, repository: str
+    ) -> None:
+        log_in(docker_config, guarded.host, identitytoken=IDENTITY_TOKEN)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            assert get(store, put(store, DATA).name) == DATA
+        assert asked[0]["grant_type"] == ["refresh_token"]
+
+    def test_a_token_that_ended_on_its_way_is_fetched_again(
+        self, guarded: Registry, tokens: TokenServer, asked: list[object], docker_config: Path, repository: str
+    ) -> None:
+        log_in(docker_config, guarded.host)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            name = put(store, DATA).name
+        asked.clear()
+        tokens.lives = [-120]
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store, pytest.raises(AccessError):
+            get(store, name)  # refused also with its first token: one try is all that a request gets
+            assert get(store, name) == DATA
+            assert len(asked) == 2
+
+    def test_a_large_upload_survives_the_end_of_its_token(
+        self, guarded: Registry, tokens: TokenServer, asked: list[object], docker_config: Path, repository: str
+    ) -> None:
+        with FaultProxy(guarded.host) as proxy:
+            log_in(docker_config, proxy.host)
+            with closing(open_store(f"oci://{proxy.host}/{repository}")) as store:
+                upload = store.upload()
+                upload.write(bytes(9_000_000))
+                scope = f"repository:{repository}:pull,push"
+                ask = ",".join(f'{key}="{value}"' for key, value in {**tokens.settings(), "scope": scope}.items())
+                proxy.plan = once(Fault(status=401, headers={"WWW-Authenticate": f"Bearer {ask}"}), method="PATCH")
+                before = len(asked)
+                upload.write(bytes(9_000_000))
+                stored = upload.commit()
+                assert len(asked) == before + 1
+                assert stored.size_bytes == store.stat(stored.name).size_bytes == 18_000_000
+
+    def test_many_readers_that_are_refused_at_once_fetch_one_token(
+        self, guarded: Registry, tokens: TokenServer, asked: list[object], docker_config: Path, repository: str
+    ) -> None:
+        log_in(docker_config, guarded.host)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            name = put(store, DATA).name
+        asked.clear()
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store, ThreadPoolExecutor(16) as pool:
+            assert set(pool.map(lambda _: get(store, name, 0, 1000), range(16))) == {DATA[:1000]}
+        assert len(asked) == 1
+
+    def test_a_token_near_its_end_is_renewed_before_it_is_refused(
+        self, guarded: Registry, asked: list[object], docker_config: Path, repository: str
+    ) -> None:
+        log_in(docker_config, guarded.host)
+        with closing(open_store(f"oci://{guarded.host}/{repository}")) as store:
+            name = put(store, DATA).name
+            get(store, name)
+            before, refused = len(asked), [request.status for request in guarded.requests()].count(401)
+            for scope, token in store.registry._authorizer._tokens.items():
+                store.registry._authorizer._tokens[scope] = type(token)(token.header, 0.0)
+            get(store, name)
+            assert len(asked) == before + 1
+            assert [request.status for request in guarded.requests()].count(401) == refused
+
+    def test_who_is_not_logged_in_is_told_what_to_do(
+        self, guarded: Registry, asked: list[object], repository: str
+    ) -> None:
+        with (
+            closing(open_store(f"oci://{guarded.host}/{repository}")) as store,
+            pytest.raises(AccessError, match=r"gives us no token \(status 401\); log in with: docker login"),
+        ):
+            store.stat(sha256(DATA))
+
+    @pytest.mark.parametrize("status", [429, 500, 503])
+    def test_a_token_server_in_trouble_is_transient(
+        self,
+        guarded: Registry,
+        tokens: TokenServer,
+        asked: list[object],
+        docker_config: Path,
+        repository: str,
+        status: int,
+    ) -> None:
+        log_in(docker_config, guarded.host)
+        tokens.status = status
+        with (
+            closing(open_store(f"oci://{guarded.host}/{repository}")) as store,
+            pytest.raises(TransientError, match=f"gives out tokens for {guarded.host}.* status {status}"),
+        ):
+            store.stat(sha256(DATA))
+
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"",
+            b"[]",
+            b"{}",
+            b'{"token": 5}',
+            b'{"token": "a\\r\\nX: y"}',
+            b'{"token": ""}',
+            b'{"token":"x","expires_in":"z"}',
+        ],
+    )
+    def test_an_answer_that_is_no_token_is_transient(self, answer: bytes) -> None:
+        with FaultProxy("") as proxy:
+            challenge = {"WWW-Authenticate": f'Bearer realm="http://{proxy.host}/token",service="s",scope="x"'}
+            proxy.plan = lambda request: (
+                Fault(status=200, body=answer)
+                if request.path.startswith("/token")
+                else Fault(status=401, headers=challenge)
+            )
+            with (
+                closing(open_store(f"oci://{proxy.host}/a/b")) as store,
+                pytest.raises(TransientError, match="no token"),
+            ):
+                store.stat(sha256(DATA))
+
+    @pytest.mark.parametrize(
+        "challenge", ["", "Bearer", "Bearer realm=", 'Bearer realm="ftp://x/"', "Digest x=y", "Bearer " + "a" * 9000]
+    )
+    def test_a_challenge_without_sense_is_permanent(self, challenge: str) -> None:
+        with (
+            FaultProxy("", lambda _: Fault(status=401, headers={"WWW-Authenticate": challenge})) as proxy,
+            closing(open_store(f"oci://{proxy.host}/a/b")) as store,
+            pytest.raises(PermanentError),
+        ):
+            store.stat(sha256(DATA))
