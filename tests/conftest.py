@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 
-pytest_plugins = ["conftest_launch", "conftest_ran"]
+pytest_plugins = ["conftest_launch", "conftest_ran", "image_node"]
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
 # test would end nothing. The tests say what is ignored, not the shell that happened to start them.

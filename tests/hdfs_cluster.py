@@ -51,7 +51,7 @@ class HdfsCluster:
         self._num_datanodes = num_datanodes
         self._replication = replication
         self._block_bytes = block_bytes
-        self._namenode: subprocess.Popen[bytes] | None = None
+        self.namenode: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> HdfsCluster:
         port, self._http_port = free_port(), free_port()
@@ -67,7 +67,7 @@ class HdfsCluster:
                     check=True,
                     timeout=_START_S,
                 )
-            self._namenode = self._start("namenode", "namenode.NameNode")
+            self.namenode = self._start("namenode", "namenode.NameNode")
             for number in range(self._num_datanodes):
                 data, rpc, http = free_port(), free_port(), free_port()
                 settings = {
@@ -94,7 +94,7 @@ class HdfsCluster:
         return [path for path in found if path.suffix != ".meta"]
 
     def _stop(self) -> None:
-        for process in [*self.datanodes, self._namenode]:
+        for process in [*self.datanodes, self.namenode]:
             if process is not None:
                 # SIGKILL ends a stopped process too.
                 process.kill()
@@ -152,11 +152,11 @@ class HdfsCluster:
         url = f"http://127.0.0.1:{self._http_port}/jmx?qry={query}"
         until = time.monotonic() + _START_S
         while time.monotonic() < until:
-            for process in [*self.datanodes, self._namenode]:
+            for process in [*self.datanodes, self.namenode]:
                 if process is not None and process.poll() is not None:
                     raise RuntimeError(f"HDFS does not start: {self._log_ends()}")
             with contextlib.suppress(OSError, ValueError, LookupError):
-                with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - a loopback address
+                with urllib.request.urlopen(url, timeout=5) as answer:
                     state = json.load(answer)["beans"][0]
                 if state["NumLiveDataNodes"] == self._num_datanodes and state["FSState"] == "Operational":
                     return

@@ -46,3 +46,11 @@ class UsageError(BootseerError):
         super().__init__(message)
         self.hint = hint
         self.exit_code = exit_code
+
+
+class Interrupted(BaseException):  # noqa: N818 - as KeyboardInterrupt, which is none either
+    """A signal asked this process to end. No `Exception`: nothing that handles errors may swallow it."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(name)
+        self.exit_code = 128 + number

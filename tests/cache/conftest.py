@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from bootseer.cache.cache import Cache
-from cached import BOOT, content, index_of
+from cached import BOOT, SCRATCH, content, index_of
 
 
 @pytest.fixture
 def root(tmp_path):
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def scratch():
+    """A folder for what syncs very often."""
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

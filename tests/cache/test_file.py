@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import tempfile
 import threading
 import weakref
@@ -19,7 +20,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.errors import MissingBlocks
 from bootseer.errors import PermanentError, UsageError
 from bootseer.store.memory import MemoryStore
-from cached import BLOCK, BOOT, Child, block_of, content, fetch, hold, index_of, limited, put
+from cached import BLOCK, BOOT, SCRATCH, Child, block_of, content, fetch, hold, index_of, limited, put
 
 ZEROS = {3, 8}
 
@@ -311,20 +312,21 @@ class AsBytes(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
         self.boot = 0
         self.here = {3, 8}
         self.durable: set[int] = set()
         self.damaged: set[int] = set()
         self.checked: list[set[int]] = [set(), set()]
         self.files = []
+        self.folder = None
 
     @initialize()
     def start(self):
+        self.folder = Path(tempfile.mkdtemp(dir=SCRATCH))
         self._open()
 
     def _open(self):
-        cache = Cache(Path(self.folder.name) / "c", boot=str(self.boot))
+        cache = Cache(self.folder, boot=str(self.boot))
         self.files = [cache.open(self.INDEX) for _ in range(2)]
         self.checked = [set(), set()]
 
@@ -398,7 +400,8 @@ class AsBytes(RuleBasedStateMachine):
     def teardown(self):
         for file in self.files:
             file.close()
-        self.folder.cleanup()
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
 
 
 AsBytes.TestCase.settings = settings(

@@ -67,12 +67,12 @@ def check(root: Path, boot: str, *, lost: bool) -> None:
 
 @pytest.mark.parametrize("name", list(BEFORE))
 @pytest.mark.parametrize("boot", [BOOT, "after a crash"])
-def test_a_process_killed_at_any_system_call_leaves_a_cache_that_works(name, boot, tmp_path):
-    prepare(name, tmp_path / "whole")
-    num_calls = run(name, tmp_path / "whole")
+def test_a_process_killed_at_any_system_call_leaves_a_cache_that_works(name, boot, scratch):
+    prepare(name, scratch / "whole")
+    num_calls = run(name, scratch / "whole")
     assert num_calls > 20
     for fatal in range(num_calls):
-        root = tmp_path / str(fatal)
+        root = scratch / str(fatal)
         prepare(name, root)
         run(name, root, fatal)
         check(root, boot, lost=boot != BOOT and fatal % 2 == 0)

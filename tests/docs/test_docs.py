@@ -25,6 +25,7 @@ IDENTITY = {"BOOTSEER_JOB": "moe", "BOOTSEER_ATTEMPT": "3", "BOOTSEER_NODE": "n0
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"\bbootseer (?P<verb>[a-z]+)\b(?P<rest>[^`\n]*)")
+_NEXT_VERB = re.compile(r"\s+([a-z]+)\b(.*)")
 
 
 def text(name: str) -> str:
@@ -178,24 +179,41 @@ def test_the_order_of_the_job_s_variables_is_as_documented() -> None:
         del env[name]
 
 
+def found_command(name: str, rest: str) -> tuple[str, click.Command, str] | None:
+    """A verb of the program, down to the innermost one (`image hotset show`), and what stands behind it."""
+    context = click.Context(cli)
+    command = cli.get_command(context, name)  # type: ignore[attr-defined]
+    while isinstance(command, click.Group):
+        match = _NEXT_VERB.match(rest)
+        inner = command.get_command(context, match[1]) if match else None
+        if match is None or inner is None:
+            break
+        name, command, rest = f"{name} {match[1]}", inner, match[2]
+    return (name, command, rest) if command is not None else None
+
+
 def commands() -> list[tuple[str, str, str]]:
     """(document, verb, option) of every `bootseer VERB ... --option` in the documents, up to the user's command."""
-    context = click.Context(cli)
     found = []
     for path in DOCUMENTS:
         for match in _COMMAND.finditer(path.read_text(encoding="utf-8")):
-            if match["verb"] not in cli.list_commands(context):  # type: ignore[attr-defined]
+            command = found_command(match["verb"], match["rest"])
+            if command is None:
                 continue
-            own = re.split(r"\s--(?:\s|$)|[|)]", match["rest"])[0]
+            name, _, rest = command
+            own = re.split(r"\s--(?:\s|$)|[|)]", rest)[0]
             options = re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", own)
-            found += [(str(path.relative_to(ROOT)), match["verb"], option) for option in options]
+            found += [(str(path.relative_to(ROOT)), name, option) for option in options]
     return sorted(set(found))
 
 
 @pytest.mark.parametrize(("document", "verb", "option"), commands())
 def test_each_option_in_the_documents_exists(document: str, verb: str, option: str) -> None:
-    context = click.Context(cli)
-    command = cli.get_command(context, verb)  # type: ignore[attr-defined]
+    first, _, rest = verb.partition(" ")
+    command = found_command(first, f" {rest}")
     assert command is not None
-    known = {name for parameter in command.get_params(context) for name in (*parameter.opts, *parameter.secondary_opts)}
+    context = click.Context(command[1])
+    known = {
+        name for parameter in command[1].get_params(context) for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     assert option in known, f"{document}: bootseer {verb} has no option {option}"

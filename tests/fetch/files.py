@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -59,7 +60,6 @@ def main(task: str, store: str, cache: str, description: str) -> None:
     fetcher.close()
     whole = Path(cached.path).read_bytes()
     cached.close()
-    import hashlib
 
     sys.stdout.write(
         json.dumps({"sha256": hashlib.sha256(whole).hexdigest(), "bytes": sum(faulty.bytes_read.values())})

@@ -125,7 +125,7 @@ def test_needs_are_told_once_per_block_with_where_they_were_found(fetching):
 
 def test_a_cancelled_read_is_not_answered(fetching):
     gate = threading.Event()
-    fetcher, _, cached = fetching(lambda request: Fault(gate=gate))
+    fetcher, _, _ = fetching(lambda request: Fault(gate=gate))
     answers, others = [], []
     ticket = fetcher.read(0, 0, 10, answers.append)
     fetcher.read(0, 0, 10, others.append)
@@ -169,7 +169,7 @@ def test_closing_answers_all_who_wait_and_ends_the_threads(fetching):
     gate.set()
     closing.join(10)
     assert not closing.is_alive()
-    fetcher.read(0, 10**5, 1, answers.append)
+    fetcher.read(0, 98 * BLOCK, 1, answers.append)
     assert all(isinstance(answer, PermanentError) for answer in answers)
     assert len(answers) == 21
     fetcher.close()

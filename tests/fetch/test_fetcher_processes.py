@@ -14,6 +14,8 @@ import pytest
 
 from bootseer.blocks.block_file import read_index
 from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.settings import FetchSettings
 from bootseer.store.open import open_store
 from fetch import files
 from fetch.files import BLOCK
@@ -63,17 +65,16 @@ def test_the_block_of_a_killed_process_is_fetched_by_whoever_waits_for_it(other,
     child = other("hang")
     assert child.stdout.readline() == "request\n"
     cached = cache.open(read_index(store, block_file))
-    fetcher = Fetcher()
+    fetcher = Fetcher(FetchSettings(hedge_s=60))
     fetcher.add(cached.index, store, cached)
     answers = []
-    fetcher.read(0, 0, BLOCK, answers.append)
-    until(lambda: fetcher.stats().requests_by_purpose)
-    # Claimed by the other one, as far as this process can see.
+    fetcher.read(0, 0, 2 * BLOCK, answers.append)
+    until(lambda: fetcher.stats().requests_by_purpose[Purpose.DEMAND])
     assert not cached.claim(0)
     assert not cached.ready(0)
     os.kill(child.pid, signal.SIGKILL)
     until(lambda: answers)
-    assert answers == [data[:BLOCK]]
+    assert answers == [data[: 2 * BLOCK]]
     fetcher.close()
     cached.close()
 

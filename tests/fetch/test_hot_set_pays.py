@@ -20,10 +20,8 @@ LINES = [(0.001, 1e9), (0.02, 100e6), (0.02, 25e6), (0.1, 400e6), (0.005, 12e6)]
 def imports(seed: int, start: int = 0, num_runs: int = 300, think_s: float = 0.004) -> list[tuple[float, int, range]]:
     """Short runs of adjacent blocks, at scattered places of a part of the image."""
     rng = Random(seed)
-    steps = []
-    for at in rng.sample(range(start, start + NUM_BLOCKS // 2, 8), num_runs):
-        steps.append((rng.expovariate(1 / think_s), 0, range(at, at + rng.randint(1, 4))))
-    return steps
+    places = rng.sample(range(start, start + NUM_BLOCKS // 2, 8), num_runs)
+    return [(rng.expovariate(1 / think_s), 0, range(at, at + rng.randint(1, 4))) for at in places]
 
 
 def startup(line: tuple[float, float], steps: list[tuple[float, int, range]], hot: list[int]) -> World:
@@ -66,13 +64,13 @@ def test_a_wrong_hot_set_costs_less_than_a_tenth(line: tuple[float, float], seed
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_hot_set_of_which_half_is_right_is_better_than_none(line: tuple[float, float]) -> None:
+def test_a_hot_set_of_which_a_tenth_is_wrong_is_better_than_none(line: tuple[float, float]) -> None:
     steps = imports(1)
     right = blocks_of(steps)
     wrong = blocks_of(imports(101, start=NUM_BLOCKS // 2))
     rng = Random(2)
-    mixed = [rng.choice(pair) for pair in zip(right, wrong, strict=False)]
-    assert startup(line, steps, mixed).now < 1.02 * startup(line, steps, []).now
+    mixed = [other if rng.random() < 0.1 else one for one, other in zip(right, wrong, strict=False)]
+    assert startup(line, steps, mixed).now < startup(line, steps, []).now
 
 
 def test_a_workload_that_parts_from_its_hot_set_stops_paying_for_it() -> None:

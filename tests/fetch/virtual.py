@@ -128,7 +128,7 @@ class World:
                 self.seen.add((file, block))
                 self.scheduler.needed(file, block, self.now)
         missing = [block for block in blocks if (file, block) not in self.here]
-        ticket = Ticket(file, 0, 0, self.now + deadline_s, done, self._leave)
+        ticket = Ticket(file, 0, 0, self.now, self.now + deadline_s, done, self._leave)
         if missing:
             self.scheduler.want(file, missing, Purpose.DEMAND, self.now)
             self.tickets.wait(ticket, missing)

@@ -14,7 +14,7 @@ from bootseer.image.decompress import decompressed
 
 DATA = random.Random(1).randbytes(300_000) + bytes(5_000_000)
 GZIP = gzip.compress(DATA)
-ZSTD = zstandard.ZstdCompressor().compress(DATA)
+ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (10).to_bytes(4, "little") + bytes(10)
 
 

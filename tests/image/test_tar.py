@@ -35,7 +35,7 @@ def _read(data: bytes, size: int = 700) -> list[tuple[Member, bytes]]:
 
 def _bytes(reader: TarReader) -> Iterator[bytes]:
     for piece in reader.content():
-        yield bytes(piece)  # of a number: that many zeros
+        yield bytes(min(piece, 1 << 20)) if isinstance(piece, int) else bytes(piece)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -121,12 +121,12 @@ def test_a_terabyte_of_hole_is_one_number() -> None:
 ARCHIVE = layer(file("a", b"a" * 700), file("b", b"b"))
 
 
-@pytest.mark.parametrize("end", [ARCHIVE, ARCHIVE + b"garbage", ARCHIVE[:3072], ARCHIVE[: 2560 + 1], b""])
+@pytest.mark.parametrize("end", [ARCHIVE, ARCHIVE + b"garbage", ARCHIVE[:3072], ARCHIVE[:2560], ARCHIVE[:2049], b""])
 def test_an_archive_may_end_in_several_ways(end: bytes) -> None:
     assert [member.name for member, _ in _read(end)] == [b"a", b"b"][: len(end)]
 
 
-@pytest.mark.parametrize("size", [100, 513, 800, 1500, 2100])
+@pytest.mark.parametrize("size", [100, 513, 800, 1600, 2048, 2600])
 def test_an_archive_that_breaks_off_is_corrupt(size: int) -> None:
     with pytest.raises(CorruptError, match="ends in the middle"):
         _read(ARCHIVE[:size])

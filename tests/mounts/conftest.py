@@ -16,9 +16,7 @@ import pytest
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.process import ProcessId
-from mounts.starting import DEADLINE_S, CannotStart, Start
-
-JOB = Path(__file__).with_name("daemon_job.py")
+from mounts.starting import DEADLINE_S, JOB, CannotStart, Start
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ def main(folder: Path, image: Path, lifeline: bool) -> None:
         tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
         return Served(source, tree, FileRecorder(image.parent), lambda: {"figure": 42})
 
+    os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
     spec = DaemonSpec(folder, serve, lifeline=lifeline)
     try:
         daemon = start_daemon(spec, deadline_s=1.0 if (image.parent / "hang").exists() else 20.0)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from bootseer.mounts.daemon import Daemon
 
+JOB = Path(__file__).with_name("daemon_job.py")
 DEADLINE_S = 20.0
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
 from mounts.daemon_job import HELD_BYTES
 from mounts.images import write_image
-from mounts.starting import DEADLINE_S, CannotStart, Start, until
+from mounts.starting import DEADLINE_S, JOB, CannotStart, Start, until
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -71,11 +72,19 @@ def test_an_image_is_read_through_a_daemon(place: Path, image: Path, start: Star
 
 
 def test_it_inherits_nothing(image: Path, start: Start) -> None:
-    daemon, _ = start(image)
-    links = [str(Path(f"/proc/{daemon.process.pid}/fd/{number}").readlink()) for number in range(3)]
-    assert links == [os.devnull, str(daemon.folder / "log"), str(daemon.folder / "log")]
+    daemon, program = start(image)
+    lease = str(image.parent / "lease")
+    assert lease in _open_in(program.pid)
+    found = _open_in(daemon.process.pid)
+    assert found[:3] == [os.devnull, str(daemon.folder / "log"), str(daemon.folder / "log")]
+    assert lease not in found
     assert Path(f"/proc/{daemon.process.pid}/cwd").readlink() == Path("/")
     assert os.getsid(daemon.process.pid) != os.getsid(0)
+
+
+def _open_in(pid: int) -> list[str]:
+    numbers = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name))
+    return [str(path.readlink()) for path in numbers]
 
 
 def test_the_end_of_the_startup_hands_the_record_over_once(image: Path, start: Start) -> None:
@@ -151,6 +160,16 @@ def test_a_start_that_hangs_is_ended(place: Path, image: Path, start: Start) -> 
         start(image)
     folder = str(place / "daemon0")
     until(lambda: not _running_in(folder), "nothing is left of it")
+
+
+def test_a_start_that_hangs_is_ended_even_if_nobody_waits_for_it(place: Path, image: Path) -> None:
+    (image.parent / "hang").touch()
+    folder = place / "daemon"
+    program = subprocess.Popen([sys.executable, str(JOB), str(folder), str(image)])
+    until(lambda: _running_in(str(folder)), "the daemon was forked")
+    program.kill()
+    program.wait(DEADLINE_S)
+    until(lambda: not _running_in(str(folder)), "nothing is left of it")
 
 
 def _running_in(folder: str) -> bool:

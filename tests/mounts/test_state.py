@@ -17,7 +17,7 @@ from bootseer.mounts import kernel
 from bootseer.mounts.kept import keep, kept, release_idle
 from bootseer.mounts.layers import mount_erofs, mount_overlay
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.state import MountState, Runtime, default_root
 from mounts.images import write_image
 from mounts.starting import DEADLINE_S, Start, until
 
@@ -100,6 +100,33 @@ def test_files_that_are_no_records_are_no_mounts(place: Path) -> None:
         (folder / "mount.json").write_text(text)
     (runtime.mounts / "../../x").mkdir(exist_ok=True)
     assert list(runtime.all()) == []
+
+
+@pytest.mark.fuse
+def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, start: Start) -> None:
+    runtime = Runtime(place / "run")
+    daemon, _ = start(write_image(place / "image", {b"a": b"x" * 2_000_000}))
+    daemon.folder.rename(runtime.mounts / "0123456789ab")  # as if it had been started there
+    folder = runtime.mounts / "0123456789ab"
+    assert runtime.clean() == []
+    assert daemon.process.alive, "somebody may be mounting just now"
+    os.utime(folder, (0, 0))
+    runtime.clean()
+    assert not folder.exists()
+    until(lambda: not daemon.process.alive, "the daemon ended")
+
+
+@pytest.mark.parametrize(
+    ("environ", "uid", "root"),
+    [
+        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 0, "/run/bootseer"),
+        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 5, "/run/user/5/bootseer"),
+        ({"XDG_RUNTIME_DIR": "relative"}, 5, "/tmp/bootseer-5"),
+        ({}, 5, "/tmp/bootseer-5"),
+    ],
+)
+def test_where_the_runtime_folder_is(environ: dict[str, str], uid: int, root: str) -> None:
+    assert default_root(environ, uid) == Path(root)
 
 
 def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:

@@ -202,6 +202,7 @@ class CachedFile:
                 ]
                 if progress is not None:
                     progress(start + len(batch), len(blocks))
+        self._unsynced = True  # for what other processes put, too
         self.sync()
         return damaged
 

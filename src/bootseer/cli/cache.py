@@ -79,7 +79,7 @@ def show(folder: Path | None, as_json: bool) -> None:
             )
         if entries:
             console.print(table)
-        console.print(Text(f"{len(entries)} files, {format_bytes(total)} in {cache.root}"))
+        console.print(Text(f"{len(entries)} files, {format_bytes(total)} in {cache.root}"), soft_wrap=True)
 
 
 @click.command("verify")
@@ -121,9 +121,15 @@ def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
+    from bootseer.image.mount import release
+    from bootseer.image.places import runtime_root
+    from bootseer.mounts.state import Runtime
     from bootseer.units import format_bytes
 
     cache = _cache(folder)
+    if not dry_run and os.geteuid() == 0:
+        # Layers that stay mounted for the next start keep their files.
+        release(Runtime(runtime_root(os.environ, os.getuid())), cache, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     if as_json:
         steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]

@@ -175,7 +175,7 @@ def parse_size(text: str, option: str) -> int:
     """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
     import re
 
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
         raise UsageError(f"{option} {text!r} is no size", hint="for example 512m or 8g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

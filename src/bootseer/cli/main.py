@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError, Interrupted, UsageError
 
 
 def main() -> None:
@@ -21,6 +21,9 @@ def main() -> None:
         _say(f"bootseer: {error}")
         if isinstance(error, UsageError) and error.hint:
             _say(f"hint: {error.hint}")
+        code = error.exit_code
+    except Interrupted as error:
+        _say("bootseer: interrupted")
         code = error.exit_code
     except KeyboardInterrupt:
         _say("bootseer: interrupted")

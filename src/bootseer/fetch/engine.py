@@ -12,16 +12,17 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from bootseer.blocks.codec import Buffer, decode
+from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
 from bootseer.cache.errors import MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.fetch.elsewhere import Elsewhere
+from bootseer.fetch.file import Claim, File, ranges
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.need import Found
 from bootseer.fetch.purpose import Purpose
@@ -36,19 +37,6 @@ from bootseer.store.store import Store
 
 # A long plan must not keep the first reader from the lock.
 _PLANNED_AT_ONCE = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class File:
-    """A block file, where its blocks come from, and where they are kept."""
-
-    index: Index
-    origin: Store
-    cached: CachedFile
-    needed: bytearray
-    """1 for each block that a reader has needed. Written under the lock, and read without: it only ever grows."""
-    brought_hot: bytearray
-    """1 for each block that was fetched because it is hot."""
 
 
 @dataclass(slots=True)
@@ -150,7 +138,7 @@ class Engine:
 
     def want_rest(self, *, rush: bool) -> None:
         """All that is missing."""
-        missing = [list(_ranges(file.cached.missing(0, file.index.size_bytes))) for file in self.files]
+        missing = [file.missing() for file in self.files]
         with self._lock:
             now = time.monotonic()
             for number, parts in enumerate(missing):
@@ -246,7 +234,7 @@ class Engine:
         """Answer a reader whose blocks are all here."""
         file = self.files[ticket.file]
         try:
-            data = _assembled(file, ticket)
+            data = file.assembled(ticket.offset, ticket.length, ticket.held)
         except MissingBlocks as error:  # damaged on the disk, or never written to it
             with self._lock:
                 if self._closed:
@@ -271,20 +259,18 @@ class Engine:
                     continue
                 look_at = self._elsewhere.due(now)
                 to_do = self._advance(now)
-            self._carry_out(to_do)
-            for key in look_at:
-                self._look_at(key)
+            try:
+                self._carry_out(to_do)
+                for key in look_at:
+                    self._look_at(key)
+            except Exception:  # without this thread no read would ever run out of time
+                report_exception()
 
     def _look_at(self, key: Key) -> None:
         """Is the block here that another process has claimed, or has its claim fallen?"""
-        cached = self.files[key[0]].cached
-        try:
-            is_free = cached.claim(key[1])
-            if is_free:
-                cached.release(key[1])  # whoever fetches it claims it for himself
-            is_here = cached.ready(key[1])
-        except BootseerError:
-            is_free, is_here = True, False
+        file = self.files[key[0]]
+        is_free = file.is_free(key[1])
+        is_here = not is_free and file.cached.ready(key[1])
         now = time.monotonic()
         complete: list[Ticket] = []
         with self._lock:
@@ -310,21 +296,17 @@ class Engine:
     def _fetch(self, fetch: Fetch) -> None:
         file = self.files[fetch.file]
         error: BootseerError | None = None
-        claimed: set[int] = set()
+        claim = file.claim(fetch.blocks, hedge=fetch.hedge, distrusted=self._distrusted_of(fetch.file))
         try:
-            for blocks in _ranges(self._claim(fetch, claimed), fetch.blocks.step):
-                answer = transfer(file.index, file.origin, blocks, fetch.timeout_s)
-                for block, stored in answer:
-                    self._take(fetch, block, stored, claimed)
-                    if self._closed or fetch.number in self._cancelled:
-                        answer.close()
+            self._say_claimed(fetch, claim)
+            self._bring(fetch, claim)
         except BootseerError as problem:
             error = problem
         except Exception as problem:
             # An adapter let a foreign error through: readers must not wait for the deadline because of that.
             error = TransientError(f"{file.origin.uri}: {type(problem).__name__}: {problem}")
             report_exception()
-        self._release(file, claimed)
+        file.release(claim.held)
         with self._lock:
             now = time.monotonic()
             self._cancelled.discard(fetch.number)
@@ -336,51 +318,47 @@ class Engine:
         if is_last:
             self._sync()
 
+    def _bring(self, fetch: Fetch, claim: Claim) -> None:
+        file = self.files[fetch.file]
+        for blocks in ranges(claim.mine, fetch.blocks.step):
+            with contextlib.closing(transfer(file.index, file.origin, blocks, fetch.timeout_s)) as answer:
+                for block, stored in answer:
+                    self._take(fetch, block, stored, claim.held)
+                    if self._closed or fetch.number in self._cancelled:
+                        return
+
     def _sync(self) -> None:
         """All that was wanted is here: files that are complete now can be mounted without us from now on."""
         for file in self.files:
             try:
-                file.cached.sync()
+                if file.cached.complete:
+                    file.cached.sync()
             except BootseerError as error:
                 self._say(f"what was fetched may be lost when the machine stops: {error}")
 
-    def _claim(self, fetch: Fetch, claimed: set[int]) -> list[int]:
-        """The blocks that are for us to fetch, in order. The others are here, or another process fetches them."""
-        cached = self.files[fetch.file].cached
-        mine: list[int] = []
-        here: list[int] = []
-        elsewhere: list[int] = []
-        for block in fetch.blocks:
-            if (fetch.file, block) in self._distrusted:
-                mine.append(block)
-                continue
-            try:
-                if cached.claim(block):
-                    claimed.add(block)
-                    mine.append(block)
-                elif cached.ready(block):
-                    here.append(block)
-                else:
-                    (mine if fetch.hedge else elsewhere).append(block)
-            except BootseerError:  # without claims some blocks may be fetched twice
-                mine.append(block)
-        if here or elsewhere:
-            complete: list[Ticket] = []
-            with self._lock:
-                now = time.monotonic()
-                for block in here:
-                    self.meter.blocks_from_others += 1
-                    self.scheduler.have(fetch.file, block)
-                    complete += self._here((fetch.file, block), None, now)
-                for block in elsewhere:
-                    self.scheduler.elsewhere(fetch.number, block)
-                    self._elsewhere.watch((fetch.file, block), now)
-                to_do = self._advance(now)
-            to_do.complete += complete
-            self._carry_out(to_do)
-        return mine
+    def _distrusted_of(self, number: int) -> frozenset[int]:
+        with self._lock:
+            return frozenset(block for file, block in self._distrusted if file == number)
 
-    def _take(self, fetch: Fetch, block: int, stored: Buffer, claimed: set[int]) -> None:
+    def _say_claimed(self, fetch: Fetch, claim: Claim) -> None:
+        """Tell the scheduler which blocks of a request it need not bring."""
+        if not (claim.here or claim.elsewhere):
+            return
+        complete: list[Ticket] = []
+        with self._lock:
+            now = time.monotonic()
+            for block in claim.here:
+                self.meter.blocks_from_others += 1
+                self.scheduler.have(fetch.file, block)
+                complete += self._here((fetch.file, block), None, now)
+            for block in claim.elsewhere:
+                self.scheduler.elsewhere(fetch.number, block)
+                self._elsewhere.watch((fetch.file, block), now)
+            to_do = self._advance(now)
+        to_do.complete += complete
+        self._carry_out(to_do)
+
+    def _take(self, fetch: Fetch, block: int, stored: Buffer, held: set[int]) -> None:
         """Verify a block, keep it, and give it to its readers."""
         file = self.files[fetch.file]
         problem: BootseerError | None = None
@@ -389,15 +367,15 @@ class Engine:
         is_urgent = fetch.purpose is Purpose.DEMAND or fetch.number in self._urgent
         with contextlib.nullcontext() if is_urgent else self._processors:
             begin = time.perf_counter()
-            data = _decoded(file, block, stored)
+            data = file.decoded(block, stored)
             decode_s = time.perf_counter() - begin
             if not isinstance(data, CorruptError):
                 try:
                     file.cached.put(block, data)
                 except BootseerError as error:
                     problem = error
-        self._release(file, claimed & {block})
-        claimed.discard(block)
+        file.release(held & {block})
+        held.discard(block)
         complete: list[Ticket] = []
         with self._lock:
             now = time.monotonic()
@@ -426,47 +404,6 @@ class Engine:
     def _say(self, problem: str) -> None:
         if self._on_problem is not None and not self._closed:
             self._on_problem(problem)
-
-    @staticmethod
-    def _release(file: File, claimed: Iterable[int]) -> None:
-        for block in claimed:
-            try:
-                file.cached.release(block)
-            except BootseerError:
-                continue  # the kernel releases it with the process
-
-
-def _decoded(file: File, block: int, stored: Buffer) -> bytes | CorruptError:
-    place = file.index.place(block)
-    try:
-        return decode(place.codec, stored, file.index.length(block), file.index.digest(block))
-    except CorruptError as error:
-        stripe = file.index.stripes[place.stripe].name
-        return CorruptError(f"{file.origin.uri}: {stripe}: block {block} of file {file.index.identity[:16]}: {error}")
-
-
-def _assembled(file: File, ticket: Ticket) -> Buffer:
-    """A reader's bytes, from the blocks that it holds and from the cache."""
-    blocks = file.index.blocks_of(ticket.offset, ticket.length)
-    end = min(ticket.offset + ticket.length, file.index.size_bytes)
-    pieces: list[Buffer] = []
-    for block in blocks:
-        start = block * file.index.block_size
-        low, high = max(ticket.offset, start), min(end, start + file.index.block_size)
-        data = ticket.held.get(block)
-        pieces.append(
-            file.cached.read(low, high - low) if data is None else memoryview(data)[low - start : high - start]
-        )
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _ranges(blocks: list[int], step: int = 1) -> Iterator[range]:
-    """The same numbers as ranges, each as long as possible."""
-    start = 0
-    for position in range(1, len(blocks) + 1):
-        if position == len(blocks) or blocks[position] != blocks[position - 1] + step:
-            yield range(blocks[start], blocks[position - 1] + step, step)
-            start = position
 
 
 def _answer(ticket: Ticket, answer: Buffer | BootseerError) -> None:

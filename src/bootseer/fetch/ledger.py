@@ -79,8 +79,6 @@ class Counts:
     requests: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     hedges: int = 0
     failures: int = 0
-    promoted: int = 0
-    """Prefetches that a reader came for before they were here."""
     dropped: int = 0
     """Blocks whose prefetch was given up."""
 
@@ -129,7 +127,6 @@ class Ledger:
         self.num_demanded += 1
         if not file.hot[key[1]]:
             file.origin.uncovered.add(key)
-        self.counts.promoted += wanted.prefetch is not None
         if wanted.later:  # it failed as a prefetch: a reader is worth an attempt at once
             wanted.later, wanted.attempts = False, 0
         if wanted.queued:

@@ -67,6 +67,8 @@ class Origin:
     """In the order of arrival."""
     uncovered: set[Key] = field(default_factory=set)
     """Blocks that readers wait for, queued or not, and that are not in the hot set."""
+    yield_until: float = 0.0
+    """Until then hot blocks give way to these readers, though the hot set has proven itself."""
     hot: deque[Key] = field(default_factory=deque)
     """In the order of recorded need."""
     cold: deque[tuple[int, range]] = field(default_factory=deque)

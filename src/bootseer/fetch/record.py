@@ -70,8 +70,7 @@ class RecordWriter:
             self._num_needs += 1
             # By hand: this runs with a reader waiting.
             self._lines.append(f"[{number},{block},{int(passed_s * 1000)},{found:d}]\n")
-            if len(self._lines) == 1:
-                self._changed.notify()
+            self._changed.notify()
 
     def end(self) -> None:
         """The startup is over: training has begun. Later needs are not recorded."""

@@ -60,6 +60,7 @@ class Scheduler:
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._last_need: float | None = None
         self._hedge_credit = settings.first_hedge_credit
+        self._has_hot_set = False
         self._rush = False
         self.worth = Worth(settings)
         self.prefetch_error: BootseerError | None = None
@@ -93,18 +94,23 @@ class Scheduler:
 
     def needed(self, file: int, block: int, now: float) -> None:
         """A reader needs the block for the first time, whether it is here or not."""
-        self.worth.needed(bool(self._ledger.files[file].hot[block]))
         self._last_need = now
+        if self._has_hot_set:  # one that comes late is not judged by what was needed before
+            self.worth.needed(bool(self._ledger.files[file].hot[block]))
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
         """Somebody wants these blocks. A reader that wants a block says `cancelled` if it leaves before the block is
         here or given up. A block that was here and is wanted again is fetched again."""
         if purpose is Purpose.DEMAND:
             self._last_need = now
+            origin = self._ledger.files[file].origin
             for block in blocks:
                 if self._ledger.demand((file, block)):
                     self._watch((file, block), now)
+                if (file, block) in origin.uncovered:
+                    origin.yield_until = now + self._settings.window_s
         else:
+            self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
                 self._ledger.prefetch((file, block), purpose)
 
@@ -206,7 +212,7 @@ class Scheduler:
         for origin in origins:
             self._start_demand(origin, now, fetches)
         for origin in origins:
-            self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin), now, fetches)
+            self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin, now), now, fetches)
         if self._cold_from(now) <= now:
             for origin in origins:
                 self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now, fetches)
@@ -238,7 +244,7 @@ class Scheduler:
         def eligible(key: Key) -> bool:
             return self._is_next(key, purpose)
 
-        while origin.num_running < origin.pace.limit:
+        while origin.num_running < origin.pace.limit and len(self._ledger.running) < self._settings.max_requests:
             key = self._next_hot(origin) if purpose is Purpose.HOT else self._next_cold(origin)
             if key is None:
                 return
@@ -283,7 +289,9 @@ class Scheduler:
         return wanted.readers > 0 and wanted.on_its_way and wanted.hedges < self._settings.max_hedges
 
     def _has_demand_slot(self, origin: Origin) -> bool:
-        return origin.num_running < origin.pace.limit + self._settings.reserved_requests
+        reserved = self._settings.reserved_requests
+        in_all = self._settings.max_requests + reserved
+        return origin.num_running < origin.pace.limit + reserved and len(self._ledger.running) < in_all
 
     def _launch(
         self, file: int, blocks: range, sizes: list[int], purpose: Purpose, now: float, *, hedge: bool = False
@@ -307,11 +315,14 @@ class Scheduler:
     def _hot_suspended(self) -> bool:
         return self.worth.suspended and not self._rush
 
-    def _hot_window(self, origin: Origin) -> int:
+    def _hot_window(self, origin: Origin, now: float) -> int:
         window_bytes = origin.pace.window_bytes()
-        if self._rush or self.worth.proven:
+        if self._rush:
             return window_bytes
-        return 0 if origin.uncovered else self.worth.allowance(window_bytes)
+        # What runs already fills the line while a set that has proven itself gives way to a reader for a moment.
+        if origin.uncovered and (not self.worth.proven or now < origin.yield_until):
+            return 0
+        return self.worth.allowance(window_bytes)
 
     def _next_hot(self, origin: Origin) -> Key | None:
         while origin.hot:
@@ -402,6 +413,8 @@ class Scheduler:
             times += [later[0] for later in origin.later[:1]]
             if origin.demand:
                 times.append(origin.pace.paused_until)
+            if origin.hot and origin.uncovered:
+                times.append(origin.yield_until)
             if origin.hot or origin.cold:
                 times += [origin.pace.paused_until, origin.pace.prefetch_after]
             may_wait |= bool(origin.cold)

@@ -27,7 +27,7 @@ class FetchSettings:
     first_requests: int = 8
     """Prefetch requests at once before anything was measured."""
     max_requests: int = 24
-    """Prefetch requests at once, however well it goes. A node has this many connections to one origin."""
+    """Prefetch requests at once, to all origins together, however well it goes."""
     reserved_requests: int = 8
     """Requests beyond those, for demand alone: a reader never waits for a prefetch to end."""
     window_s: float = 0.25

@@ -21,7 +21,7 @@ class Worth:
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
         self._score = 0
         self.needs = 0
-        """Blocks that readers needed."""
+        """Blocks that readers needed since there is a hot set."""
         self.covered = 0
         """Those of them that are in the hot set."""
         self.suspended = False

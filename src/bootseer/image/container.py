@@ -86,9 +86,12 @@ class Container:
     @property
     def command(self) -> tuple[str, ...]:
         """What to start in the place of the user's command; it needs no environment but `PATH`."""
+        python = (sys.executable, "-I", "-S")
         if self.runtime == "direct":
-            return (sys.executable, "-I", "-S", str(_SCRIPTS / "enter.py"), str(self._folder / "config.json"))
-        return ("runc", "--root", str(self._runc_state), "run", "--bundle", str(self._folder), self._id)
+            return (*python, str(_SCRIPTS / "enter.py"), str(self._folder / "config.json"))
+        pid_file = str(self._folder / "pid")
+        runc = ("runc", "--root", str(self._runc_state), "run", "--detach", "--pid-file", pid_file)
+        return (*python, str(_SCRIPTS / "shim.py"), pid_file, *runc, "--bundle", str(self._folder), self._id)
 
     def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
         """From now on the container, and whatever `then` undoes, goes when this process is killed."""

@@ -35,7 +35,7 @@ class LayerLimits:
     """Files with their holes, and the tar stream itself. 0: 64 GiB or 200 times the compressed size, what is more:
     source code compresses 5 times, logs 20 times, and a few empty database files may well be 200."""
     members: int = 4_000_000
-    """About 250 bytes of memory each. Large training images have 500,000."""
+    """Files and directories, about 250 bytes of memory each. Large training images have 500,000."""
 
     def unpacked_limit(self, compressed_bytes: int) -> int:
         """The limit in bytes for a layer of this compressed size."""
@@ -104,13 +104,13 @@ class _LayerRun:
         for number, member in enumerate(reader):
             self._at = member.name
             if number >= self._limits.members:
-                raise PermanentError(f"more than {self._limits.members} members; raise the limit `members`")
+                raise self._too_many()
             extent = self._store_content(reader, member) if self._tree.keeps_content(member) else Extent(0, 0)
             if self._waiting:
                 self._waiting.append((member, extent))
                 continue
             try:
-                self._tree.add(member, extent)
+                self._add(member, extent)
             except NeedsLowerError:
                 self._waiting.append((member, extent))
         while stream.some(1 << 20):
@@ -121,8 +121,13 @@ class _LayerRun:
         while self._waiting:
             member, extent = self._waiting.popleft()
             self._at = member.name
-            self._tree.add(member, extent)
+            self._add(member, extent)
         return LayerFacts(self._tree.root, self._tree.root_opaque, lower.asked if lower is not None else {})
+
+    def _add(self, member: Member, extent: Extent) -> None:
+        self._tree.add(member, extent)
+        if len(self._writer.tree) > self._limits.members:  # directories on the way count as well
+            raise self._too_many()
 
     def _store_content(self, reader: TarReader, member: Member) -> Extent:
         writer = self._writer
@@ -143,6 +148,9 @@ class _LayerRun:
             if total > self._unpacked_limit:
                 raise self._too_large()
             yield piece
+
+    def _too_many(self) -> PermanentError:
+        return PermanentError(f"more than {self._limits.members} files; raise the limit `members` if that is right")
 
     def _too_large(self) -> PermanentError:
         limit = format_bytes(self._unpacked_limit)

@@ -25,7 +25,7 @@ from bootseer.image.layer_document import (
     layer_name,
     parse,
 )
-from bootseer.image.lower import Lower, ask, digest_of
+from bootseer.image.lower import Lower, ask
 from bootseer.image.source import SourceLayer
 from bootseer.image.verified import check_content, check_stored, read_resumed
 from bootseer.store.retry import read_all, retrying
@@ -65,15 +65,15 @@ class LayerJob:
     def run(self) -> ConvertedLayer:
         """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and what stores raise."""
         found = self._find("")
-        lower: Lower | None = None
-        if not isinstance(found, ConvertedLayer) and found is not None:
-            lower = self.lower() if self.lower is not None else None
-            found = self._find(ask(lower, found)) if lower is not None else None
+        questions: Questions = ()
+        if found is not None and not isinstance(found, ConvertedLayer):
+            questions = found
+            found = self._find(ask(self.lower(), questions)) if self.lower is not None else None
         if isinstance(found, ConvertedLayer):
             self.progress(self.layer.size_bytes)
             return found
         # An upload cannot be taken up again in the middle; the whole layer can.
-        return retrying(lambda _: self._convert(), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
+        return retrying(lambda _: self._convert(questions), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
 
     def _find(self, answers: str) -> ConvertedLayer | Questions | None:
         """What the store has of this layer, if all of it is there."""
@@ -91,7 +91,7 @@ class LayerJob:
     def _stat(self, name: str, _left_s: float) -> Stored:
         return self.store.stat(name)
 
-    def _convert(self) -> ConvertedLayer:
+    def _convert(self, questions: Questions) -> ConvertedLayer:
         layer = self.layer
         options = self.options
         with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
@@ -107,12 +107,19 @@ class LayerJob:
             )
             file = blocks.finish(writer.finish())
         converted = ConvertedLayer(file, facts.root, facts.opaque)
-        if len(facts.asked) <= MAX_QUESTIONS:
-            answers = digest_of(facts.asked) if facts.asked else ""
-            self._publish(answers, converted, file.objects)
-            if facts.asked:
-                self._publish("", tuple(facts.asked), ())
+        self._remember(converted, questions, tuple(facts.asked))
         return converted
+
+    def _remember(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
+        """Publish the layer under the answers to everything that was ever asked: the next question may depend on the
+        answer to the one before, and other images must not make this one's answers hard to find."""
+        questions = tuple(sorted({*known, *asked}))
+        if len(questions) > MAX_QUESTIONS:
+            return
+        lower = self.lower() if questions and self.lower is not None else None
+        self._publish(ask(lower, questions) if lower is not None else "", converted, converted.file.objects)
+        if lower is not None and questions != known:
+            self._publish("", questions, ())
 
     def _watched(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         done = 0

@@ -67,6 +67,7 @@ class LayerTree:
         self._whiteouts = whiteouts
         self._whiteout: int | None = None  # one inode with many names
         self._opaque: set[int] = set()
+        self._made_up: set[int] = set()  # directories that lower layers do not have either
         self._last: tuple[Sequence[bytes], _Directory] | None = None
 
     def keeps_content(self, member: Member) -> bool:
@@ -209,40 +210,50 @@ class LayerTree:
         followed = 0
         while waiting:
             name = waiting.pop()
-            here = at[-1]
             if name == b"..":  # from a symbolic link; the root is its own parent
                 del at[max(1, len(at) - 1) :]
                 continue
-            target: bytes | None = None
-            child = self._tree.child(here.inode, name)
-            if child is not None and child != self._whiteout:
-                target = self._tree.targets.get(child)
-                usable = target is not None or self._tree.is_directory(child)
-            else:
-                below = self._below(here, name) if child is None else None
-                if below is None and not make_up:
-                    return None
-                target = below.target() if below is not None and stat.S_ISLNK(below.mode) else None
-                usable = below is None or target is not None or below.is_directory
-                if usable and target is None:
-                    attributes = _MADE_UP if below is None else below.attributes()
-                    made = self._new_directory(attributes, opaque=child is not None)
-                    self._put(here, name, made)
-                    child = made
-            if not usable:
-                if make_up:
-                    raise PermanentError(f"{_shown(b'/'.join((*here.path, name)))} on the way to it is not a directory")
+            found = self._enter(at[-1], name, make_up)
+            if found is None:
                 return None
-            if target is not None:
-                followed += 1
-                if followed > _MAX_FOLLOWED:
-                    raise PermanentError("too many symbolic links on the way to it")
-                waiting += [part for part in reversed(target.split(b"/")) if part not in {b"", b"."}]
-                if target.startswith(b"/"):
-                    del at[1:]
-            elif child is not None:
-                at.append(_Directory(child, (*here.path, name), here.open and child not in self._opaque))
+            if isinstance(found, _Directory):
+                at.append(found)
+                continue
+            followed += 1
+            if followed > _MAX_FOLLOWED:
+                raise PermanentError("too many symbolic links on the way to it")
+            waiting += [part for part in reversed(found.split(b"/")) if part not in {b"", b"."}]
+            if found.startswith(b"/"):
+                del at[1:]
         return at[-1]
+
+    def _enter(self, here: _Directory, name: bytes, make_up: bool) -> _Directory | bytes | None:
+        """One step of `_walk`: the directory of this name, or where a symbolic link leads."""
+        path = (*here.path, name)
+        child = self._tree.child(here.inode, name)
+        if child is not None and child != self._whiteout:
+            if self._tree.is_directory(child):
+                closed = child in self._opaque or child in self._made_up
+                return _Directory(child, path, here.open and not closed)
+            target = self._tree.targets.get(child)
+        else:
+            below = self._below(here, name) if child is None else None
+            if (below is None and make_up) or (below is not None and below.is_directory):
+                return self._make(here, name, below, over_whiteout=child is not None)
+            if below is None:
+                return None
+            target = below.target() if stat.S_ISLNK(below.mode) else None
+        if target is None and make_up:
+            raise PermanentError(f"{_shown(b'/'.join(path))} on the way to it is not a directory")
+        return target
+
+    def _make(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
+        """A directory of this layer for one that lies below, or for none."""
+        made = self._new_directory(_MADE_UP if below is None else below.attributes(), opaque=over_whiteout)
+        self._put(here, name, made)
+        if below is None:
+            self._made_up.add(made)
+        return _Directory(made, (*here.path, name), below is not None)
 
     def _below(self, directory: _Directory, name: bytes) -> LowerFile | None:
         """What lower layers show under this name."""

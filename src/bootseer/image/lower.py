@@ -65,13 +65,8 @@ class Lower:
 
 
 def ask(lower: Lower, questions: Sequence[Path]) -> str:
-    """A digest of the answers to these questions."""
+    """A digest of the questions and of the answers to them."""
     for path in questions:
         lower.lookup(path)
-    return digest_of({path: lower.asked[path] for path in questions})
-
-
-def digest_of(asked: dict[Path, str]) -> str:
-    """A digest of questions and answers."""
-    rows = [[[name.hex() for name in path], asked[path]] for path in sorted(asked)]
+    rows = [[[name.hex() for name in path], lower.asked[path]] for path in sorted(questions)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

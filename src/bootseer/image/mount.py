@@ -26,7 +26,7 @@ from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.image.found import Found, find
 from bootseer.image.hotsets import HotSets
-from bootseer.image.mounted import MountedImage
+from bootseer.image.mounted import CHANGES, MountedImage
 from bootseer.image.places import blocks_folder
 from bootseer.image.predict import PULL, Image, Link, Prediction, predict
 from bootseer.image.request import Request
@@ -34,6 +34,9 @@ from bootseer.mounts import kept, kernel, layers
 from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, start_daemon
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.store.open import open_store
+
+_IDLE_S = 7 * 86_400.0
+"""A layer that no start used for a week is unmounted: until then the next start finds its files in memory."""
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Marks a part of the work; what is put into the dict it gives are facts about it."""
@@ -54,15 +57,16 @@ def mount_image(
 ) -> MountedImage:
     """Mount the image on `target`, which is made when it is not there.
 
-    With `writable`, an empty folder to be, changes go there; else the tree is read-only. With `lifeline` a lazy mount
-    ends with this process. Raises `UsageError` without root, and `BootseerError` for what no fallback could help.
+    With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. With `lifeline` a
+    lazy mount ends with this process. Raises `UsageError` without root, and `BootseerError` for what no fallback could help.
     """
     if os.geteuid() != 0:
         raise UsageError("mounting an image needs root", hint="run as root, or give the container CAP_SYS_ADMIN")
     runtime = Runtime(request.runtime)
-    runtime.clean()  # what killed processes left
-    found = find(request, stage=stage, say=say)
     cache = Cache(blocks_folder(request.cache))
+    with contextlib.suppress(BootseerError, OSError):
+        release(runtime, cache, idle_s=_IDLE_S)
+    found = find(request, stage=stage, say=say)
     folder = runtime.new_folder()
     opened: list[CachedFile] = []
     try:
@@ -77,6 +81,12 @@ def mount_image(
         for file in opened:
             file.close()
     return mounted
+
+
+def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
+    """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
+    runtime.clean()
+    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN))
 
 
 @dataclass(slots=True)
@@ -107,6 +117,7 @@ class _Job:
                 if writable is not None:
                     upper, work = _upper(writable, lowers[-1])
                 layers.mount_overlay(lowers, target, upper=upper, work=work)
+            changes = {CHANGES: os.path.abspath(writable)} if writable is not None else {}  # noqa: PTH100
             state = MountState(
                 id=self.folder.name,
                 target=os.path.abspath(target),  # noqa: PTH100 - as `Runtime.find` compares
@@ -115,7 +126,7 @@ class _Job:
                 layers=tuple(index.identity for index in found.indexes),
                 daemon=self.daemon.process if self.daemon is not None else None,
                 made_s=time.time(),
-                details={"digest": found.document.digest, "mode": mode, "workload": self.request.workload},
+                details={"digest": found.document.digest, "mode": mode, "workload": self.request.workload, **changes},
             )
             self.runtime.write(state)
         except BaseException:

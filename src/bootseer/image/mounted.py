@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +23,8 @@ from bootseer.mounts.state import MountState, Runtime
 
 KEPT = "kept"
 """The file that says that the record has become part of the hot set; it holds what did not work, as lines."""
+CHANGES = "changes"
+"""Key of a mount's details: the folder with what was changed in it, which goes with the mount."""
 _KEEP_S = 5.0
 _POLL_S = 0.01
 
@@ -98,6 +102,9 @@ def unmount(runtime: Runtime, state: MountState) -> None:
             kernel.unmount(Path(point))
         Daemon(folder, state.daemon).stop()
     runtime.remove(state)
+    changes = state.details.get(CHANGES)
+    if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
+        shutil.rmtree(changes, ignore_errors=True)
 
 
 def find_mount(runtime: Runtime, target: Path) -> MountState:

@@ -11,6 +11,7 @@ from pathlib import Path
 from bootseer.image.reference import Place, Reference
 
 CACHE = "BOOTSEER_CACHE"
+RUNTIME = "BOOTSEER_RUNTIME"
 STORE = "BOOTSEER_STORE"
 
 
@@ -40,7 +41,9 @@ def converted_folder(root: Path) -> Path:
 
 
 def runtime_root(env: Mapping[str, str], uid: int) -> Path:
-    """Where the state of mounts lies: a folder that is empty after a boot."""
+    """Where the state of mounts lies: `$BOOTSEER_RUNTIME`, else a folder that is empty after a boot."""
+    if env.get(RUNTIME):
+        return Path(env[RUNTIME]).absolute()
     if uid == 0:
         return Path("/run/bootseer")
     return Path(env.get("XDG_RUNTIME_DIR") or f"/tmp/bootseer-{uid}") / "bootseer"  # noqa: S108 - its owner is checked

@@ -22,7 +22,14 @@ _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
 # Of this machine, or of how the image came here: no business of the program in it.
 _KEPT_BACK = frozenset(
-    {"BOOTSEER_SPOOL", "BOOTSEER_CACHE", "BOOTSEER_STORE", "BOOTSEER_PLAIN_HTTP", "BOOTSEER_PODINFO"}
+    {
+        "BOOTSEER_SPOOL",
+        "BOOTSEER_CACHE",
+        "BOOTSEER_RUNTIME",
+        "BOOTSEER_STORE",
+        "BOOTSEER_PLAIN_HTTP",
+        "BOOTSEER_PODINFO",
+    }
 )
 
 

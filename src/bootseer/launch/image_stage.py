@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bootseer
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError, Interrupted, UsageError
 from bootseer.image.container import Container
 from bootseer.image.container import Options as ContainerOptions
 from bootseer.image.places import cache_root
@@ -37,7 +37,7 @@ from bootseer.image.request import Request
 from bootseer.image.runtime_config import Bind
 from bootseer.image.workload import workload_key
 from bootseer.launch import supervise
-from bootseer.launch.interrupt import Interrupted, interruptible
+from bootseer.launch.interrupt import interruptible
 from bootseer.launch.run import Options, run_command
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
@@ -138,7 +138,7 @@ class _ImageStart:
             mounted = self._mounted = mount_image(
                 self._request,
                 folder / "root",
-                writable=folder / "writable",
+                writable=folder,
                 lifeline=True,
                 stage=lambda name: self._stage(f"{STAGE}.{name}"),
                 say=say,

@@ -13,15 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from bootseer.errors import Interrupted
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class Interrupted(BaseException):
-    """A signal asked us to end; not an `Exception`, as `KeyboardInterrupt` is none."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
 
 
 @contextmanager
@@ -29,7 +23,7 @@ def interruptible() -> Iterator[None]:
     """Raise `Interrupted` in the main thread for a signal that asks us to end; what is ignored stays ignored."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise Interrupted(number)
+        raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in _ENDING}

@@ -37,6 +37,7 @@ from bootseer.mounts.process import ProcessId
 LOG = "log"
 FILES = "files"
 _MAX_REPORT = 65_536
+_GRACE_S = 1.0
 
 OnError = Callable[[str], None]
 
@@ -100,7 +101,7 @@ class Daemon:
         """Tell it that the startup is over: training has begun."""
         control.ask(self.folder, "began")
 
-    def stop(self, *, timeout_s: float = 15.0) -> None:
+    def stop(self, *, timeout_s: float = 30.0) -> None:
         """Let it unmount and end; wait until it has. Raises `PermanentError` while its files are in use.
 
         A daemon that does not answer is killed after `timeout_s`: readers get an I/O error then.
@@ -135,7 +136,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0) -> Daemon:
     try:
         middle = os.fork()
         if middle == 0:
-            _leave(spec, report, None if lifeline is None else lifeline[0])
+            _leave(spec, report, None if lifeline is None else lifeline[0], deadline_s)
     finally:
         os.close(report)
         if lifeline is not None:
@@ -182,23 +183,29 @@ def report_error(pipe: int, error: BaseException) -> None:
     _tell(pipe, {"kind": type(error).__name__, "error": message})
 
 
-def report_ready(pipe: int) -> None:
-    """Tell the parent that files can be read."""
-    _tell(pipe, {"ready": True})
+def report_ready(pipe: int) -> bool:
+    """Tell the parent that files can be read. False when it was killed meanwhile, so that nobody knows of the mount."""
+    return _tell(pipe, {"ready": True})
 
 
-def _tell(pipe: int, said: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):
+def _tell(pipe: int, said: dict[str, object]) -> bool:
+    try:
         os.write(pipe, json.dumps(said).encode() + b"\n")
+    except OSError:
+        return False
+    return True
 
 
-def _leave(spec: DaemonSpec, report: int, lifeline: int | None) -> NoReturn:
+def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:
     """In the first child: make a session, fork once more, so that the daemon has no parent and no terminal."""
     try:
         os.setsid()
         if os.fork() > 0:
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        # If the parent is killed while this hangs, nobody else would end it. `serve` calls it off.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
         _tell(report, {"pid": os.getpid()})
         _let_go(spec.folder, {report, *([] if lifeline is None else [lifeline])})
         from bootseer.mounts.serve import serve

@@ -1,7 +1,8 @@
 """The file tree inside an EROFS block file, served through FUSE: for machines where the kernel cannot mount EROFS.
 
 All metadata and all folders of the image are read before the mount, because none of a tree's methods may wait; the
-contents of files are read when they are asked for. Attributes of overlays are shown under the names that overlays in user namespaces read.
+contents of files are read when they are asked for. Attributes of overlays are shown under the names that overlays in
+user namespaces read.
 Who calls: `fetched` as `make_tree`, through whoever mounts images without root.
 """
 
@@ -86,19 +87,9 @@ class FilesTree:
         found = self._inode(inode)
         if not stat.S_ISREG(found.mode):
             raise OSError(errno.EINVAL, "not a regular file")
+        if found.tail_at is not None:
+            raise CorruptError(f"{self._file.name}: the content of inode {found.number} lies among the metadata")
         at = found.place * BLOCK + offset
-        if found.tail_at is not None and offset + length > found.size - found.size % BLOCK:
-            # The end of the file lies among the metadata, perhaps with a part before it that does not.
-            plain = max(0, found.size - found.size % BLOCK - offset)
-            if plain == 0:
-                reply(self._reader.pread(found, offset, length))
-                return None
-            tail = self._reader.pread(found, offset + plain, length - plain)
-
-            def join(head: bytes | bytearray | memoryview | int) -> None:
-                reply(head if isinstance(head, int) else bytes(head) + tail)
-
-            return start_read(self._source, self._file.number, at, plain, join, self._on_error)
         return start_read(self._source, self._file.number, at, length, reply, self._on_error)
 
     def _load_folders(self) -> None:

@@ -77,7 +77,8 @@ def mount_overlay(
     top_first = list(reversed(lowers))
     with _short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
         if one_option:
-            options: list[tuple[str, str | None]] = [("lowerdir+", name) for name in names[: len(lowers)]]
+            options: list[tuple[str, str | None]] = [("source", "bootseer")]
+            options += [("lowerdir+", name) for name in names[: len(lowers)]]
             options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
             options += [("userxattr", None)] if userxattr else []
             try:

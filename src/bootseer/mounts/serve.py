@@ -23,7 +23,7 @@ from bootseer.mounts import control
 from bootseer.mounts.daemon import FILES, DaemonSpec, Recorder, Served, report_error, report_ready
 
 _SWITCH_INTERVAL_S = 0.0005
-"""The thread that answers the kernel waits at most so long for one that decompresses or verifies in Python."""
+"""The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""
 _OOM_SCORE = "-500"
 """The kernel's choice when memory runs out should be a process whose end does not break all readers of an image."""
 _BUSY_S = 2.0
@@ -67,8 +67,12 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
         report_error(report, error)
         return 1
     life = _Life(spec, served, mounted, listener, log)
-    report_ready(report)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    heard = report_ready(report)
     os.close(report)
+    if not heard:
+        log("the process that started this one was killed")
+        return life.end()
     return life.run(wake, lifeline)
 
 
@@ -120,6 +124,11 @@ class _Life:
                 control.serve_one(self._listener, self._answer)
             if self._recording and time.monotonic() - self._started >= self._spec.window_s:
                 self._end_recording()
+        return self._finish()
+
+    def end(self) -> int:
+        """Unmount whatever happens, and end."""
+        self._unmount(force=True)
         return self._finish()
 
     def _watch(self, tell: socket.socket) -> None:

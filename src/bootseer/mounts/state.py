@@ -15,18 +15,20 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from bootseer.errors import AccessError, BootseerError, PermanentError
-from bootseer.mounts import kernel
+from bootseer.mounts import control, kernel
 from bootseer.mounts.process import ProcessId
 
 SCHEMA = "bootseer.mount/1"
 _RECORD = "mount.json"
 _MAX_BYTES = 1 << 20
+_ABANDONED_S = 600.0
 _ID = re.compile(r"[0-9a-f]{12}")
 Health = Literal["mounted", "daemon dead", "gone"]
 
@@ -49,6 +51,14 @@ class MountState:
     made_s: float = 0.0
     """Seconds since 1970."""
     details: Mapping[str, str] = field(default_factory=dict)
+
+
+def default_root(environ: Mapping[str, str], uid: int) -> Path:
+    """Where the runtime folder of this user is unless somebody says otherwise."""
+    if uid == 0:
+        return Path("/run/bootseer")
+    folder = environ.get("XDG_RUNTIME_DIR", "")
+    return Path(folder, "bootseer") if folder.startswith("/") else Path(f"/tmp/bootseer-{uid}")  # noqa: S108
 
 
 class Runtime:
@@ -133,7 +143,8 @@ class Runtime:
     def clean(self) -> list[MountState]:
         """Forget all mounts that are gone, with what they left behind; returns them.
 
-        A mount whose daemon is dead but which is still there is left alone: somebody may want to know.
+        A mount whose daemon is dead but which is still there is left alone: somebody may want to know. Folders without
+        a record belong to somebody who is just mounting; after ten minutes they are what a killed process left.
         """
         cleaned = []
         for state in list(self.all()):
@@ -141,6 +152,12 @@ class Runtime:
                 with contextlib.suppress(BootseerError, OSError):
                     self.remove(state)
                     cleaned.append(state)
+        for folder in self.mounts.iterdir():
+            with contextlib.suppress(BootseerError, OSError):
+                if not (folder / _RECORD).exists() and time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                    with contextlib.suppress(BootseerError):
+                        control.ask(folder, "stop")
+                    self.clear(folder)
         return cleaned
 
 

@@ -1,0 +1,98 @@
+"""Deadlines for libraries that have none: their calls run in threads that are left behind when time is over.
+
+hdfs-native waits for a hung NameNode for ever, and retries a dead one for minutes; obstore's timeouts are fixed when its
+client is made. Both release the GIL while they wait, so that a thread is all it takes. Called by `hdfs` and
+`object_store`.
+
+A thread that is left behind ends with the call that it waits for. Their number is bounded: when too many hang, new calls
+fail at once, which is what they would do later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Generic, TypeVar
+
+from bootseer.errors import TransientError
+
+T = TypeVar("T")
+
+_MAX_THREADS = 256
+_AHEAD = 4
+"""Pieces that are read ahead of the consumer: enough to overlap both, too few to matter for memory."""
+_slots = threading.BoundedSemaphore(_MAX_THREADS)
+
+
+def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
+    """What `call` returns, or a `TransientError` when it has not returned in time. Its own errors are passed on."""
+    results = stream_within(timeout_s, what, lambda: [call()])
+    try:
+        return next(results)
+    finally:
+        results.close()
+
+
+def stream_within(timeout_s: float, what: str, produce: Callable[[], Iterable[T]]) -> Generator[T, None, None]:
+    """What `produce` yields, or a `TransientError` when it has not come to its end in time.
+
+    The producer works ahead of the consumer by a few items, and stops soon after the consumer has closed this.
+    """
+    pump = _Pump(produce)
+    until = time.monotonic() + timeout_s
+    pump.start(what)
+    try:
+        while True:
+            try:
+                # Looked at even when time is over: what has arrived has arrived in time.
+                item = pump.items.get(timeout=max(until - time.monotonic(), 0.0))
+            except queue.Empty:
+                raise TransientError(f"{what}: no complete answer within {timeout_s:.1f} s") from None
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                return
+            yield item[0]
+    finally:
+        pump.stop()
+
+
+class _Pump(Generic[T]):
+    """One producer's thread. Only the queue and the flag are shared."""
+
+    def __init__(self, produce: Callable[[], Iterable[T]]) -> None:
+        self.items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
+        """Items in tuples; then None at the end, or the error that ended it."""
+        self._produce = produce
+        self._stopped = threading.Event()
+
+    def start(self, what: str) -> None:
+        if not _slots.acquire(blocking=False):
+            raise TransientError(f"{what}: too many earlier calls have not returned yet")
+        try:
+            threading.Thread(target=self._run, name="bootseer-store", daemon=True).start()
+        except BaseException:
+            _slots.release()
+            raise
+
+    def stop(self) -> None:
+        """The consumer takes no more. Makes room for the one item that the producer may be about to put."""
+        self._stopped.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.items.get_nowait()
+
+    def _run(self) -> None:
+        try:
+            for item in self._produce():
+                self.items.put((item,))
+                if self._stopped.is_set():
+                    return
+            self.items.put(None)
+        except BaseException as error:  # panics of Rust code are no Exceptions
+            self.items.put(error)
+        finally:
+            _slots.release()

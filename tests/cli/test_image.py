@@ -1,0 +1,205 @@
+"""The verbs of `image` and `cache`, as a user types them: what they print, their JSON, exit codes and errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from bootseer.cli.image_options import parse_size
+from bootseer.cli.verbs import cli
+from bootseer.errors import UsageError
+from bootseer.mounts import kernel
+from conftest_launch import BOOTSEER
+from image_node import Node
+
+needs_mounts = [pytest.mark.root, pytest.mark.fuse]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def bootseer(run: Run, node: Node) -> Run:
+    """`bootseer(words)`: the program on this node; it must succeed unless `code` says otherwise."""
+
+    def call(*words: str, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        ran = run(*words, more={**node.env, **kwargs.pop("more", {})}, **kwargs)
+        assert ran.returncode == code, ran.stderr
+        assert "Traceback" not in ran.stderr
+        return ran
+
+    return call
+
+
+def as_json(ran: subprocess.CompletedProcess[str], schema: str) -> Any:
+    value = json.loads(ran.stdout)
+    assert value["schema"] == schema
+    return value
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_convert_inspect_mount_list_and_umount(bootseer: Run, node: Node) -> None:
+    convert = as_json(bootseer("image", "convert", node.reference, "--json"), "bootseer.convert/1")
+    assert (convert["digest"], convert["layers"]) == (node.digest, 2)
+    inspect = as_json(bootseer("image", "inspect", node.reference, "--json"), "bootseer.inspect/1")
+    assert [layer["here_bytes"] for layer in inspect["layers"]] == [0, 0]
+    target = node.folder / "mnt"
+    words = ("image", "mount", node.reference, str(target), "--loading", "lazy", "--json")
+    mount = as_json(bootseer(*words), "bootseer.mounts/1")
+    assert (mount["mode"], mount["target"]) == ("lazy", str(target))
+    assert (target / "etc" / "passwd").is_file()
+    (row,) = as_json(bootseer("image", "list", "--json"), "bootseer.mounts/1")["mounts"]
+    assert (row["target"], row["state"], row["digest"]) == (str(target), "mounted", node.digest)
+    assert 0 < row["here"] < 1
+    assert "already" in bootseer("image", *words[1:], code=2).stderr or kernel.is_mount(target)
+    bootseer("image", "umount", str(target))
+    assert not kernel.is_mount(target)
+    assert bootseer("image", "list").stdout == "nothing is mounted\n"
+    assert "no image is mounted" in bootseer("image", "umount", str(target), code=2).stderr
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_mount_whose_daemon_died_is_told_and_can_be_taken_away(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target), "--loading", "lazy")
+    (row,) = json.loads(bootseer("image", "list", "--json").stdout)["mounts"]
+    os.kill(row["daemon_pid"], signal.SIGKILL)
+    with pytest.raises(OSError):
+        (target / "cold").read_bytes()
+    (row,) = json.loads(bootseer("image", "list", "--json", code=1).stdout)["mounts"]
+    assert row["state"] == "daemon dead"
+    bootseer("image", "umount", str(target))
+    assert not kernel.is_mount(target)
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_writable_mount_takes_changes(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target), "--rw")
+    (target / "new").write_text("x")
+    bootseer("image", "umount", str(target))
+    assert list((node.cache / "containers").iterdir()) == []
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target), "--loading", "lazy", "--workload", "w")
+    hashlib.sha256((target / "hot").read_bytes())
+    bootseer("image", "umount", str(target))
+    (row,) = as_json(bootseer("image", "hotset", "show", node.reference, "--json"), "bootseer.hotsets/1")["hotsets"]
+    assert (row["workload"], row["runs"]) == ("w", 1)
+    assert row["stored_bytes"] > 6 << 20
+    file = node.folder / "hot.bin"
+    bootseer("image", "hotset", "export", node.reference, "w", str(file))
+    elsewhere = {"BOOTSEER_CACHE": str(node.folder / "other"), "BOOTSEER_STORE": str(node.folder / "store")}
+    bootseer("image", "convert", node.reference, more=elsewhere)
+    bootseer("image", "hotset", "merge", node.reference, str(file), more=elsewhere)
+    there = bootseer("image", "hotset", "show", node.reference, "--json", more=elsewhere)
+    assert [row["workload"] for row in json.loads(there.stdout)["hotsets"]] == ["w"]
+    assert "there are: w" in bootseer("image", "hotset", "export", node.reference, "no", "-", code=2).stderr
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_the_cache_is_shown_verified_and_pruned(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    bootseer("image", "run", node.reference, "--loading", "pull", "--", "true")
+    shown = as_json(bootseer("cache", "show", "--json"), "bootseer.cache/1")
+    assert len(shown["files"]) == 2
+    assert all(file["trusted"] for file in shown["files"])
+    assert bootseer("cache", "show").stdout.splitlines()[-1].startswith("2 files, ")
+    data = next((node.cache / "blocks" / "files").glob("*/data"))
+    with data.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    verified = as_json(bootseer("cache", "verify", "--json", code=1), "bootseer.cache/1")
+    assert list(verified["dropped_blocks"].values()) == [[0]]
+    pruned = as_json(bootseer("cache", "prune", "--to", "0", "--json"), "bootseer.cache/1")
+    assert pruned["freed_bytes"] > 12 << 20
+    assert json.loads(bootseer("cache", "show", "--json").stdout)["files"] == []
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node, env: dict[str, str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reference = f"127.0.0.1:{silent.getsockname()[1]}/a/b:1"
+        words = [*BOOTSEER, "image", "convert", reference]
+        with subprocess.Popen(words, env={**env, **node.env}, stderr=subprocess.PIPE, text=True) as process:
+            link, _ = silent.accept()
+            with link:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 130
+            assert process.stderr is not None
+            assert process.stderr.read() == "bootseer: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("image", "convert", "alpine"), "host/repository"),
+        (("image", "convert", "."), "SRC DST"),
+        (("image", "run", "127.0.0.1:1/a:1", "--workload", "a b"), "letters"),
+        (("image", "run", "127.0.0.1:1/a:1", "--device", "nvidia"), "vendor.com"),
+        (("image", "run", "127.0.0.1:1/a:1", "--shm-size", "big"), "8g"),
+        (("cache", "prune", "--to", "all"), "512m"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_hint(run: Run, tmp_path: Path, words: tuple[str, ...], hint: str) -> None:
+    ran = run(*words, more={"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")})
+    assert ran.returncode == 2
+    line, second = ran.stderr.splitlines()
+    assert line.startswith("bootseer: ")
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("512", 512), ("64k", 65536), ("1.5G", 3 << 29), ("8gib", 8 << 30), ("2TB", 2 << 40)]
+)
+def test_sizes_are_read_in_binary_units(text: str, size: int) -> None:
+    assert parse_size(text, "--to") == size
+
+
+@pytest.mark.parametrize("text", ["", "g", "-1", "1x", "1e9", "٣"])
+def test_what_is_no_size_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_size(text, "--to")
+
+
+def every_verb(command: click.Command, name: str = "bootseer") -> list[tuple[str, click.Command]]:
+    found = [(name, command)]
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for inner in command.list_commands(context):
+            verb = command.get_command(context, inner)
+            assert verb is not None
+            found += every_verb(verb, f"{name} {inner}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), every_verb(cli), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_verb_has_help_for_itself_and_for_each_option(name: str, command: click.Command) -> None:
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{name} {parameter.opts}"

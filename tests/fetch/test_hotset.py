@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.fetch.hotset import MAX_RUNS, HotSet, Quality, Record, judge
+from bootseer.fetch.need import Found, Need
+
+FILE = "ab" * 32
+EMPTY = HotSet("image", "workload")
+
+
+def run(number: int, blocks, *, duration_ms: int = 60_000, coverage: float | None = None) -> Record:
+    """A startup that needs these blocks, one each 10 ms."""
+    needs = tuple(Need(FILE, block, 10 * at, Found.MISSING) for at, block in enumerate(dict.fromkeys(blocks)))
+    return Record(float(number), duration_ms, needs, coverage)
+
+
+def merged(*runs: Record) -> HotSet:
+    hot_set = EMPTY
+    for each in runs:
+        hot_set = hot_set.merge(each)
+    return hot_set
+
+
+def planned(hot_set: HotSet) -> list[int]:
+    return [block for _, block in hot_set.plan()]
+
+
+def test_after_one_run_the_plan_is_what_it_needed_in_its_order():
+    assert planned(merged(run(1, [5, 3, 9]))) == [5, 3, 9]
+
+
+def test_a_block_that_one_of_three_runs_needed_is_not_hot():
+    hot_set = merged(run(1, [1, 2, 3]), run(2, [1, 2, 4]), run(3, [1, 2, 5]))
+    assert planned(hot_set) == [1, 2]
+    assert hot_set.confidence()[FILE, 3] == 1 / 3
+
+
+def test_with_two_runs_the_newest_ones_blocks_are_hot_and_so_are_those_of_half_of_the_runs():
+    assert sorted(planned(merged(run(1, [1, 2, 3]), run(2, [1, 2, 4])))) == [1, 2, 3, 4]
+
+
+def test_the_order_is_by_the_early_quantile_and_one_run_in_a_hurry_does_not_decide():
+    usual = list(range(20))
+    hot_set = merged(*(run(number, usual) for number in range(5)), run(5, [19, *range(19)]))
+    assert planned(hot_set) == usual
+
+
+def test_a_stale_block_disappears_after_runs_without_it():
+    runs = [run(number, [1, 2, 3, 99]) for number in range(3)]
+    gone = [run(number, [1, 2, 3]) for number in range(3, 7)]
+    assert 99 in planned(merged(*runs, *gone[:3]))
+    assert 99 not in planned(merged(*runs, *gone))
+
+
+def test_a_run_that_ended_early_has_no_say_about_later_blocks():
+    whole = [run(number, range(10)) for number in range(2)]
+    crashed = [run(number, [0, 1], duration_ms=15) for number in range(2, 6)]
+    assert planned(merged(*whole, *crashed)) == list(range(10))
+
+
+def test_only_the_newest_runs_are_kept_in_the_order_of_their_time():
+    hot_set = merged(*(run(number, [1]) for number in (3, 1, 2, *range(4, 20))))
+    assert [record.started_s for record in hot_set.records] == [float(number) for number in range(20 - MAX_RUNS, 20)]
+
+
+def test_two_runs_of_another_workload_drop_the_old_ones_and_one_does_not():
+    old = [run(number, range(100)) for number in range(4)]
+    new = [run(number, range(1000, 1100)) for number in range(4, 6)]
+    assert len(merged(*old, new[0]).records) == 5
+    assert set(planned(merged(*old, *new))) == set(range(1000, 1100))
+
+
+def test_one_odd_run_among_good_ones_changes_nothing_and_is_dropped():
+    good = [run(number, range(100)) for number in (0, 1, 2, 4, 5)]
+    hot_set = merged(*good[:3], run(3, range(1000, 1100)), *good[3:])
+    assert planned(hot_set) == list(range(100))
+    assert 3.0 not in {record.started_s for record in hot_set.records}
+
+
+def test_a_set_that_missed_the_two_newest_runs_starts_over_from_them():
+    hot_set = merged(run(0, range(60)), run(1, range(60)), run(2, range(30, 90), coverage=0.5))
+    assert not hot_set.stale
+    assert len(hot_set.records) == 3
+    hot_set = hot_set.merge(run(3, range(31, 91), coverage=0.5))
+    assert [record.started_s for record in hot_set.records] == [2.0, 3.0]
+    # Once it covers again, it is not stale.
+    assert not hot_set.merge(run(4, range(31, 91), coverage=0.9)).stale
+
+
+def test_a_start_is_judged_by_coverage_waste_and_lateness():
+    record = Record(
+        1.0,
+        1000,
+        (
+            Need(FILE, 1, 0, Found.READY),
+            Need(FILE, 2, 1, Found.IN_FLIGHT),
+            Need(FILE, 3, 2, Found.MISSING),
+            Need(FILE, 4, 3, Found.MISSING),
+        ),
+    )
+    quality = judge([(FILE, 1), (FILE, 2), (FILE, 3), (FILE, 77), (FILE, 78)], record)
+    assert quality == Quality(needs=4, covered=3, late=2, planned=5, wasted=2)
+    assert quality.coverage == 0.75
+    assert judge([], replace(record, needs=())).coverage == 1.0
+
+
+runs = st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=12)
+
+
+@given(runs)
+def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(lists):
+    hot_set = merged(*(run(number, blocks) for number, blocks in enumerate(lists)))
+    plan = hot_set.plan()
+    assert len(set(plan)) == len(plan)
+    assert HotSet("image", "workload", hot_set.records).plan() == plan
+    confidence = hot_set.confidence()
+    newest = hot_set.records[-1].blocks if hot_set.records else frozenset()
+    for block, share in confidence.items():
+        assert share == sum(block in record.blocks for record in hot_set.records) / len(hot_set.records)
+        hot = share >= 0.5 or (len(hot_set.records) < 3 and block in newest)
+        assert (block in plan) == hot
+    assert set(plan) <= set(confidence)
+
+
+@given(runs, st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=40))
+def test_after_as_many_equal_runs_as_are_kept_the_plan_is_exactly_theirs(lists, blocks):
+    earlier = [run(number, blocks) for number, blocks in enumerate(lists)]
+    later = [run(100 + number, blocks) for number in range(MAX_RUNS)]
+    assert planned(merged(*earlier, *later)) == blocks

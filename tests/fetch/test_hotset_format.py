@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.errors import BootseerError, CorruptError, PermanentError
+from bootseer.fetch import hotset_format
+from bootseer.fetch.hotset import HotSet, Record
+from bootseer.fetch.hotset_format import encode, parse
+from bootseer.fetch.need import MAX_NEEDS, Found, Need
+
+FILES = ["ab" * 32, "cd" * 32, "00" * 32]
+needs = st.lists(
+    st.tuples(st.sampled_from(FILES), st.integers(0, 2**26 - 1), st.integers(0, 10**6), st.sampled_from(Found)),
+    unique_by=lambda need: need[:2],
+    max_size=50,
+).map(lambda rows: tuple(Need(*row) for row in sorted(rows, key=lambda row: row[2])))
+records = st.builds(
+    Record,
+    started_s=st.floats(0, 2e9),
+    duration_ms=st.integers(0, 10**7),
+    needs=needs,
+    coverage=st.none() | st.floats(0, 1),
+)
+sets = st.builds(
+    HotSet,
+    image=st.text(min_size=1, max_size=50),
+    workload=st.text(min_size=1, max_size=50),
+    records=st.lists(records, max_size=8).map(lambda each: tuple(sorted(each, key=lambda record: record.started_s))),
+)
+SET = HotSet(
+    "image", "workload", (Record(5.0, 900, (Need(FILES[0], 7, 3, Found.READY), Need(FILES[1], 8, 4, Found.MISSING))),)
+)
+
+
+def packed(document: object) -> bytes:
+    return zstandard.ZstdCompressor().compress(json.dumps(document).encode())
+
+
+def opened(data: bytes) -> dict:
+    return json.loads(zstandard.ZstdDecompressor().decompress(data))
+
+
+@given(sets)
+def test_a_set_comes_back_as_it_was_and_equal_sets_have_equal_bytes(hot_set):
+    data = encode(hot_set)
+    assert parse(data) == hot_set
+    assert encode(parse(data)) == data
+
+
+def test_a_set_of_real_size_is_small():
+    rows = tuple(Need(FILES[at % 2], 3 * at, 2 * at, Found(at % 3)) for at in range(4000))
+    data = encode(HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8))))
+    assert len(data) < 20_000
+
+
+@pytest.mark.parametrize("schema", ["bootseer.hotset/2", "bootseer.hotset/1.5"])
+def test_a_later_version_is_told_apart_from_nonsense(schema):
+    with pytest.raises(PermanentError, match="version") as raised:
+        parse(packed({**opened(encode(SET)), "schema": schema}))
+    assert not isinstance(raised.value, CorruptError)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["schema"], "something else"),
+        (["image"], ""),
+        (["workload"], "x" * 513),
+        (["files"], ["ab"]),
+        (["files"], [FILES[0], FILES[0]]),
+        (["files"], FILES * 2000),
+        (["runs"], {}),
+        (["runs"], [[]]),
+        (["runs", 0, "file"], [0, 2]),
+        (["runs", 0, "file"], [0]),
+        (["runs", 0, "block"], [7, -8]),
+        (["runs", 0, "block"], [2**26, 0]),
+        (["runs", 0, "block"], [True, False]),
+        (["runs", 0, "block"], [1.5, 0]),
+        (["runs", 0, "block"], "78"),
+        (["runs", 0, "t_ms"], [3, -1]),
+        (["runs", 0, "found"], [0, 3]),
+        (["runs", 0, "started_s"], "now"),
+        (["runs", 0, "started_s"], True),
+        (["runs", 0, "started_s"], float("nan")),
+        (["runs", 0, "started_s"], float("inf")),
+        (["runs", 0, "started_s"], 10**400),
+        (["runs", 0, "duration_ms"], -1),
+        (["runs", 0, "coverage"], 1.1),
+    ],
+)
+def test_each_impossible_value_is_refused(path, value):
+    document = opened(encode(SET))
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(CorruptError):
+        parse(packed(document))
+
+
+def test_a_block_that_is_named_twice_in_a_run_is_refused():
+    document = opened(encode(SET))
+    document["runs"][0]["file"] = [0, 0]
+    document["runs"][0]["block"] = [7, 0]
+    with pytest.raises(CorruptError, match="twice"):
+        parse(packed(document))
+
+
+def test_runs_in_the_wrong_order_are_refused():
+    document = opened(encode(SET))
+    document["runs"] = [document["runs"][0], {**document["runs"][0], "started_s": 4.0}]
+    with pytest.raises(CorruptError, match="order"):
+        parse(packed(document))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"x" * (hotset_format.MAX_STORED_BYTES + 1),
+        zstandard.ZstdCompressor().compress(b" " * (hotset_format.MAX_JSON_BYTES + 1)),
+        zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"),
+        zstandard.ZstdCompressor().compress(b"[" * 1_000_000),
+        zstandard.ZstdCompressor().compress(b"\xff\xfe"),
+        zstandard.ZstdCompressor().compress(b'{"a":1' + b"0" * 5000 + b"}"),
+        packed([]),
+        encode(SET)[:-3],
+        encode(SET) + b"more",
+    ],
+    ids=range(11),
+)
+def test_what_is_no_hot_set_is_refused_before_it_takes_memory(data):
+    with pytest.raises(CorruptError):
+        parse(data)
+
+
+@given(st.binary(max_size=200), st.integers(0, 500))
+def test_damaged_bytes_end_in_an_error_of_ours_or_in_a_set(noise, at):
+    data = bytearray(encode(SET))
+    data[at % len(data) : at % len(data) + len(noise)] = noise
+    with contextlib.suppress(BootseerError):
+        parse(bytes(data))
+
+
+def test_the_oldest_runs_are_left_out_when_all_do_not_fit(monkeypatch):
+    rows = tuple(Need(FILES[0], at * 7919 % 2**20, at * 37, Found.MISSING) for at in range(1000))
+    whole = HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8)))
+    monkeypatch.setattr(hotset_format, "MAX_JSON_BYTES", 50_000)
+    kept = parse(encode(whole))
+    assert 0 < len(kept.records) < 8
+    assert kept.records == whole.records[-len(kept.records) :]
+
+
+def test_more_needs_than_a_run_may_have_are_refused():
+    document = opened(encode(SET))
+    for column in ("file", "block", "t_ms", "found"):
+        document["runs"][0][column] = [0] * (MAX_NEEDS + 1)
+    with pytest.raises(CorruptError):
+        parse(packed(document))

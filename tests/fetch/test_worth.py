@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.worth import Worth
+
+SETTINGS = FetchSettings()
+WINDOW = 32 << 20
+
+
+def judged(*needs: bool) -> Worth:
+    worth = Worth(SETTINGS)
+    for covered in needs:
+        worth.needed(covered)
+    return worth
+
+
+def test_a_set_of_which_nothing_is_known_may_have_the_smallest_window_in_flight():
+    assert judged().allowance(WINDOW) == SETTINGS.min_window_bytes
+
+
+def test_each_covered_need_doubles_what_may_be_in_flight_until_all_may():
+    allowed = [judged(*[True] * number).allowance(WINDOW) for number in range(5)]
+    assert allowed == [4 << 20, 8 << 20, 16 << 20, 32 << 20, WINDOW]
+    assert judged(*[True] * 4).proven
+
+
+def test_each_uncovered_need_halves_it_and_eight_suspend_the_set():
+    assert judged(False, False).allowance(WINDOW) == 1 << 20
+    assert not judged(*[False] * 7).suspended
+    assert judged(*[False] * 8).suspended
+    assert judged(*[False] * 8).allowance(WINDOW) == 0
+
+
+def test_a_set_that_covers_less_than_half_of_24_needs_is_suspended():
+    assert not judged(*[True, False] * 12).suspended
+    assert judged(*[True, False] * 11, False, False).suspended
+
+
+def test_a_suspended_set_comes_back_when_the_latest_needs_speak_for_it():
+    worth = judged(*[False] * 40)
+    for _ in range(17):
+        worth.needed(True)
+    assert worth.suspended
+    worth.needed(True)
+    assert not worth.suspended
+    assert worth.suspensions == 1
+    assert (worth.needs, worth.covered) == (58, 18)
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_only_the_latest_needs_decide(needs):
+    latest = needs[-SETTINGS.judged_window :]
+    score = sum(1 if covered else -1 for covered in latest)
+    worth = judged(*needs)
+    assert worth.proven == (score >= SETTINGS.trust_score)
+    assert 0 <= worth.allowance(WINDOW) <= WINDOW
+    if score <= SETTINGS.suspend_score:
+        assert worth.suspended

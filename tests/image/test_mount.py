@@ -1,0 +1,253 @@
+"""Images mounted for real: lazily, from the cache, after a pull, and by each fallback; with hot sets between starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.cache.cache import Cache
+from bootseer.errors import BootseerError, UsageError
+from bootseer.image.convert import convert
+from bootseer.image.hotsets import HotSets
+from bootseer.image.mount import mount_image, release
+from bootseer.image.mounted import MountedImage
+from bootseer.image.places import blocks_folder
+from bootseer.image.reference import parse_reference
+from bootseer.image.request import Request
+from bootseer.image.source import open_source
+from bootseer.mounts import kernel
+from bootseer.mounts.state import Runtime
+from bootseer.store.open import open_store
+from image_node import LARGE_BYTES, Node
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+Mount = Callable[..., MountedImage]
+
+
+@pytest.fixture
+def converted(node: Node) -> Node:
+    reference = parse_reference(node.reference)
+    with closing(open_source(reference)) as source, closing(open_store(store_of(node))) as store:
+        convert(source, store)
+    return node
+
+
+def store_of(node: Node) -> str:
+    return f"oci://{node.reference.rpartition(':')[0]}"
+
+
+def request(node: Node, **changes: object) -> Request:
+    plain = Request(parse_reference(node.reference), store_of(node), node.cache, node.runtime, loading="lazy")
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mount(node: Node) -> Mount:
+    """`mount(...)`: the image on a new folder, with changes to the request; what is said goes to `node.folder/said`."""
+    numbers = iter(range(100))
+
+    def call(writable: bool = False, **changes: object) -> MountedImage:
+        number = next(numbers)
+
+        def say(line: str) -> None:
+            with (node.folder / "said").open("a") as file:
+                file.write(line + "\n")
+
+        changed = node.folder / f"changed{number}" if writable else None
+        return mount_image(request(node, **changes), node.folder / f"mnt{number}", writable=changed, say=say)
+
+    return call
+
+
+def said(node: Node) -> str:
+    path = node.folder / "said"
+    return path.read_text() if path.exists() else ""
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_lazy_mount_shows_every_file_and_fetches_what_is_read(converted: Node, mount: Mount) -> None:
+    mounted = mount()
+    assert mounted.facts["mode"] == "lazy"
+    tree = converted.folder / "tree"
+    assert sorted(path.name for path in mounted.root.iterdir()) == sorted(path.name for path in tree.iterdir())
+    assert digest(mounted.root / "hot") == digest(tree / "hot")
+    numbers = mounted.began()
+    assert LARGE_BYTES <= numbers["demand_bytes"] < 2 * LARGE_BYTES  # type: ignore[operator]
+    mounted.close()
+    assert not kernel.is_mount(mounted.root)
+    assert list(Runtime(converted.runtime).all()) == []
+
+
+def test_what_one_start_needed_the_next_node_fetches_first(converted: Node, mount: Mount) -> None:
+    first = mount(workload="w")
+    digest(first.root / "hot")
+    first.began()
+    first.keep_record()
+    first.close()
+    other = converted.folder / "other-cache"
+    second = mount(workload="w", cache=other)
+    assert second.facts["mode"] == "hot"
+    digest(second.root / "hot")
+    numbers = second.began()
+    second.close()
+    assert numbers["coverage"] > 0.9  # type: ignore[operator]  # the kernel may read ahead a little further
+    assert numbers["hot_bytes"] + numbers["demand_bytes"] < 1.5 * LARGE_BYTES  # type: ignore[operator]
+    assert said(converted) == ""
+
+
+def test_a_node_that_has_everything_asks_nobody_for_a_digest(converted: Node, mount: Mount) -> None:
+    by_digest = parse_reference(f"{converted.reference}@{converted.digest}")
+    mount(reference=by_digest, loading="pull").close()
+    before = len(converted.requests())
+    mounted = mount(reference=by_digest)
+    assert mounted.facts["mode"] == "local"
+    assert digest(mounted.root / "cold") == digest(converted.folder / "tree" / "cold")
+    mounted.close()
+    assert len(converted.requests()) == before
+
+
+def test_a_tag_is_what_it_was_when_its_registry_is_away_and_that_is_said(converted: Node, mount: Mount) -> None:
+    mount(loading="pull").close()
+    converted.registry.__exit__(None, None, None)
+    mounted = mount()
+    assert mounted.facts["mode"] == "local"
+    assert converted.digest in said(converted)
+    mounted.close()
+
+
+def test_a_pull_fetches_everything_and_leaves_no_daemon(converted: Node, mount: Mount) -> None:
+    mounted = mount(loading="pull")
+    (state,) = Runtime(converted.runtime).all()
+    assert (mounted.facts["mode"], state.daemon) == ("pull", None)
+    assert all(entry.trusted for entry in Cache(blocks_folder(converted.cache)).entries())
+    mounted.close()
+
+
+def test_a_small_image_is_pulled_without_being_asked(converted: Node, mount: Mount) -> None:
+    mounted = mount(loading="auto")
+    assert mounted.facts["mode"] == "pull"
+    assert "pull is over at once" in str(mounted.facts["reason"])
+    mounted.close()
+
+
+def test_an_image_that_is_not_converted_is_converted_here_and_that_is_said(node: Node, mount: Mount) -> None:
+    mounted = mount()
+    assert mounted.facts["mode"] == "fallback"
+    assert "is not converted" in str(mounted.facts["reason"])
+    assert "is not converted" in said(node)
+    assert digest(mounted.root / "hot") == digest(node.folder / "tree" / "hot")
+    mounted.close()
+    again = mount()
+    assert again.facts["mode"] != "fallback"
+    again.close()
+
+
+def test_without_a_fallback_an_image_that_is_not_converted_is_an_error_with_the_way_out(
+    node: Node, mount: Mount
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        mount(fallback="none")
+    assert "bootseer image convert" in caught.value.hint
+    assert list(Runtime(node.runtime).mounts.iterdir()) == []
+
+
+def test_a_folder_of_files_is_an_image_too(node: Node, mount: Mount) -> None:
+    mounted = mount(reference=parse_reference(str(node.folder / "tree")), store=None)
+    assert digest(mounted.root / "cold") == digest(node.folder / "tree" / "cold")
+    mounted.close()
+
+
+def test_without_fuse_everything_is_fetched_first_and_that_is_said(converted: Node, mount: Mount) -> None:
+    def without_fuse() -> None:
+        kernel.unshare_mounts()
+        (converted.folder / "no-fuse").touch()
+        kernel.move(kernel.clone(converted.folder / "no-fuse"), Path("/dev/fuse"))
+        mounted = mount()
+        assert mounted.facts["mode"] == "fallback"
+        assert "cannot be served lazily" in said(converted)
+        assert digest(mounted.root / "hot") == digest(converted.folder / "tree" / "hot")
+        mounted.close()
+
+    in_child(without_fuse)
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run something that must not happen to this process; its failure is ours."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_changes_go_with_the_mount_and_the_root_looks_as_the_image_s(converted: Node, mount: Mount) -> None:
+    mounted = mount(writable=True)
+    (mounted.root / "new").write_text("x")
+    (mounted.root / "etc" / "passwd").unlink()
+    assert (mounted.root.stat().st_mode & 0o777) == 0o755
+    mounted.close()
+    again = mount()
+    assert (again.root / "etc" / "passwd").exists()
+    assert not (again.root / "new").exists()
+    again.close()
+
+
+def test_a_read_only_mount_takes_no_changes(converted: Node, mount: Mount) -> None:
+    mounted = mount()
+    with pytest.raises(OSError, match="Read-only"):
+        (mounted.root / "new").write_text("x")
+    mounted.close()
+
+
+def test_a_failed_mount_leaves_nothing_mounted(converted: Node, mount: Mount) -> None:
+    (converted.folder / "file").touch()
+    before = set(kernel.mount_points())
+    with pytest.raises((BootseerError, OSError)):
+        mount_image(request(converted), converted.folder / "file" / "below")
+    assert set(kernel.mount_points()) - before <= {str(path) for path in Runtime(converted.runtime).layers.iterdir()}
+    assert list(Runtime(converted.runtime).all()) == []
+
+
+def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, mount: Mount) -> None:
+    mounted = mount(loading="pull")
+    runtime, cache = Runtime(converted.runtime), Cache(blocks_folder(converted.cache))
+    assert release(runtime, cache, idle_s=0) == []
+    mounted.close()
+    assert len(release(runtime, cache, idle_s=0)) == 2
+    assert not any(entry.in_use for entry in cache.entries())
+
+
+def test_a_hot_set_that_cannot_be_published_is_kept_here(converted: Node, mount: Mount) -> None:
+    mounted = mount(workload="w", publish=False)
+    digest(mounted.root / "hot")
+    mounted.began()
+    mounted.keep_record()
+    mounted.close()
+    assert HotSets(converted.cache, converted.digest, None, print).load("w") is not None
+    with closing(open_store(store_of(converted))) as store:
+        assert [stored.name for stored in store.list("hotsets/")] == []
+
+
+def test_without_root_there_is_a_clear_word(converted: Node) -> None:
+    def as_nobody() -> None:
+        os.setuid(65534)
+        with pytest.raises(UsageError, match="needs root"):
+            mount_image(request(converted), converted.folder / "x")
+
+    in_child(as_nobody)

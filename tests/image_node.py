@@ -1,0 +1,111 @@
+"""A node that runs images, for tests: a registry with a small real image, a cache and mounts that go with the test.
+
+`node.reference` is the image in the registry: busybox below, two files of random bytes above. Nothing is converted yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bootseer.image.source import this_platform
+from bootseer.mounts import kernel
+from bootseer.store.blob_upload import BlobUpload
+from bootseer.store.open import open_registry
+from busybox import CONFIG, make_tree
+from oci_images import write_layout
+from registry import Registry
+
+LARGE_BYTES = 6 << 20
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a test needs of one."""
+
+    folder: Path
+    registry: Registry
+    reference: str
+    digest: str
+    env: dict[str, str]
+
+    @property
+    def cache(self) -> Path:
+        return Path(self.env["BOOTSEER_CACHE"])
+
+    @property
+    def runtime(self) -> Path:
+        return Path(self.env["BOOTSEER_RUNTIME"])
+
+    def requests(self, word: str = "") -> list[str]:
+        """Paths that the registry was asked for so far."""
+        return [logged.path for logged in self.registry.requests() if word in logged.path]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened")
+    layout = tmp_path / "layout"
+    layers = _layers(tmp_path / "tree")
+    digest = write_layout(layout, layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    env = {"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
+    with Registry(tmp_path) as registry:
+        push(layout, registry.host, "team/box", "1")
+        try:
+            yield Node(tmp_path, registry, f"{registry.host}/team/box:1", digest, env)
+        finally:
+            unmount_below(tmp_path)
+
+
+def push(layout: Path, host: str, repository: str, tag: str) -> None:
+    """Copy the only image of a layout into a registry."""
+    registry = open_registry(host, repository)
+    index = json.loads((layout / "index.json").read_text())
+    with contextlib.closing(registry):
+        entry = index["manifests"][0]
+        manifest = _blob(layout, entry["digest"])
+        document = json.loads(manifest)
+        for blob in (document["config"], *document["layers"]):
+            upload = BlobUpload(registry)
+            upload.write(_blob(layout, blob["digest"]))
+            upload.commit()
+        registry.put_manifest(tag, manifest, entry["mediaType"])
+
+
+def _blob(layout: Path, digest: str) -> bytes:
+    return (layout / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
+
+
+def _layers(tree: Path) -> list[bytes]:
+    make_tree(tree)
+    rng = random.Random(7)
+    for name in ("hot", "cold"):
+        (tree / name).write_bytes(rng.randbytes(LARGE_BYTES))
+    return [_tar(tree, ["bin", "etc", "home", "tmp"]), _tar(tree, ["work", "hot", "cold"])]
+
+
+def _tar(tree: Path, names: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in names:
+            archive.add(tree / name, name)
+    return buffer.getvalue()
+
+
+def unmount_below(folder: Path) -> None:
+    """Whatever the test did, nothing stays mounted; daemons end with their mounts."""
+    prefix = f"{os.path.realpath(folder)}/"
+    for point in reversed([point for point in kernel.mount_points() if point.startswith(prefix)]):
+        kernel.unmount(Path(point), lazy=True)

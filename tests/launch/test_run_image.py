@@ -1,0 +1,270 @@
+"""`bootseer run --image` and `bootseer image run`: the command behaves in its container as it would without one, and
+how the image came is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.image.workload import workload_key
+from bootseer.mounts import kernel
+from bootseer.trace.event import Event
+from conftest_launch import BOOTSEER
+from image_node import Node
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Events = Callable[[], list[Event]]
+
+
+@pytest.fixture
+def env(env: dict[str, str], node: Node) -> dict[str, str]:
+    return {**env, **node.env}
+
+
+@pytest.fixture
+def image(run: Run, node: Node) -> str:
+    """The reference of an image that is converted."""
+    assert run("image", "convert", node.reference).returncode == 0
+    return node.reference
+
+
+def nothing_is_left(node: Node) -> None:
+    points = [point for point in kernel.mount_points() if point.startswith(f"{node.folder}/")]
+    assert all(point.startswith(f"{node.runtime}/layers/") for point in points), points
+    assert list((node.cache / "containers").iterdir()) == []
+    assert list((node.runtime / "mounts").iterdir()) == []
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+def test_arguments_streams_and_exit_code_pass(run: Run, image: str, node: Node, runtime: str) -> None:
+    ran = run(
+        "run", "-q", "--image", image, "--runtime", runtime, "--loading", "lazy", "--",
+        "sh", "-c", 'cat; echo "$0|$1|$GREETING"; pwd; echo err >&2; exit 7', "a b", "c'd",
+        input="in\n",
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "in\na b|c'd|hello\n/work\n", "err\n")
+    nothing_is_left(node)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_command_and_its_end_is_told(
+    image: str, env: dict[str, str], node: Node, runtime: str, number: int
+) -> None:
+    script = "trap 'echo got USR1' USR1; echo ready; while :; do sleep 0.05; done"
+    words = ["run", "-q", "--image", image, "--runtime", runtime, "--", "sh", "-c", script]
+    with subprocess.Popen([*BOOTSEER, *words], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        if number == signal.SIGUSR1:
+            assert process.stdout.readline() == "got USR1\n"
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    nothing_is_left(node)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node, runtime: str) -> None:
+    master, slave = pty.openpty()
+    words = [
+        "run",
+        "-q",
+        "--image",
+        image,
+        "--runtime",
+        runtime,
+        "--",
+        "sh",
+        "-c",
+        "test -t 0 && test -t 1 && echo yes",
+    ]
+    with subprocess.Popen([*BOOTSEER, *words], env=env, stdin=slave, stdout=slave, stderr=subprocess.PIPE) as process:
+        os.close(slave)
+        assert process.wait(60) == 0, process.stderr and process.stderr.read()
+        assert os.read(master, 100) == b"yes\r\n"
+    os.close(master)
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node, runtime: str) -> None:
+    words = ["run", "-q", "--image", image, "--runtime", runtime, "--loading", "lazy", "--"]
+    script = ["sh", "-c", "echo $$; exec sleep 600"]
+    with subprocess.Popen([*BOOTSEER, *words, *script], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: not any("/containers/" in point and str(node.folder) in point for point in kernel.mount_points()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in 60 s"
+        time.sleep(0.02)
+
+
+def test_a_command_that_is_not_in_the_image_ends_as_a_shell_s_would(run: Run, image: str, node: Node) -> None:
+    ran = run("run", "-q", "--image", image, "--", "nothing")
+    assert ran.returncode == 127
+    assert ran.stderr.splitlines()[-1] == "bootseer: nothing: command not found in the image"
+    nothing_is_left(node)
+
+
+def test_the_image_is_a_stage_and_its_start_is_told(run: Run, events: Events, image: str, node: Node) -> None:
+    ran = run("run", "-q", "--image", image, "--loading", "lazy", "--", "sha256sum", "/hot")
+    assert ran.returncode == 0
+    seen = events()
+    stages = {event.stage: event.outcome for event in seen if event.phase == "end"}
+    assert {"image_loading", "image_loading.resolve", "image_loading.mount", "command", "run"} <= set(stages)
+    assert set(stages.values()) == {"ok"}
+    (start,) = [event for event in seen if event.stage == "image_start"]
+    assert (start.attrs["mode"], start.attrs["until"], start.attrs["digest"]) == ("lazy", "end", node.digest)
+    assert start.attrs["demand_bytes"] > 6 << 20
+    report = json.loads(run("report", "--json").stdout)
+    (shown,) = report["images"]
+    assert (shown["mode"], shown["demand_bytes"]) == ("lazy", start.attrs["demand_bytes"])
+    assert "lazily, without a hot set" in run("report").stdout
+
+
+def test_the_second_start_has_the_hot_set_of_the_first(run: Run, events: Events, image: str, tmp_path: Path) -> None:
+    words = ("run", "-q", "--image", image, "--loading", "lazy", "--", "sha256sum", "/hot")
+    assert run(*words).returncode == 0
+    assert run(*words, more={"BOOTSEER_CACHE": str(tmp_path / "other")}).returncode == 0
+    modes = [event.attrs["mode"] for event in events() if event.stage == "image_start"]
+    assert modes == ["lazy", "hot"]
+    shown = json.loads(run("image", "hotset", "show", image, "--json").stdout)["hotsets"]
+    assert [(row["workload"], row["runs"]) for row in shown] == [(workload_key(["sha256sum", "/hot"]), 2)]
+
+
+def test_the_start_of_training_ends_the_record(run: Run, events: Events, env: dict[str, str], image: str) -> None:
+    """The hook in the container tells by the spool; here a shell writes the event that it would write."""
+    line = (
+        '@bootseer1 {"wall_ns":%s,"mono_ns":%s,"job":"\'$BOOTSEER_JOB\'","attempt":0,"node":"\'$BOOTSEER_NODE\'",'
+        '"stage":"training_began","phase":"instant","span":"00f067aa0ba902b7"}'
+    )
+    script = (
+        "now=$(($(busybox date +%s) + 1))000000000; spool=${BOOTSEER_TRACE#spool:}; "
+        f"printf '{line}\\n' $now $now >> $spool/own.events; "
+        "while ! busybox grep -q image_start $spool/*.events; do sleep 0.1; done; sha256sum /hot"
+    )
+    ran = run("run", "-q", "--image", image, "--loading", "lazy", "--", "sh", "-c", script)
+    assert ran.returncode == 0, ran.stderr
+    (start,) = [event for event in events() if event.stage == "image_start"]
+    assert start.attrs["until"] == "training_began"
+    assert start.attrs["demand_bytes"] < 6 << 20  # what was read behind it belongs to no start
+
+
+def test_the_hook_s_package_and_the_spool_are_there_and_secrets_are_not(run: Run, image: str) -> None:
+    more = {"AWS_SECRET_ACCESS_KEY": "hidden", "MASTER_ADDR": "n0"}
+    script = "env; ls $PYTHONPATH/sitecustomize.py ${BOOTSEER_TRACE#spool:}"
+    ran = run(
+        "run",
+        "-q",
+        "--image",
+        image,
+        "--env",
+        "PYTHONPATH=/own",
+        "--",
+        "sh",
+        "-c",
+        f"PYTHONPATH=${{PYTHONPATH%:*}}; {script}",
+        more=more,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "hidden" not in ran.stdout
+    assert "MASTER_ADDR=n0" in ran.stdout
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the system's python3 to run in the container")
+def test_python_in_the_container_finds_the_hook(run: Run, image: str) -> None:
+    """The host's own python and libraries, mounted into the image, import the hook as an image's python would."""
+    mounts = [
+        word for name in ("/usr", "/lib", "/lib64") if Path(name).exists() for word in ("--mount", f"{name}:{name}:ro")
+    ]
+    code = "import sitecustomize, sys; print(sitecustomize.__file__)"
+    ran = run("run", "-q", "--image", image, *mounts, "--", "/usr/bin/python3", "-c", code)
+    assert ran.stdout == "/run/bootseer/package/hook/path/sitecustomize.py\n", ran.stderr
+
+
+def test_another_user_may_write_events_too(run: Run, image: str, env: dict[str, str]) -> None:
+    script = "echo x > ${BOOTSEER_TRACE#spool:}/mine.events && id -u"
+    ran = run("run", "-q", "--image", image, "--user", "worker", "--", "sh", "-c", script)
+    assert (ran.returncode, ran.stdout) == (0, "1000\n"), ran.stderr
+
+
+def test_an_image_that_is_not_converted_is_a_fallback_in_the_report(run: Run, events: Events, node: Node) -> None:
+    ran = run("run", "-q", "--image", node.reference, "--", "true")
+    assert ran.returncode == 0
+    assert "is not converted" in ran.stderr
+    (start,) = [event for event in events() if event.stage == "image_start"]
+    assert start.attrs["mode"] == "fallback"
+    assert "image_loading.fallback" in {event.stage for event in events()}
+    assert "as a fallback" in run("report").stdout
+
+
+def test_an_image_that_is_not_there_ends_the_run_with_one_line(run: Run, events: Events, node: Node) -> None:
+    ran = run("run", "-q", "--image", f"{node.registry.host}/no/such:1", "--", "true")
+    assert ran.returncode != 0
+    assert "Traceback" not in ran.stderr
+    outcomes = {event.stage: event.outcome for event in events() if event.phase == "end"}
+    assert (outcomes["image_loading"], outcomes["run"]) == ("failed", "failed")
+
+
+def test_interrupted_while_the_image_comes_it_ends_at_once(node: Node, env: dict[str, str]) -> None:
+    """Nobody answers at the registry's address; Ctrl-C does not wait for that."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reference = f"127.0.0.1:{silent.getsockname()[1]}/a/b:1"
+        words = ["run", "-q", "--image", reference, "--", "true"]
+        with subprocess.Popen([*BOOTSEER, *words], env=env, stderr=subprocess.PIPE, text=True) as process:
+            link, _ = silent.accept()
+            with link:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 130
+            assert process.stderr is not None
+            assert "interrupted by SIGINT" in process.stderr.read()
+
+
+def test_options_of_a_container_without_an_image_are_refused(run: Run) -> None:
+    ran = run("run", "--mount", "/:/host", "--", "true")
+    assert ran.returncode == 2
+    assert "give --image REF too" in ran.stderr
+
+
+def test_the_host_s_setup_is_refused_with_the_way_out(run: Run, image: str, tmp_path: Path) -> None:
+    (tmp_path / "setup.sh").write_text("true")
+    ran = run("run", "--image", image, "--setup", "setup.sh", "--", "true")
+    assert ran.returncode == 2
+    assert "put the setup into the command" in ran.stderr
+
+
+def test_switched_off_the_command_still_runs_in_its_image(run: Run, image: str, env: dict[str, str]) -> None:
+    ran = run("run", "--image", image, "--", "pwd", more={"BOOTSEER_DISABLE": "1"})
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "/work\n", "")
+    assert not Path(env["BOOTSEER_SPOOL"]).exists()
+
+
+def test_image_run_runs_the_image_s_own_command(run: Run, image: str) -> None:
+    ran = run("image", "run", image, input="echo from the shell; exit 3\n")
+    assert (ran.returncode, ran.stdout) == (3, "from the shell\n")
+
+
+def test_python_versions_do_not_matter_to_the_quick_path() -> None:
+    """Options of images must not cost a plain run the imports of images."""
+    code = "import sys; from bootseer.cli.run_options import OPTIONS; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not [name for name in loaded if name.startswith(("bootseer.image", "bootseer.mounts", "bootseer.store"))]

@@ -1,0 +1,175 @@
+"""The store in HDFS, against a real cluster."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.store.store import Store
+from hdfs_cluster import HdfsCluster, needs_hdfs, resume
+from registry import free_port
+from store.contract import DATA, SharedStoreContract, get, put
+
+hdfs = pytest.importorskip("bootseer.store.hdfs", reason="extra hdfs")
+hdfs_native = pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+pytestmark = needs_hdfs
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=2, replication=2) as running:
+        yield running
+
+
+@pytest.fixture
+def uri(cluster: HdfsCluster) -> str:
+    return f"{cluster.uri}/tests/{next(_numbers)}/store"
+
+
+class Outside:
+    """A client of its own, which reads files and no objects."""
+
+    def __init__(self, uri: str) -> None:
+        server, _, path = uri.removeprefix("hdfs://").partition("/")
+        self.client, self.root = hdfs_native.Client(f"hdfs://{server}"), f"/{path}"
+
+    def get(self, name: str) -> bytes | None:
+        path = f"sha256/{name[7:9]}/{name[7:]}" if name.startswith("sha256:") else name
+        try:
+            return self.client.read(f"{self.root}/{path}").read()
+        except FileNotFoundError:
+            return None
+
+    def unfinished(self) -> list[str]:
+        try:
+            return [entry.path for entry in self.client.list_status(f"{self.root}/.uploads")]
+        except FileNotFoundError:
+            return []
+
+
+class TestHdfsStore(SharedStoreContract):
+    @pytest.fixture
+    def store(self, uri: str) -> Iterator[Store]:
+        with closing(hdfs.HdfsStore(uri)) as opened:
+            yield opened
+
+    @pytest.fixture
+    def outside(self, uri: str) -> Outside:
+        return Outside(uri)
+
+
+def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> None:
+    outside = Outside(uri)
+    data = os.urandom(1024 * 1024) * 5
+    with closing(hdfs.HdfsStore(uri)) as store:
+        name = put(store, data).name
+        path = f"{outside.root}/sha256/{name[7:9]}/{name[7:]}"
+        options = hdfs_native.WriteOptions(block_size=1024 * 1024, overwrite=True)
+        with outside.client.create(path, options) as file:
+            file.write(data)
+        assert get(store, name, 1024 * 1024 - 10, 3 * 1024 * 1024) == data[1024 * 1024 - 10 : 4 * 1024 * 1024 - 10]
+
+
+def test_a_hung_datanode_costs_a_socket_timeout_and_not_a_minute(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri, socket_timeout_s=1.0)) as store:
+        name = put(store, DATA).name
+        cluster.datanodes[0].send_signal(signal.SIGSTOP)
+        try:
+            # Whichever replica is asked first; well below the 60 s of the library.
+            for _ in range(4):
+                assert b"".join(store.read(name, timeout_s=20)) == DATA
+        finally:
+            resume(cluster.datanodes[0])
+
+
+def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri)) as store:
+        name = put(store, DATA).name
+        for datanode in cluster.datanodes:
+            datanode.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TransientError, match=r"no complete answer within 0\.5 s"):
+                list(store.read(name, timeout_s=0.5))
+        finally:
+            for datanode in cluster.datanodes:
+                resume(datanode)
+        assert get(store, name) == DATA
+
+
+def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
+    assert cluster.namenode is not None
+    with closing(hdfs.HdfsStore(uri)) as store:
+        name = put(store, DATA).name
+        cluster.namenode.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TransientError, match="no complete answer"):
+                list(store.read(name, timeout_s=0.5))
+        finally:
+            resume(cluster.namenode)
+        assert get(store, name) == DATA
+
+
+def test_a_namenode_that_is_not_there_is_transient() -> None:
+    with closing(hdfs.HdfsStore(f"hdfs://127.0.0.1:{free_port()}/x")) as store:
+        with pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x: name: .*refused"):
+            store.stat("name")
+
+
+def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri)) as store:
+        before = set(cluster.blocks())
+        name = put(store, DATA).name
+        replicas = set(cluster.blocks()) - before
+        assert len(replicas) == 2
+        for replica in replicas:
+            data = bytearray(replica.read_bytes())
+            data[1000] ^= 0xFF
+            replica.write_bytes(data)
+        with pytest.raises(TransientError):
+            get(store, name)
+
+
+def test_an_object_cannot_be_the_folder_of_another(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri)) as store:
+        put(store, b"x", "a")
+        with pytest.raises(PermanentError, match="cannot be the folder of another"):
+            put(store, b"x", "a/b")
+        put(store, b"x", "c/d")
+        with pytest.raises(PermanentError, match="cannot be the folder of another"):
+            put(store, b"x", "c")
+        for name in ("c", "a/b"):
+            with pytest.raises(NotFoundError):
+                get(store, name)
+            with pytest.raises(NotFoundError):
+                store.stat(name)
+            store.delete(name)
+        assert get(store, "c/d") == b"x"
+    assert Outside(uri).unfinished() == []
+
+
+def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster, uri: str) -> None:
+    outside = Outside(uri)
+    with closing(hdfs.HdfsStore(uri)) as store:
+        put(store, b"x", "name")
+    for name in ("old", "new"):
+        with outside.client.create(f"{outside.root}/.uploads/{name}") as file:
+            file.write(b"rest")
+    outside.client.set_times(f"{outside.root}/.uploads/old", 1, 1)
+    with closing(hdfs.HdfsStore(uri)) as store:
+        put(store, b"y", "name")
+    assert [Path(path).name for path in outside.unfinished()] == ["new"]
+
+
+@pytest.mark.parametrize("uri", ["hdfs://", "hdfs:///dir", "hdfs://host/a/../b"])
+def test_addresses_that_are_none_are_refused(uri: str) -> None:
+    with pytest.raises(UsageError):
+        hdfs.HdfsStore(uri)
