@@ -30,18 +30,18 @@ class Lazy:
             **os.environ,
             "BOOTSEER_CACHE": str(folder / "cache"),
             "BOOTSEER_PLAIN_HTTP": host,
-            "XDG_RUNTIME_DIR": str(folder / "runtime"),
+            "BOOTSEER_RUNTIME": str(folder / "runtime"),
         }
 
     def prepare(self) -> None:
         (self._folder / "runtime").mkdir(parents=True)
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        first = [[_BOOTSEER, "image", "pull", reference]] if self._pull else []
-        return [*first, *self.again(reference, command)]
+        loading = "pull" if self._pull else "lazy"
+        return [[_BOOTSEER, "image", "run", "--loading", loading, "--entrypoint", "", reference, "--", *command]]
 
     def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        return [[_BOOTSEER, "image", "run", reference, "--", *command]]
+        return self.start(reference, command)
 
     def clean(self) -> None:
         subprocess.run([_BOOTSEER, "image", "umount", "--all"], env=self.env, check=True, capture_output=True)

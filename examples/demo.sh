@@ -68,7 +68,7 @@ start() { # name, options...
   # Whoever submits a job can say when; a scheduler would.
   BOOTSEER_SUBMITTED="$(date +%s.%N)" BOOTSEER_CACHE="$out/cache" \
     "$bootseer" run --job "$name" --spool "$out/$name" --image "$host/moe:latest" "$@" -- \
-    torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb 60 --checkpoint-dir /tmp/checkpoints >&2
+    --steps 4 --checkpoint-mb 60 --checkpoint-dir /tmp/checkpoints >&2
   "$bootseer" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt"
   "$bootseer" report --json "$out/$name" >"$out/$name.json"
 }
@@ -82,13 +82,13 @@ skopeo copy --quiet --dest-tls-verify=false "oci:$cache/image/oci:latest" "docke
 "$bootseer" image convert "$host/moe:latest" >&2
 
 say "start 1 of 3: the whole image is pulled and unpacked, then the job starts"
-start full-pull --image-mode pull
+start full-pull --loading pull
 
 say "start 2 of 3: the job starts at once, its blocks come when they are read, and that is recorded"
-start lazy --image-mode lazy
+start lazy --loading lazy
 
 say "start 3 of 3: on another new node; what start 2 read comes ahead of the readers"
-start recorded --image-mode lazy
+start recorded --loading lazy
 
 for name in full-pull lazy recorded; do
   say "where the time of $name went"

@@ -121,5 +121,7 @@ make_venv
 install_torch
 say "installing BootSeer with its tools and the demo job's requirements into .venv"
 pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
+# pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
+"$venv/bin/python" -m compileall -q src
 wanted >"$stamp"
 say "done"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -9,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bootseer.blocks.index import Index
@@ -59,6 +61,22 @@ def fetch(cached: CachedFile, data: bytes, offset: int, length: int) -> bytes:
         except MissingBlocks as missing:
             put(cached, data, missing.blocks)
     raise AssertionError("blocks that were put are still missing")
+
+
+@contextlib.contextmanager
+def before(call: str, action) -> Iterator[None]:
+    """Run an action in the middle: just before this thread's first call of a system function."""
+
+    def look(_frame, event, function):
+        if event == "c_call" and function.__name__ == call:
+            sys.setprofile(None)
+            action()
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 # What children do. Each takes a pipe's end as its first argument and says on it what happened.
@@ -130,8 +148,30 @@ def limited(pipe, root: Path, num_blocks: int, limit: int) -> None:
     pipe.send((done, full, [block for block in range(cached.index.num_blocks) if cached.ready(block)]))
 
 
-def scenario(pipe, name: str, root: Path, fatal: int | None) -> None:
-    """Run one of `SCENARIOS` and die just before its system call number `fatal`; says how many there were."""
+def kill_everywhere(pipe, name: str, before: list[str], scratch: Path) -> None:
+    """Run one of `SCENARIOS` again and again, each time killed one system call later, until it comes to its end.
+
+    Says the folders in which it was killed. A fork of this process is what dies: a new one would take far longer.
+    """
+    index = index_of(FILE)
+    roots = []
+    while True:
+        root = scratch / str(len(roots))
+        for each in before:
+            SCENARIOS[each](root, index)
+            Cache(root, boot=BOOT).unpin(index.identity, "mount")
+        pid = os.fork()
+        if pid == 0:
+            _run_and_die(name, root, index, len(roots))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status != -signal.SIGKILL:
+            pipe.send((status, roots))
+            return
+        roots.append(root)
+
+
+def _run_and_die(name: str, root: Path, index: Index, fatal: int) -> None:
+    """Die just before the system call of this number, or end with 0."""
     calls = 0
 
     def count(_frame, event, function) -> None:
@@ -141,13 +181,14 @@ def scenario(pipe, name: str, root: Path, fatal: int | None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             calls += 1
 
-    index = index_of(FILE)
-    sys.setprofile(count)
+    status = 1
     try:
+        sys.setprofile(count)
         SCENARIOS[name](root, index)
-    finally:
         sys.setprofile(None)
-    pipe.send(calls)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 FILE = content(12)
@@ -215,7 +256,7 @@ class Child:
 
     def hear(self):
         """What it says next; raises `EOFError` when it is dead."""
-        assert self.pipe.poll(60), "the child says nothing"
+        assert self.pipe.poll(180), "the child says nothing"
         return self.pipe.recv()
 
     def tell(self, word: str = "go") -> None:

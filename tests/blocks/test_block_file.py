@@ -51,6 +51,20 @@ def test_an_index_of_other_bytes_is_refused(store, block_file, change):
         read_index(store, block_file)
 
 
+def test_an_index_that_never_ends_is_not_read_to_its_end(store, block_file):
+    given = []
+
+    def endless(*_, **__):
+        while True:
+            given.append(1)
+            yield bytes(1000)
+
+    store.read = endless
+    with pytest.raises(CorruptError):
+        read_index(store, block_file)
+    assert len(given) == block_file.index_bytes // 1000 + 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [

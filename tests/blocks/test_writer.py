@@ -112,6 +112,15 @@ def test_few_blocks_are_in_memory_at_a_time(store):
     writer.finish()
 
 
+def test_a_writer_that_is_faster_than_its_threads_waits_for_them(store):
+    with BlockWriter(store, block_size=1 << 20, threads=1, level=12) as writer:
+        in_flight = []
+        for _ in range(20):
+            writer.write(random.Random(1).randbytes(1 << 14) * 64)
+            in_flight.append(len(writer._in_flight))
+        assert max(in_flight) < 4
+
+
 def test_the_store_failing_at_any_step_leaves_no_index(store):
     data = content(12 * BLOCK)
     block_file = write(store, data, num_stripes=2, threads=2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -322,8 +323,6 @@ def test_nobody_else_can_read_the_cache(cache, index, full):
 
 
 def test_an_entry_that_is_being_evicted_for_too_long_is_a_clear_error(root, cache, index, full):
-    import fcntl
-
     with (full / "lease").open("rb") as lease:
         fcntl.flock(lease, fcntl.LOCK_EX)
         with pytest.raises(TransientError, match="locked"):
@@ -332,8 +331,6 @@ def test_an_entry_that_is_being_evicted_for_too_long_is_a_clear_error(root, cach
 
 
 def test_a_lock_of_the_root_that_is_held_is_a_clear_error(root, cache, index):
-    import fcntl
-
     with (root / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(TransientError, match=f"process \\[{os.getpid()}\\]"):

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from bootseer.cache import evict
 from bootseer.cache.cache import Cache, CacheSettings
-from bootseer.cache.prune import Watermarks
-from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
+from bootseer.cache.prune import Step, Watermarks
+from cached import BLOCK, BOOT, Child, before, content, fetch, hold, index_of, put
 
 
 def fill(cache, index, data, *, read=(), hot=()):
@@ -126,26 +127,51 @@ def test_bytes_that_a_killed_process_wrote_and_never_claimed_are_freed(cache, in
     assert before - (path / "data").stat().st_blocks >= 2 * BLOCK // 512
 
 
-def test_an_opener_that_waited_for_an_eviction_gets_a_new_entry(cache, index, data):
-    """It has opened the lease file of the old entry, and gets the lock on it after the entry has moved."""
-    import os
-    import threading
+@pytest.fixture
+def replaced(cache, index, data):
+    """Replaces the entry by a new one, which somebody has open. Gives the function that does, and the new files."""
+    opened = []
 
-    from bootseer.cache import evict
-    from bootseer.cache.prune import Step
+    def replace():
+        cache.entries()[0].path.rename(cache.root / "trash" / "old")
+        opened.append(cache.open(index))
+        put(opened[0], data)
 
+    yield replace, opened
+    for cached in opened:
+        cached.close()
+
+
+def test_a_lease_on_an_entry_that_has_moved_is_none(cache, index, data, replaced):
+    fill(cache, index, data)
+    replace, opened = replaced
+    with before("flock", replace):
+        cached = cache.open(index)
+    opened[0].close()
+    assert cached.num_ready == 13
+    assert cache.prune(0).in_use == (index.identity,)
+    cached.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("call", ["open", "fstat", "flock"])
+def test_an_entry_that_came_in_the_place_of_the_one_to_evict_stays(cache, index, data, replaced, whole, call):
     fill(cache, index, data)
     entry = cache.entries()[0].path
-    opened = []
-    thread = threading.Thread(target=lambda: opened.append(cache.open(index)))
-    lease = os.open(entry / "lease", os.O_RDWR)
-    try:
-        assert evict.locks.try_flock(lease, shared=False)
-        thread.start()
+    replace, opened = replaced
+    with before(call, replace):
+        evict.evict(entry, Step(index.identity, whole, 5 * BLOCK), cache.root, BOOT, lock_deadline_s=5)
+    if opened:
+        assert opened[0].path.samefile(entry / "data")
+        assert opened[0].complete
+        assert opened[0].read(0, len(data)) == data
+
+
+def test_an_entry_without_a_lease_file_that_is_replaced_meanwhile_stays(cache, index, data, replaced):
+    fill(cache, index, data)
+    entry = cache.entries()[0].path
+    (entry / "lease").unlink()  # nobody can hold it
+    replace, opened = replaced
+    with before("flock", replace):
         assert not evict.evict(entry, Step(index.identity, True, 0), cache.root, BOOT, lock_deadline_s=5)
-        entry.rename(cache.root / "trash" / "moved")
-    finally:
-        os.close(lease)
-    thread.join(60)
-    assert opened[0].num_ready == 2
-    opened[0].close()
+    assert opened[0].path.samefile(entry / "data")

@@ -20,7 +20,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.errors import MissingBlocks
 from bootseer.errors import PermanentError, UsageError
 from bootseer.store.memory import MemoryStore
-from cached import BLOCK, BOOT, SCRATCH, Child, block_of, content, fetch, hold, index_of, limited, put
+from cached import BLOCK, BOOT, SCRATCH, Child, before, block_of, content, fetch, hold, index_of, limited, put
 
 ZEROS = {3, 8}
 
@@ -134,6 +134,13 @@ def test_one_caller_gets_the_claim(cache, cached, index, data):
     assert not cached.claim(3)  # zeros are there
     other.close()
     assert cached.claim(1)
+
+
+def test_a_block_that_came_while_it_was_being_claimed_is_not_claimed(cache, cached, index, data):
+    other = cache.open(index)
+    with before("fcntl", lambda: put(other, data, [0])):
+        assert not cached.claim(0)
+    other.close()
 
 
 def test_a_claim_and_a_lease_fall_with_their_process(root, cache, cached, index):

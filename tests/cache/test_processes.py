@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import MissingBlocks
-from cached import BOOT, FILE, Child, churn, content, fetch, index_of, scenario, share
+from cached import BOOT, FILE, Child, churn, content, fetch, index_of, kill_everywhere, share
 
 INDEX = index_of(FILE)
 # What must have been done before a scenario begins.
@@ -22,21 +21,6 @@ BEFORE = {
     "prune cold": ["complete"],
     "prune all": ["complete"],
 }
-
-
-def run(name: str, root: Path, fatal: int | None = None) -> int:
-    with Child(scenario, name, root, fatal) as child:
-        if fatal is None:
-            return child.hear()
-        child.process.join(60)
-        assert child.process.exitcode in (0, -signal.SIGKILL)
-        return -1
-
-
-def prepare(name: str, root: Path) -> None:
-    for before in BEFORE[name]:
-        run(before, root)
-        Cache(root, boot=BOOT).unpin(INDEX.identity, "mount")
 
 
 def check(root: Path, boot: str, *, lost: bool) -> None:
@@ -68,14 +52,12 @@ def check(root: Path, boot: str, *, lost: bool) -> None:
 @pytest.mark.parametrize("name", list(BEFORE))
 @pytest.mark.parametrize("boot", [BOOT, "after a crash"])
 def test_a_process_killed_at_any_system_call_leaves_a_cache_that_works(name, boot, scratch):
-    prepare(name, scratch / "whole")
-    num_calls = run(name, scratch / "whole")
-    assert num_calls > 20
-    for fatal in range(num_calls):
-        root = scratch / str(fatal)
-        prepare(name, root)
-        run(name, root, fatal)
-        check(root, boot, lost=boot != BOOT and fatal % 2 == 0)
+    with Child(kill_everywhere, name, BEFORE[name], scratch) as child:
+        status, roots = child.hear()
+    assert status == 0
+    assert len(roots) > 20
+    for number, root in enumerate(roots):
+        check(root, boot, lost=boot != BOOT and number % 2 == 0)
 
 
 def test_processes_that_start_together_fetch_each_block_once(tmp_path):

@@ -198,6 +198,17 @@ def test_two_thousand_directories_inside_each_other_are_no_problem(tmp_path: Pat
         assert max(path.count(b"/") for path, _ in reader.walk()) == 1999
 
 
+def test_fsck_accepts_an_image_whose_last_inode_ends_a_block(tmp_path: Path) -> None:
+    def fill(writer: ErofsWriter) -> None:
+        for number in range(51):  # with names of two bytes the last inode ends at 4,096
+            writer.tree.link(ROOT, b"%02d" % number, writer.tree.add(FILE))
+
+    write_image(tmp_path / "image", fill)
+    with opened(tmp_path / "image") as reader:
+        assert max(inode.xattrs_at for _, inode in reader.walk()) % 4096 == 0
+    fsck(tmp_path / "image")
+
+
 def test_the_same_tree_gives_the_same_bytes_whatever_the_order_of_names(tmp_path: Path) -> None:
     def fill(order: int) -> Callable[[ErofsWriter], None]:
         def write(writer: ErofsWriter) -> None:

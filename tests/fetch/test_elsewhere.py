@@ -6,7 +6,7 @@ from bootseer.fetch.elsewhere import Elsewhere
 
 
 def test_a_block_of_others_is_looked_at_soon_and_then_less_and_less_often():
-    elsewhere = Elsewhere()
+    elsewhere = Elsewhere(60.0)
     elsewhere.watch((0, 1), 0.0)
     elsewhere.watch((0, 1), 0.0)
     times = []
@@ -21,7 +21,7 @@ def test_a_block_of_others_is_looked_at_soon_and_then_less_and_less_often():
 
 
 def test_a_forgotten_block_is_not_looked_at():
-    elsewhere = Elsewhere()
+    elsewhere = Elsewhere(60.0)
     elsewhere.watch((0, 1), 0.0)
     elsewhere.forget((0, 1))
     assert elsewhere.due(1.0) == []
@@ -29,7 +29,7 @@ def test_a_forgotten_block_is_not_looked_at():
 
 
 def test_a_claim_that_is_held_for_a_minute_is_overdue():
-    elsewhere = Elsewhere()
+    elsewhere = Elsewhere(60.0)
     elsewhere.watch((0, 1), 10.0)
     assert not elsewhere.overdue((0, 1), 69.0)
     assert elsewhere.overdue((0, 1), 70.0)

@@ -79,15 +79,18 @@ def test_the_block_of_a_killed_process_is_fetched_by_whoever_waits_for_it(other,
     cached.close()
 
 
-def test_a_block_of_a_process_that_hangs_is_fetched_after_a_while(other, place, cache, data):
+@pytest.mark.parametrize(
+    ("settings", "num_hedges"), [(FetchSettings(), 1), (FetchSettings(hedge_s=60, claim_s=0.1), 0)]
+)
+def test_a_block_of_a_process_that_hangs_is_fetched_after_a_while(other, place, cache, data, settings, num_hedges):
     store, block_file = place
     child = other("hang")
     assert child.stdout.readline() == "request\n"
     cached = cache.open(read_index(store, block_file))
-    fetcher = Fetcher()
+    fetcher = Fetcher(settings)
     fetcher.add(cached.index, store, cached)
     assert fetcher.read_blocking(0, 0, BLOCK) == data[:BLOCK]
-    assert fetcher.stats().hedges == 1
+    assert fetcher.stats().hedges == num_hedges
     assert child.poll() is None
     fetcher.close()
     cached.close()

@@ -39,7 +39,7 @@ def test_a_block_that_one_of_three_runs_needed_is_not_hot():
     assert hot_set.confidence()[FILE, 3] == 1 / 3
 
 
-def test_with_two_runs_the_newest_ones_blocks_are_hot_and_so_are_those_of_half_of_the_runs():
+def test_with_two_runs_all_that_any_of_them_needed_is_hot():
     assert sorted(planned(merged(run(1, [1, 2, 3]), run(2, [1, 2, 4])))) == [1, 2, 3, 4]
 
 
@@ -118,11 +118,9 @@ def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(list
     assert len(set(plan)) == len(plan)
     assert HotSet("image", "workload", hot_set.records).plan() == plan
     confidence = hot_set.confidence()
-    newest = hot_set.records[-1].blocks if hot_set.records else frozenset()
     for block, share in confidence.items():
         assert share == sum(block in record.blocks for record in hot_set.records) / len(hot_set.records)
-        hot = share >= 0.5 or (len(hot_set.records) < 3 and block in newest)
-        assert (block in plan) == hot
+        assert (block in plan) == (share >= 0.5)
     assert set(plan) <= set(confidence)
 
 

@@ -131,6 +131,17 @@ def test_cold_blocks_wait_until_hot_ones_are_done_and_readers_are_silent() -> No
     assert max(w.asked.values()) == 1
 
 
+def test_the_rest_includes_a_suspended_hot_block_whose_request_fails_later() -> None:
+    w = world(20, fault=lambda fetch, earlier: Fault(hang=True) if 19 in fetch.blocks and not earlier else None)
+    w.prefetch([(0, 19)])
+    w.scheduler.want_rest(0, range(20), w.now)
+    w.reader(iter([(0.01, 0, [block]) for block in range(10)]), lambda: None)
+    w.run()
+    assert w.scheduler.worth.suspended
+    assert len(w.here) == 20
+    assert w.scheduler.idle
+
+
 def test_a_rush_does_not_wait_for_silence() -> None:
     w = world(100)
     w.scheduler.want_rest(0, range(100), w.now)
@@ -148,6 +159,33 @@ def test_a_hot_set_of_another_workload_is_suspended_early() -> None:
     assert w.scheduler.worth.suspended
     needs = [time for time, fetch in w.launched if fetch.purpose is Purpose.DEMAND]
     assert max(time for time, fetch in w.launched if fetch.purpose is Purpose.HOT) <= needs[-SETTINGS.suspend_score]
+
+
+def test_an_unproven_hot_set_gives_way_while_a_reader_waits_for_a_block_that_is_not_in_it() -> None:
+    w = world(2000, latency_s=1.0)
+    w.read(0, [5], Answers())
+    w.prefetch((0, block) for block in range(1000, 2000))
+    w.run(until=0.9)
+    assert not fetched(w, Purpose.HOT)
+    w.run(until=1.5)
+    assert fetched(w, Purpose.HOT)
+
+
+def test_a_proven_hot_set_gives_way_only_for_a_moment() -> None:
+    w = world(2000, latency_s=1.0)
+    w.prefetch((0, block) for block in range(1000, 2000))
+    w.run(until=0.99)
+    for block in range(1000, 1010):
+        w.read(0, [block], Answers())
+    w.read(0, [5], Answers())
+    before = fetched(w, Purpose.HOT)
+    # The first blocks arrive at 1.0 and make room for more.
+    w.run(until=0.99 + 0.9 * SETTINGS.window_s)
+    assert (0, 1009) in w.here
+    assert fetched(w, Purpose.HOT) == before
+    w.run(until=0.99 + 1.1 * SETTINGS.window_s)
+    assert len(fetched(w, Purpose.HOT)) > len(before)
+    assert (0, 5) not in w.here
 
 
 def test_a_hot_set_that_comes_late_is_not_judged_by_what_was_needed_before() -> None:

@@ -105,6 +105,12 @@ def test_a_layer_that_the_configuration_does_not_name_publishes_nothing(tmp_path
     assert _names(store) == []
 
 
+def test_compressed_bytes_are_verified_even_when_they_mean_the_same(tmp_path: Path) -> None:
+    spoilt = _spoil(_source(tmp_path, BASE), 0, b"\x01", 4)  # the time in a gzip header
+    with pytest.raises(CorruptError, match="the bytes are not those of sha256"):
+        convert(spoilt, MemoryStore(str(tmp_path)))
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_layer_that_is_too_short_is_corrupt(size: int, tmp_path: Path) -> None:
     source = _source(tmp_path, BASE)
@@ -142,6 +148,19 @@ def test_a_layer_whose_blocks_are_gone_is_converted_again(tmp_path: Path) -> Non
         convert(_unreadable(open_source(parse_reference(f"oci:{tmp_path}"))), store)
     assert convert(open_source(parse_reference(f"oci:{tmp_path}")), store) == document
     assert store.stat(document.layers[1].file.stripes[0].name)
+
+
+def test_a_layer_document_that_does_not_fit_its_objects_is_made_again(tmp_path: Path) -> None:
+    store = MemoryStore(str(tmp_path))
+    document = convert(_source(tmp_path, MORE), store)
+    [name] = _names(store, "layers/")
+    value = json.loads(b"".join(store.read(name)))
+    value["file"]["index_bytes"] += 1
+    upload = store.upload()
+    upload.write(json.dumps(value).encode())
+    upload.commit(name)
+    assert convert(open_source(parse_reference(f"oci:{tmp_path}")), store) == document
+    assert json.loads(b"".join(store.read(name)))["file"] == document.layers[0].file.as_json()
 
 
 def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_kind_of_them(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
+from bootseer.image.apart import breaks_forks, do_apart
 from bootseer.image.convert import convert
 from bootseer.image.hotsets import HotSets
 from bootseer.image.mount import mount_image, release
@@ -251,3 +252,41 @@ def test_without_root_there_is_a_clear_word(converted: Node) -> None:
             mount_image(request(converted), converted.folder / "x")
 
     in_child(as_nobody)
+
+
+def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: Node, mount: Mount) -> None:
+    """EROFS cannot be mounted straight from a file on tmpfs, and here there are no loop devices either."""
+
+    def on_tmpfs() -> None:
+        kernel.unshare_mounts()
+        converted.cache.mkdir()
+        kernel.move(kernel.create("tmpfs", [("source", "test")]), converted.cache)
+        (converted.folder / "no-loop").touch()
+        kernel.move(kernel.clone(converted.folder / "no-loop"), Path("/dev/loop-control"))
+        mounted = mount(writable=True, loading="pull")
+        assert mounted.facts["mode"] == "fallback"
+        assert "cannot be mounted" in said(converted)
+        for name in ("hot", "etc/passwd", "bin/busybox"):
+            assert digest(mounted.root / name) == digest(converted.folder / "tree" / name)
+        (mounted.root / "new").write_text("x")
+        mounted.close()
+        assert not (converted.folder / "changed0").exists()
+
+    in_child(on_tmpfs)
+
+
+def test_a_store_whose_client_a_fork_would_break_is_asked_by_a_child(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    do_apart(lambda: pids.write_text(str(os.getpid())))
+    assert int(pids.read_text()) != os.getpid()
+
+    def refused() -> None:
+        raise AccessError("the store refuses")
+
+    with pytest.raises(AccessError, match="the store refuses"):
+        do_apart(refused)
+    with pytest.raises(TransientError, match="ZeroDivisionError"):
+        do_apart(lambda: 1 // 0)
+    assert [breaks_forks(uri) for uri in ("s3://b", "hdfs://h/d", "oci://h/r", "/folder", None)] == [True, True] + [
+        False
+    ] * 3

@@ -107,6 +107,7 @@ def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, 
         process.kill()
     until(lambda: not Path(f"/proc/{pid}").exists())
     until(lambda: not any("/containers/" in point and str(node.folder) in point for point in kernel.mount_points()))
+    until(lambda: list((node.cache / "containers").iterdir()) == [])
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -119,9 +119,9 @@ def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster
 
 
 def test_a_namenode_that_is_not_there_is_transient() -> None:
-    with closing(hdfs.HdfsStore(f"hdfs://127.0.0.1:{free_port()}/x")) as store:
-        with pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x: name: .*refused"):
-            store.stat("name")
+    refused = pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x: name: .*refused")
+    with closing(hdfs.HdfsStore(f"hdfs://127.0.0.1:{free_port()}/x")) as store, refused:
+        store.stat("name")
 
 
 def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> None:

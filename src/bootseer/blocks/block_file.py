@@ -5,13 +5,14 @@ Images, snapshots and checkpoints keep a `BlockFile` as JSON; `read_index` turns
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index, Stripe
 from bootseer.errors import CorruptError
-from bootseer.store.retry import read_all
 from bootseer.store.store import Store, Stored, is_content_name
 
 # 6 million blocks: 1.5 TiB in blocks of 256 KiB. An index is read before anything can start, into memory.
@@ -78,13 +79,20 @@ class BlockFile:
 
 
 def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) -> Index:
-    """Fetch the index of a block file, with retries until `timeout_s` is over, and check that it is the one described.
+    """Fetch the index of a block file and check that it is the one described. One attempt: wrap it in `retrying`.
 
     Raises what `Store.read` raises, and `CorruptError` when the bytes are others than described.
     """
     if block_file.index_bytes > MAX_READ_BYTES:
         raise CorruptError(f"{block_file.index_name}: an index of {block_file.index_bytes} bytes is too large")
-    data = read_all(store, block_file.index_name, block_file.index_bytes, timeout_s)
+    data = bytearray()
+    with closing(store.read(block_file.index_name, 0, block_file.index_bytes, timeout_s=timeout_s)) as pieces:
+        for piece in pieces:
+            data += piece
+            if len(data) > block_file.index_bytes:
+                break
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" != block_file.index_name:
+        raise CorruptError(f"{store.uri}: the bytes of {block_file.index_name} are not those of its name")
     index = Index.parse(data)
     described = (block_file.identity, block_file.size_bytes, block_file.stripes)
     if (index.identity, index.size_bytes, index.stripes) != described:

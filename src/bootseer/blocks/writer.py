@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from array import array
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, encode
+from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, compressor_of, encode
 from bootseer.blocks.index import MAX_BLOCKS, MAX_STRIPES, Index, Stripe, encode_index, is_block_size
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.store.store import Store, Upload, is_content_name
@@ -70,6 +71,7 @@ class BlockWriter:
         self._digests = bytearray()
         self._max_in_flight = threads * _IN_FLIGHT_PER_THREAD
         self._in_flight: deque[Future[_Encoded]] = deque()
+        self._per_thread = threading.local()
         self._pool = ThreadPoolExecutor(threads, "bootseer-encode")
         self._open = True
 
@@ -145,10 +147,16 @@ class BlockWriter:
             return
         if len(self._codecs) + len(self._in_flight) >= MAX_BLOCKS:
             raise PermanentError(f"a file of more than {MAX_BLOCKS} blocks of {self._block_size} bytes")
-        self._in_flight.append(self._pool.submit(encode, data, self._level))
+        self._in_flight.append(self._pool.submit(self._encode, data))
         # The store takes blocks in their order, as they are ready; the caller waits only when the pool is full.
         while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) >= self._max_in_flight):
             self._store_oldest()
+
+    def _encode(self, data: bytes) -> _Encoded:
+        # A compressor per thread: one per block would cost a tenth more.
+        if not hasattr(self._per_thread, "compressor"):
+            self._per_thread.compressor = compressor_of(self._level)
+        return encode(data, self._per_thread.compressor)
 
     def _store_oldest(self) -> None:
         encoded = self._in_flight.popleft().result()
@@ -156,7 +164,7 @@ class BlockWriter:
         self._record(encoded, offset)
 
     def _store_first(self, data: bytes) -> None:
-        codec, stored, digest = encode(data, self._level)
+        codec, stored, digest = self._encode(data)
         self._offsets[0] = self._append(0, stored)
         self._lengths[0] = len(stored)
         self._codecs[0] = codec

@@ -6,14 +6,21 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import MAX_INDEX_BYTES, Index
 from bootseer.cache import layout, locks, pins, use
 from bootseer.cache.errors import Damaged
-from bootseer.cache.prune import cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError
 
 _BLOCK = 512  # the unit of st_blocks, whatever the file system
+
+
+# Columns of flags are handled as a whole: entries have hundreds of thousands of blocks, and a node has many entries.
+_ANY = bytes(value != 0 for value in range(256))
+_NONE = bytes(value == 0 for value in range(256))
+_HOT = bytes(value & use.HOT != 0 for value in range(256))
+_TAKES_ROOM = bytes(value != ZERO for value in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,14 @@ def examine(path: Path, boot: str) -> Entry | None:
     except Damaged:
         return Entry(*outside, damaged=True)
     flags = use.load(path, index.num_blocks)
-    ready = [block for block, state in enumerate(states) if state != MISSING]
-    cold_bytes = sum(map(index.length, cold_blocks(states, flags, index.codecs())))
+    ready = states.translate(_ANY)
+    cold = _both(_both(ready, flags.translate(_NONE)), index.codecs().translate(_TAKES_ROOM))
     return Entry(
         *outside,
         size_bytes=index.size_bytes,
-        ready_bytes=sum(map(index.length, ready)),
-        hot_bytes=sum(index.length(block) for block in ready if flags[block] & use.HOT),
-        cold_bytes=min(cold_bytes, disk_bytes),
+        ready_bytes=_bytes_of(index, ready),
+        hot_bytes=_bytes_of(index, _both(ready, flags.translate(_HOT))),
+        cold_bytes=min(_bytes_of(index, cold), disk_bytes),
         trusted=trusted,
     )
 
@@ -131,3 +138,15 @@ def last_use(path: Path) -> tuple[int, float]:
         return layout.read_number(file), file.lstat().st_mtime
     except (OSError, Damaged):
         return 0, 0.0
+
+
+def _both(one: bytes, two: bytes) -> bytes:
+    return (int.from_bytes(one, "little") & int.from_bytes(two, "little")).to_bytes(len(one), "little")
+
+
+def _bytes_of(index: Index, chosen: bytes) -> int:
+    """Bytes of the file that lie in the chosen blocks: all are full, but for the last one."""
+    if not chosen:
+        return 0
+    last = index.num_blocks - 1
+    return chosen.count(1) * index.block_size - chosen[last] * (index.block_size - index.length(last))

@@ -123,13 +123,16 @@ def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool
     from bootseer.cli.printing import print_json, terminal
     from bootseer.image.mount import release
     from bootseer.image.places import runtime_root
+    from bootseer.image.unpacked import release_unpacked
     from bootseer.mounts.state import Runtime
     from bootseer.units import format_bytes
 
     cache = _cache(folder)
-    if not dry_run and os.geteuid() == 0:
+    if not dry_run:
         # Layers that stay mounted for the next start keep their files.
-        release(Runtime(runtime_root(os.environ, os.getuid())), cache, idle_s=0)
+        runtime = Runtime(runtime_root(os.environ, os.getuid()))
+        release(runtime, cache, idle_s=0)
+        release_unpacked(cache.root.parent, runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
     if as_json:
         steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]

@@ -34,6 +34,8 @@ from bootseer.erofs.tree import ROOT, Tree
 from bootseer.errors import PermanentError
 
 _UNPLACED = 2**64 - 1
+# fsck.erofs 1.5 reads the header of xattrs behind every inode, also behind one that has none and ends the image.
+_SPARE = 12
 
 
 class Layout:
@@ -52,7 +54,7 @@ class Layout:
         self._first_blocks: dict[int, int] = {}
         self._place_all()
         self._meta_block = self._next_block
-        blocks = self._meta_block + align(self._end, BLOCK) // BLOCK
+        blocks = self._meta_block + align(self._end + _SPARE, BLOCK) // BLOCK
         if blocks > MAX_BLOCKS:
             raise PermanentError(f"an image of {blocks} blocks: EROFS has at most {MAX_BLOCKS}")
         self.superblock = Superblock(self._nids[ROOT], len(self._order), blocks, self._meta_block)
@@ -69,7 +71,7 @@ class Layout:
             record = self._encode_inode(inode)
             yield record
             at = begin + len(record)
-        yield bytes(align(at, BLOCK) - at)
+        yield bytes(align(at + _SPARE, BLOCK) - at)
 
     def _place_all(self) -> None:
         tree = self._tree

@@ -13,7 +13,6 @@ from bootseer.fetch.queues import Key
 
 _FIRST_S = 0.002
 _LONGEST_S = 0.05
-_OVERDUE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -23,9 +22,10 @@ class _Watched:
 
 
 class Elsewhere:
-    """The blocks of others that this fetcher waits for."""
+    """The blocks of others that this fetcher waits for. A claim that is held for `overdue_s` is not believed."""
 
-    def __init__(self) -> None:
+    def __init__(self, overdue_s: float) -> None:
+        self._overdue_s = overdue_s
         self._watched: dict[Key, _Watched] = {}
         self._heap: list[tuple[float, Key]] = []
 
@@ -58,7 +58,7 @@ class Elsewhere:
     def overdue(self, key: Key, now: float) -> bool:
         """Whether its claim has been held for so long that whoever holds it must hang."""
         watched = self._watched.get(key)
-        return watched is not None and now - watched.since >= _OVERDUE_S
+        return watched is not None and now - watched.since >= self._overdue_s
 
     @property
     def next_look(self) -> float | None:

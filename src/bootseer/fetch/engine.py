@@ -59,9 +59,9 @@ class Engine:
         self._changed = threading.Condition(self._lock)
         """The clock's next time, or that nothing is left to fetch."""
         self._tickets = Tickets()
-        self._elsewhere = Elsewhere()
+        self._elsewhere = Elsewhere(settings.claim_s)
         self._distrusted: set[Key] = set()
-        """Blocks that the cache called ready and could not give."""
+        """Blocks that the cache called ready and could not give, and those whose claim is overdue."""
         self._cancelled: set[int] = set()
         """Running requests that are to break off. Changed under the lock, looked at without."""
         self._urgent: set[int] = set()

@@ -24,9 +24,8 @@ MAX_RUNS = 8
 # Two newest runs decide who belongs to them, so that one odd run does not wipe out the others.
 _JUDGES = 2
 _MIN_AGREEMENT = 0.3
+# With one or two runs that is all that any of them needed.
 _MIN_CONFIDENCE = 0.5
-# With fewer runs there is no majority worth the name: what the newest run needed is hot too.
-_MANY_RUNS = 3
 _EARLY = 0.25
 _STALE_COVERAGE = 0.6
 # Too short to speak for or against anything.
@@ -106,14 +105,9 @@ class HotSet:
         for record in self.records:
             for need in record.needs:
                 times.setdefault((need.file, need.block), []).append(need.t_ms)
-        newest = self.records[-1].blocks if self.records and len(self.records) < _MANY_RUNS else frozenset()
         durations = [record.duration_ms for record in self.records]
         early = {block: _early(at) for block, at in times.items()}
-        hot = [
-            block
-            for block, at in times.items()
-            if block in newest or _confidence(len(at), early[block], durations) >= _MIN_CONFIDENCE
-        ]
+        hot = [block for block, at in times.items() if _confidence(len(at), early[block], durations) >= _MIN_CONFIDENCE]
         return sorted(hot, key=lambda block: (early[block], block))
 
     def confidence(self) -> Mapping[Block, float]:

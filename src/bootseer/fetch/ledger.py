@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from bootseer.blocks.index import Place, Stripe
 from bootseer.fetch.pace import Pace
 from bootseer.fetch.purpose import Purpose
 from bootseer.fetch.queues import Key, Origin, Wanted
 from bootseer.fetch.settings import FetchSettings
+
+if TYPE_CHECKING:
+    from bootseer.blocks.index import Place, Stripe
 
 # A run of all-zero blocks has no bytes that would end it.
 _MAX_RUN = 1024
@@ -166,6 +168,13 @@ class Ledger:
                 file.origin.hot.append(key)
             else:
                 file.origin.cold.append((key[0], range(block, block + 1)))
+
+    def make_cold(self, key: Key) -> None:
+        """If the block is still wanted, it is so as one of the rest: its reader may leave, its request may fail."""
+        wanted = self.wanted.get(key)
+        if wanted is not None:
+            self.hot_left -= wanted.prefetch is Purpose.HOT
+            wanted.prefetch = Purpose.COLD
 
     def stop_prefetch(self, number: int) -> None:
         """Nothing of this file is wanted in advance any more."""

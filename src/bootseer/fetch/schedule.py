@@ -338,9 +338,7 @@ class Scheduler:
                 if self._is_next((file, block), Purpose.COLD):
                     origin.cold[0] = file, blocks[position:]
                     return file, block
-                wanted = self._ledger.wanted.get((file, block))
-                if wanted is not None and wanted.prefetch is None:
-                    wanted.prefetch = Purpose.COLD  # only a reader wants it now, and readers may leave
+                self._ledger.make_cold((file, block))
             origin.cold.popleft()
         return None
 

@@ -51,6 +51,8 @@ class FetchSettings:
     """What a reader waits at most, all attempts together."""
     stall_s: float = 120.0
     """A full pull fails when no block has come for so long."""
+    claim_s: float = 60.0
+    """Another process that has not brought a block by then hangs: it could have tried six times."""
     demand_timeout_s: float = 10.0
     """One demand request. Two more fit into a reader's deadline."""
     hot_timeout_s: float = 30.0

@@ -11,12 +11,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from bootseer.blocks.codec import Buffer
 from bootseer.errors import BootseerError
 from bootseer.fetch.queues import Key
 
-Done = Callable[[Buffer | BootseerError], None]
+if TYPE_CHECKING:
+    from bootseer.blocks.codec import Buffer
+
+Done = Callable[["Buffer | BootseerError"], None]
 
 
 @dataclass(slots=True, eq=False)

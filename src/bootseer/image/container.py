@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +23,10 @@ from bootseer.errors import PermanentError, UsageError
 from bootseer.image.cdi import edits_for, gpu_names
 from bootseer.image.inroot import is_executable
 from bootseer.image.process import Process, Words, process_of
+from bootseer.image.rootless import node_binds, without_root
 from bootseer.image.runtime_config import Bind, Limits, runtime_config
 from bootseer.machine.surroundings import CDI_FOLDERS
+from bootseer.mounts.user_namespace import is_host, num_owners
 
 Runtime = Literal["auto", "runc", "direct"]
 RUNTIMES: tuple[Runtime, ...] = ("auto", "runc", "direct")
@@ -78,7 +80,12 @@ class Container:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             binds = [*self._name_files(), *options.binds]
+            if not is_host():
+                binds += node_binds(edits.nodes, nodes)
+                edits, nodes = replace(edits, nodes=()), []
             config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
+            if not is_host():
+                config = without_root(config, num_owners())
             (folder / "config.json").write_text(json.dumps(config))
         except OSError as error:
             raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
@@ -170,5 +177,6 @@ def _runtime(wanted: Runtime, *, needs_runc: bool) -> Runtime:
     if needs_runc and (wanted == "direct" or not there):
         raise UsageError("these devices need runc: their CDI file has hooks", hint="apt-get install runc")
     if wanted == "auto":
-        return "runc" if there else "direct"
+        # In a user namespace it has no device rules either, and takes only users that the namespace has.
+        return "runc" if needs_runc or (there and is_host()) else "direct"
     return wanted

@@ -21,7 +21,7 @@ import stat
 import sys
 from typing import Any, NoReturn
 
-_NEWNS, _NEWIPC = 0x00020000, 0x08000000
+_NEWNS, _NEWIPC, _NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 2, 4, 8
 _BIND, _REC, _PRIVATE, _STRICTATIME = 1 << 12, 1 << 14, 1 << 18, 1 << 24
 _FLAGS = {"ro": _RDONLY, "nosuid": _NOSUID, "nodev": _NODEV, "noexec": _NOEXEC, "strictatime": _STRICTATIME}
@@ -159,6 +159,35 @@ def protect(config: dict[str, Any]) -> None:
         read_only("/", False)
 
 
+def own_ids(user: dict[str, Any]) -> None:
+    """Where the user namespace has not the user's ids, call our own by them: all files are ours, and the user's then."""
+    if has_id("uid_map", user["uid"]) and has_id("gid_map", user["gid"]):
+        return
+    uid, gid = os.geteuid(), os.getegid()
+    checked(libc.unshare(_NEWUSER), "the user's own ids")
+    for name, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user['uid']} {uid} 1"),
+        ("gid_map", f"{user['gid']} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+
+
+def has_id(name: str, number: int) -> bool:
+    with open(f"/proc/self/{name}") as file:
+        rows = [[int(word) for word in line.split()] for line in file]
+    return any(inside <= number < inside + count for inside, _, count in rows)
+
+
+def take_groups(groups: list[int]) -> None:
+    """The user's further groups. A user namespace that may not change them has those of whoever made it."""
+    with open("/proc/self/setgroups") as file:
+        if file.read().strip() == "deny":
+            return
+    os.setgroups([number for number in groups if has_id("gid_map", number)])
+
+
 def give_up_rights(process: dict[str, Any]) -> None:
     """Take the user's ids and the capabilities that the container is to have, for good."""
     kept = {_CAPABILITIES.index(name[4:]) for name in process["capabilities"]["bounding"] if name[4:] in _CAPABILITIES}
@@ -168,7 +197,7 @@ def give_up_rights(process: dict[str, Any]) -> None:
         if number not in kept:
             libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)  # one that the kernel has not is no loss
     user = process["user"]
-    os.setgroups(user["additionalGids"])
+    take_groups(user["additionalGids"])
     os.setresgid(user["gid"], user["gid"], user["gid"])
     os.setresuid(user["uid"], user["uid"], user["uid"])
     if user["uid"] == 0:
@@ -190,6 +219,7 @@ def become(process: dict[str, Any], parent: int) -> NoReturn:
         pair = [value if value < 1 << 63 else resource.RLIM_INFINITY for value in (limit["soft"], limit["hard"])]
         resource.setrlimit(getattr(resource, limit["type"]), (pair[0], pair[1]))
     os.makedirs(process["cwd"], exist_ok=True)
+    own_ids(process["user"])
     give_up_rights(process)
     os.chdir(process["cwd"])
     # A change of rights makes the kernel forget it: die with whoever started us.

@@ -54,6 +54,12 @@ class HotSets:
                 self._say(f"no hot set: {error}")
         return united(sets) if sets else None
 
+    def bring(self, workload: str) -> None:
+        """Keep on this node what the store knows."""
+        hot_set = self.load(workload)
+        if hot_set is not None:
+            self._write(self._local, hot_set, "kept on this node")
+
     def keep(self, workload: str, record: Record, *, publish: bool) -> HotSet:
         """Add a start's record to the set, on the node and (with `publish`) in the store; the set as it is now."""
         known = self.load(workload) or HotSet(self._digest, workload)

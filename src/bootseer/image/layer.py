@@ -35,7 +35,8 @@ class LayerLimits:
     """Files with their holes, and the tar stream itself. 0: 64 GiB or 200 times the compressed size, what is more:
     source code compresses 5 times, logs 20 times, and a few empty database files may well be 200."""
     members: int = 4_000_000
-    """Files and directories, about 250 bytes of memory each. Large training images have 500,000."""
+    """Files and directories, about 250 bytes of memory each, 600 when they wait for lower layers. Large training images
+    have 500,000."""
 
     def unpacked_limit(self, compressed_bytes: int) -> int:
         """The limit in bytes for a layer of this compressed size."""

@@ -67,7 +67,8 @@ class LayerTree:
         self._whiteouts = whiteouts
         self._whiteout: int | None = None  # one inode with many names
         self._opaque: set[int] = set()
-        self._made_up: set[int] = set()  # directories that lower layers do not have either
+        self._implicit: set[int] = set()  # directories that the layer does not describe, so far
+        self._made_up: set[int] = set()  # those of them that lower layers do not have either
         self._last: tuple[Sequence[bytes], _Directory] | None = None
 
     def keeps_content(self, member: Member) -> bool:
@@ -115,6 +116,7 @@ class LayerTree:
         existing = self._tree.child(parent.inode, names[-1])
         if existing is not None and self._tree.is_directory(existing):
             self._tree.update(existing, _opaque(attributes) if existing in self._opaque else attributes)
+            self._implicit.discard(existing)
             return
         # What was there before it in this layer has hidden the lower layers for good.
         self._put(parent, names[-1], self._new_directory(attributes, opaque=existing is not None))
@@ -123,7 +125,7 @@ class LayerTree:
         if names == target:
             return
         said = _shown(b"/".join(target))
-        holder = self._walk(target[:-1], make_up=False) if target else None
+        holder = self._existing(target[:-1]) if target else None
         if holder is None:
             raise PermanentError(f"a hard link to {said}, which is not there")
         found = self._tree.child(holder.inode, target[-1])
@@ -153,10 +155,13 @@ class LayerTree:
     def _hide(self, directory: list[bytes], name: bytes) -> None:
         if name in {b"", b".", b".."}:
             raise PermanentError("a whiteout of nothing")
-        holder = self._walk(directory, make_up=False)
+        holder = self._existing(directory)
         if holder is None:
             return  # what is in a directory that does not exist is hidden well enough
         existing = self._tree.child(holder.inode, name)
+        if existing is not None and self._holds_nothing(existing):
+            self._tree.unlink(holder.inode, name)
+            self._last = existing = None
         if existing is None:
             if self._whiteout is None:
                 self._whiteout = self._tree.add(Attributes(WHITEOUT_MODE))
@@ -165,7 +170,7 @@ class LayerTree:
             self._close(existing)
 
     def _make_opaque(self, directory: list[bytes]) -> None:
-        holder = self._walk(directory, make_up=False)
+        holder = self._existing(directory)
         if holder is None:
             return
         if holder.inode == ROOT:
@@ -173,6 +178,16 @@ class LayerTree:
             self._last = None
         else:
             self._close(holder.inode)
+
+    def _holds_nothing(self, inode: int) -> bool:
+        """Whether it is a directory that is only here for the whiteouts in it."""
+        waiting = [inode]
+        while waiting:
+            inode = waiting.pop()
+            if inode not in self._implicit:
+                return False
+            waiting += [child for _, child in self._tree.walk_directory(inode) if child != self._whiteout]
+        return True
 
     def _close(self, inode: int) -> None:
         if inode not in self._opaque:
@@ -195,15 +210,25 @@ class LayerTree:
         parent = names[:-1]
         if self._last is not None and self._last[0] == parent:
             return self._last[1]
-        found = self._walk(parent, make_up=True)
+        found = self._walk(parent)
         assert found is not None  # noqa: S101 - what is missing was made
         self._last = parent, found
         return found
 
-    def _walk(self, names: Sequence[bytes], *, make_up: bool) -> _Directory | None:
-        """The directory at a path, put into this layer when it lies below; None when there is none.
+    def _existing(self, names: Sequence[bytes]) -> _Directory | None:
+        """The directory at a path, put into this layer when it lies below; None when it is nowhere."""
+        made: list[tuple[int, bytes]] = []
+        found = self._walk(names, made)
+        if found is None:
+            for parent, name in made:  # the way ended behind them
+                self._tree.unlink(parent, name)
+        return found
 
-        With `make_up` directories that exist nowhere are made, and a file on the way is an error.
+    def _walk(self, names: Sequence[bytes], made: list[tuple[int, bytes]] | None = None) -> _Directory | None:
+        """The directory at a path, put into this layer when it lies below, and made when it is nowhere.
+
+        With `made` nothing is made that is nowhere, and the answer is None; what was put into this layer is noted
+        there. Otherwise a file on the way is an error.
         """
         at = [_Directory(ROOT, (), not self.root_opaque)]
         waiting = list(reversed(names))
@@ -213,7 +238,7 @@ class LayerTree:
             if name == b"..":  # from a symbolic link; the root is its own parent
                 del at[max(1, len(at) - 1) :]
                 continue
-            found = self._enter(at[-1], name, make_up)
+            found = self._enter(at[-1], name, made)
             if found is None:
                 return None
             if isinstance(found, _Directory):
@@ -227,7 +252,7 @@ class LayerTree:
                 del at[1:]
         return at[-1]
 
-    def _enter(self, here: _Directory, name: bytes, make_up: bool) -> _Directory | bytes | None:
+    def _enter(self, here: _Directory, name: bytes, made: list[tuple[int, bytes]] | None) -> _Directory | bytes | None:
         """One step of `_walk`: the directory of this name, or where a symbolic link leads."""
         path = (*here.path, name)
         child = self._tree.child(here.inode, name)
@@ -238,22 +263,25 @@ class LayerTree:
             target = self._tree.targets.get(child)
         else:
             below = self._below(here, name) if child is None else None
-            if (below is None and make_up) or (below is not None and below.is_directory):
+            if (below is None and made is None) or (below is not None and below.is_directory):
+                if made is not None:
+                    made.append((here.inode, name))
                 return self._make(here, name, below, over_whiteout=child is not None)
             if below is None:
                 return None
             target = below.target() if stat.S_ISLNK(below.mode) else None
-        if target is None and make_up:
+        if target is None and made is None:
             raise PermanentError(f"{_shown(b'/'.join(path))} on the way to it is not a directory")
         return target
 
     def _make(self, here: _Directory, name: bytes, below: LowerFile | None, *, over_whiteout: bool) -> _Directory:
         """A directory of this layer for one that lies below, or for none."""
-        made = self._new_directory(_MADE_UP if below is None else below.attributes(), opaque=over_whiteout)
-        self._put(here, name, made)
+        inode = self._new_directory(_MADE_UP if below is None else below.attributes(), opaque=over_whiteout)
+        self._put(here, name, inode)
+        self._implicit.add(inode)
         if below is None:
-            self._made_up.add(made)
-        return _Directory(made, (*here.path, name), below is not None)
+            self._made_up.add(inode)
+        return _Directory(inode, (*here.path, name), below is not None)
 
     def _below(self, directory: _Directory, name: bytes) -> LowerFile | None:
         """What lower layers show under this name."""

@@ -15,7 +15,8 @@ from bootseer.fetch.hotset import Block, judge
 from bootseer.fetch.record import read_record
 from bootseer.image.hotsets import HotSets
 from bootseer.image.mounted import KEPT
-from bootseer.mounts.fetched import Fetched, FetchedFile
+from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
+from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
 
 RECORD = "record"
@@ -49,9 +50,16 @@ class HandOver:
 
 
 def layers_to_serve(
-    indexes: Sequence[Index], store: str, blocks: Path, folder: Path, hand_over: HandOver, *, plain_http: bool
+    indexes: Sequence[Index],
+    store: str,
+    blocks: Path,
+    folder: Path,
+    hand_over: HandOver,
+    *,
+    plain_http: bool,
+    make_tree: MakeTree = LazyFiles,
 ) -> Fetched:
-    """What the daemon of an image serves: these layers, from this store, the hot set first."""
+    """What the daemon of an image serves: these layers, from this store, the hot set first. `make_tree`: as what."""
     plan = hand_over.plan
     return Fetched(
         files=tuple(FetchedFile(index.identity, index, store, plain_http) for index in indexes),
@@ -59,4 +67,5 @@ def layers_to_serve(
         record=folder / RECORD if hand_over.workload else None,
         hand_over=hand_over,
         hot=None if plan is None else lambda: plan,
+        make_tree=make_tree,
     )

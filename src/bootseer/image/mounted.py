@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.errors import BootseerError, UsageError
+from bootseer.fuse.attach import detach
+from bootseer.image.places import RUNTIME
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.user_namespace import may_mount
 
 KEPT = "kept"
 """The file that says that the record has become part of the hot set; it holds what did not work, as lines."""
@@ -80,7 +83,9 @@ class MountedImage:
 
     def undo_command(self) -> list[str]:
         """A command line that takes the mount away, for when this process cannot."""
-        return [sys.executable, "-m", "bootseer", "image", "umount", str(self.root)]
+        # In a user namespace another folder would be the usual one: there everybody is root.
+        where = f"{RUNTIME}={self._runtime.root}"
+        return ["env", where, sys.executable, "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
         """Take the mount away. Raises `BootseerError` when it is in use."""
@@ -93,7 +98,11 @@ def unmount(runtime: Runtime, state: MountState) -> None:
     Raises `TransientError` while a process has a file of it open.
     """
     if kernel.is_mount(Path(state.target)):
-        kernel.unmount(Path(state.target), lazy=state.daemon is not None and not state.daemon.alive)
+        dead = state.daemon is not None and not state.daemon.alive
+        if may_mount():
+            kernel.unmount(Path(state.target), lazy=dead)
+        else:  # then it was mounted by a program that has the right
+            detach(Path(state.target), force=dead)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
         # The layers above the daemon's files first: it ends only when nobody uses them.

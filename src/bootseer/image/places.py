@@ -40,6 +40,11 @@ def converted_folder(root: Path) -> Path:
     return root / "converted"
 
 
+def unpacked_folder(root: Path) -> Path:
+    """Where below the cache's root images are written out as files."""
+    return root / "unpacked"
+
+
 def runtime_root(env: Mapping[str, str], uid: int) -> Path:
     """Where the state of mounts lies: `$BOOTSEER_RUNTIME`, else a folder that is empty after a boot."""
     if env.get(RUNTIME):

@@ -1,9 +1,10 @@
 """Write a converted image into a folder: the last resort where nothing can be mounted.
 
 The layers are merged here, without the kernel. As root everything is as in a mount; other users own all files, and get
-neither devices nor attributes that only root may set. The folder must be empty: then no name in it can lead elsewhere.
+neither devices nor attributes that only root may set. Root of a user namespace stands between the two: what it may, it
+does. The folder must be empty: then no name in it can lead elsewhere.
 
-Called by the fallback ladder of `mount`, and by tests.
+Called by `image.unpacked`, and by tests.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.block_reader import open_layer
 from bootseer.image.document import ImageDocument
 from bootseer.image.merged import Layer, MergedTree, Node, unescape_xattr
+from bootseer.mounts.user_namespace import is_host, may_mount, num_owners
 from bootseer.store.store import Store
 
 
@@ -49,7 +51,8 @@ def unpack(tree: MergedTree, folder: Path) -> None:
 class _Unpacking:
     def __init__(self, folder: bytes) -> None:
         self._folder = folder
-        self._privileged = os.geteuid() == 0
+        self._privileged = is_host() and may_mount()
+        self._num_owners = num_owners()
         self._first: dict[str, bytes] = {}  # of files with several names
         self._seen: set[str] = set()
 
@@ -87,10 +90,13 @@ class _Unpacking:
             os.symlink(node.target(), path)  # noqa: PTH211
         elif stat.S_ISFIFO(attributes.mode):
             os.mkfifo(path, 0o600)
-        elif self._privileged:
-            os.mknod(path, stat.S_IFMT(attributes.mode) | 0o600, os.makedev(*attributes.rdev))
         else:
-            return
+            try:
+                os.mknod(path, stat.S_IFMT(attributes.mode) | 0o600, os.makedev(*attributes.rdev))
+            except PermissionError:
+                if self._privileged:
+                    raise
+                return
         self._set_attributes(path, attributes)
 
     def _write_file(self, path: bytes, node: Node) -> None:
@@ -107,8 +113,9 @@ class _Unpacking:
 
     def _set_attributes(self, path: bytes, attributes: Attributes) -> None:
         """In this order: a new owner takes away set-user bits and capabilities, and the time is last."""
-        if self._privileged:
-            os.lchown(path, attributes.uid, attributes.gid)
+        if self._num_owners:
+            uid, gid = (number if number < self._num_owners else 0 for number in (attributes.uid, attributes.gid))
+            os.lchown(path, uid, gid)
         for name, value in attributes.xattrs.items():
             self._set_xattr(path, unescape_xattr(name), value)
         if not stat.S_ISLNK(attributes.mode):

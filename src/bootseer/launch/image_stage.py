@@ -41,6 +41,7 @@ from bootseer.launch.interrupt import interruptible
 from bootseer.launch.run import Options, run_command
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
+from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
 from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN, new_span, spool_word
@@ -174,7 +175,7 @@ class _ImageStart:
         options = replace(options, words=words, binds=(*binds, *options.binds))
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
-        if session is not None and os.getuid() == 0 and user.uid != 0:
+        if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
             os.chown(session.folder, user.uid, user.gid)  # the program in the container writes events there too
         return container
 

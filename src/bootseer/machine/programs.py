@@ -59,7 +59,7 @@ def check_runc() -> Check:
 
 def check_mkfs_erofs() -> Check:
     # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
-    opens = ("image convert", "environment snapshots")
+    opens = ("the trial of EROFS",)
     pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
     install = "apt-get install erofs-utils"
     return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)

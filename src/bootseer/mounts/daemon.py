@@ -77,6 +77,8 @@ class DaemonSpec:
     """Shown in the table of mounts."""
     window_s: float = 600.0
     """The record ends after so many seconds, if nobody says earlier that the startup is over."""
+    at: Path | None = None
+    """Where to mount instead of `files`: for users who cannot mount anything on top of it."""
     lifeline: bool = False
     """Whether the daemon ends when the process that started it does, however it ends."""
 

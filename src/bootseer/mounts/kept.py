@@ -33,17 +33,18 @@ _POLL_S = 0.01
 _IDENTITY = re.compile(r"[0-9a-f]{16,128}")
 
 
-def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None]) -> Path:
+def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *, loop: bool | None = None) -> Path:
     """Where the layer of this identity is mounted; mounts it from `data` if it is not yet.
 
     `data` must be complete and trusted. `pin` is called before it is mounted, with nobody else mounting it.
+    `loop`: see `mount_erofs`.
     """
     target = _target(runtime, identity)
     with _locked(runtime, identity):
         if not kernel.is_mount(target):
             target.mkdir(mode=0o755, exist_ok=True)
             pin()
-            mount_erofs(data, target)
+            mount_erofs(data, target, loop=loop)
     return target
 
 

@@ -25,6 +25,7 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _MOVE_FROM_EMPTY_PATH = 4
+_MOUNT_SETATTR, _MOUNT_ATTR_RDONLY = 442, 1
 _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -100,6 +101,14 @@ def unshare_mounts() -> None:
     """
     check(libc.unshare(_CLONE_NEWNS), "make a mount namespace")
     check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "keep mounts to ourselves")
+
+
+def make_read_only(target: Path) -> None:
+    """Let nobody write through the mount on `target`."""
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
+    path = ctypes.c_char_p(os.fsencode(target))
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    _call(f"make {target} read-only", _MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_uint(0), attributes, size)
 
 
 def own_working_folder() -> None:

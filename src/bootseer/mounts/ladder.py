@@ -18,9 +18,9 @@ class Way(Enum):
     EROFS_LOOP = "EROFS from loop devices"
     """The same with a block device between, for kernels before 6.12. Some 20 % slower on a cold start."""
     FUSE_TREE = "file trees through FUSE"
-    """Each layer's whole tree is served by the daemon, the overlay is mounted in a user namespace."""
+    """The daemon serves the tree of all layers; an overlay for changes is mounted in a user namespace."""
     UNPACK = "unpacked files"
-    """Everything is fetched and written to a folder. Always works."""
+    """Everything is fetched and written to a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Facts:
     loop: str = ""
     overlay: str = ""
     user_overlay: str = ""
-    """Overlay in a user namespace."""
+    """Overlay in a user namespace; for root, who needs none, the same as `overlay`."""
 
 
 @dataclass(frozen=True, slots=True)

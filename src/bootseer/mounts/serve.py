@@ -58,7 +58,7 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
         served = spec.open(log)
         try:
             listener = control.listen(spec.folder)
-            mounted = session.mount(served.tree, spec.folder / FILES, label=spec.label, on_error=log)
+            mounted = session.mount(served.tree, spec.at or spec.folder / FILES, label=spec.label, on_error=log)
         except BaseException:
             served.source.close()
             raise

@@ -1,11 +1,12 @@
 """Objects as files in HDFS, `hdfs://host:port/dir`. Made by `open.open_store`; needs the extra `hdfs`.
 
 The layout is that of `file`: names are paths below the folder, content names lie in `sha256/`, uploads in `.uploads/`
-until a rename makes them visible. What is written is durable as HDFS understands it: its DataNodes have acknowledged it.
+until a rename makes them visible. What is written is as durable as HDFS makes it: its DataNodes have acknowledged it.
 
-hdfs-native has traps that are dealt with here once: a client that was made before `fork` hangs in the child, so each
-process makes its own; calls know no deadline (`bounded`); reading past the end panics; a hung DataNode costs a socket
-timeout, 60 s unless told otherwise, before the next replica is asked.
+hdfs-native has traps that are dealt with here once. A client that was made before `fork` hangs in the child, and so
+does taking it apart: the child forgets it unharmed and makes its own, whose first read may cost a socket timeout, for
+the library keeps connections that the child cannot use. Calls know no deadline (`bounded`). Reading past the end
+panics. A hung DataNode costs a socket timeout, 60 s unless told otherwise, before the next replica is asked.
 
 The client is guarded by one lock while it is made; it is safe to use from many threads.
 """
@@ -13,11 +14,13 @@ The client is guarded by one lock while it is made; it is safe to use from many 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -40,7 +43,7 @@ from bootseer.store.store import (
 T = TypeVar("T")
 
 SOCKET_TIMEOUT_S = 5.0
-"""After this, a silent DataNode counts as hung and the next replica is asked. Busy disks answer within a second or two."""
+"""After this, a silent DataNode counts as hung and the next replica is asked. Busy disks answer within 1 or 2 s."""
 _CALL_S = 60.0
 """For questions to the NameNode."""
 _WRITE_S = 120.0
@@ -68,8 +71,8 @@ class HdfsStore:
         self._settings = {**_CLIENT_SETTINGS, "dfs.client.socket-timeout": str(round(socket_timeout_s * 1000))}
         self._lock = threading.Lock()
         self._client: Client | None = None
-        self._process = 0
         self._swept = False
+        _stores.add(self)
 
     @property
     def uri(self) -> str:
@@ -145,10 +148,17 @@ class HdfsStore:
     def client(self) -> Client:
         """This process's client. May block: only to be called inside of `call` and its like."""
         with self._lock:
-            if self._client is None or self._process != os.getpid():
+            if self._client is None:
                 self._client = Client(self._server, self._settings)
-                self._process = os.getpid()
             return self._client
+
+    def forget_client(self) -> None:
+        """In the child of a fork: have no client, and never take apart the one of the parent."""
+        # A thread of the parent may have held the lock.
+        self._lock = threading.Lock()
+        client, self._client = self._client, None
+        if client is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
     def path(self, name: str) -> str:
         """The path of an object."""
@@ -295,6 +305,17 @@ class HdfsUpload:
         except BootseerError:
             self.abort()
             raise
+
+
+_stores: weakref.WeakSet[HdfsStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in _stores:
+        store.forget_client()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:

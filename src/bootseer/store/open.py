@@ -27,8 +27,9 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     """The store at `uri`: `/dir`, `file:///dir`, `memory://name`, `oci://host/repository`, `s3://bucket/prefix`,
     `gs://…`, `az://…` or `hdfs://host:port/dir`.
 
-    `plain_http` speaks to a registry without encryption; loopback addresses and hosts named in `BOOTSEER_PLAIN_HTTP`
-    are spoken to so in any case. Nothing is connected yet. Raises `UsageError` for what is no place.
+    `plain_http` permits to speak without encryption; registries at loopback addresses and those that are named in
+    `BOOTSEER_PLAIN_HTTP` are spoken to so in any case. Nothing is connected yet. Raises `UsageError` for what is no
+    place.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -54,7 +55,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         host, _, repository = rest.partition("/")
         return OciStore(open_registry(host, repository.rstrip("/"), plain_http=plain_http))
     if scheme in ("s3", "gs", "az"):
-        return _open_object_store(uri)
+        return _open_object_store(uri, plain_http)
     if scheme == "hdfs":
         return _open_hdfs(uri)
     raise UsageError(f"{uri!r}: {scheme!r} is no kind of store", hint=f"use {_SCHEMES}")
@@ -76,14 +77,14 @@ def _open_file(uri: str, path: str) -> Store:
     return FileStore(Path(path))
 
 
-def _open_object_store(uri: str) -> Store:
+def _open_object_store(uri: str, plain_http: bool) -> Store:
     try:
         from bootseer.store.object_store import ObjectStore
     except ModuleNotFoundError as error:
         raise UsageError(
             f"{uri}: the program for object stores is missing", hint="pip install 'bootseer[s3]'"
         ) from error
-    return ObjectStore(uri)
+    return ObjectStore(uri, allow_http=plain_http)
 
 
 def _open_hdfs(uri: str) -> Store:

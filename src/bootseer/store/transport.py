@@ -167,7 +167,8 @@ class Transport:
         """One request and its answer; `until` (of `time.monotonic`) bounds both, with the body of the answer.
 
         `authorization` goes to the host of `url` and to nobody else. Redirects of GET and HEAD are followed, but never
-        from https to http. Raises `TransientError` when there is no answer in time.
+        from https to http. Raises `TransientError` when there is no answer in time. The system's look-up of a host's
+        name cannot be interrupted and may take longer.
         """
         own = Origin.of(url)
         for _ in range(MAX_REDIRECTS + 1):

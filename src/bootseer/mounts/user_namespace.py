@@ -1,0 +1,86 @@
+"""User namespaces: what this process may do, and how one without root comes to mounts of its own.
+
+In a user namespace of its own a process is root, over mounts that nobody else sees and over files of its own user. It
+has one user there: everything that belongs to it outside belongs to root inside. Who calls: whoever mounts images.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+from bootseer.errors import BootseerError, UsageError
+from bootseer.fuse.syscalls import check, libc, number_of
+from bootseer.mounts import kernel
+
+ALL_IDS = (1 << 32) - 1
+_CLONE_NEWUSER = 0x1000_0000
+_CAP_SYS_ADMIN = 21
+_THREADS_END_S = 1.0
+
+
+def may_mount() -> bool:
+    """Whether mount(2) is open to this process: on the host, or in the user namespace that it is in."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+    return False
+
+
+def is_host() -> bool:
+    """Whether this is the host's user namespace, or one that has all its ids."""
+    return _mapped("uid_map") == ALL_IDS
+
+
+def num_owners() -> int:
+    """How many owners files of ours can have, counted from id 0: all for root, none but ourselves (0) for others."""
+    return min(_mapped("uid_map"), _mapped("gid_map")) if os.geteuid() == 0 else 0
+
+
+def _mapped(name: str) -> int:
+    """How many ids this namespace has, from 0 on without a gap."""
+    rows = sorted(tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines())
+    end = 0
+    for inside, _, count in rows:
+        if inside == end:
+            end += count
+    return end
+
+
+def enter() -> None:
+    """Become root of a new user namespace with mounts of its own; nothing happens where mounting is open already.
+
+    Only a process of one thread may; threads that are just ending are waited for. Raises `UsageError` where it is
+    forbidden. There is no way back.
+    """
+    if may_mount():
+        return
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        _unshare()
+        # Without this nobody may write a map of groups: it keeps groups that take rights away.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        kernel.unshare_mounts()
+    except (BootseerError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"without root an image needs a user namespace, and there is none: {why}",
+            hint="run as root, or allow user namespaces: bootseer doctor tells how",
+        ) from error
+
+
+def _unshare() -> None:
+    end = time.monotonic() + _THREADS_END_S
+    while True:
+        try:
+            check(libc.unshare(_CLONE_NEWUSER), "make a user namespace")
+            return
+        except BootseerError as error:
+            # EINVAL: a second thread. Joined ones are still there for a moment.
+            if number_of(error) != errno.EINVAL or time.monotonic() > end:
+                raise
+        time.sleep(0.001)

@@ -1,0 +1,111 @@
+"""Deadlines for calls that know none."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from bootseer.errors import TransientError
+from bootseer.store import bounded
+from bootseer.store.bounded import stream_within, within
+
+
+def test_the_result_and_the_errors_of_a_call_are_passed_on() -> None:
+    assert within(10, "x", lambda: 42) == 42
+    with pytest.raises(ZeroDivisionError):
+        within(10, "x", lambda: 1 // 0)
+
+
+def test_what_is_no_exception_is_passed_on_too() -> None:
+    class Panic(BaseException):
+        pass
+
+    def call() -> None:
+        raise Panic("rust")
+
+    with pytest.raises(Panic, match="rust"):
+        within(10, "x", call)
+
+
+def test_a_call_that_hangs_ends_with_its_deadline() -> None:
+    gate = threading.Event()
+    try:
+        with pytest.raises(TransientError, match=r"name: no complete answer within 0\.1 s"):
+            within(0.1, "name", gate.wait)
+    finally:
+        gate.set()
+
+
+def test_items_come_in_order_and_errors_behind_them() -> None:
+    def produce() -> Iterator[int]:
+        yield from range(20)
+        raise ValueError("at the end")
+
+    got = []
+    with pytest.raises(ValueError, match="at the end"):
+        for item in stream_within(10, "x", produce):
+            got.append(item)
+    assert got == list(range(20))
+
+
+def test_a_producer_works_only_a_little_ahead_and_ends_with_its_consumer() -> None:
+    produced: list[int] = []
+    ended = threading.Event()
+
+    def produce() -> Iterator[int]:
+        try:
+            for number in itertools.count():
+                produced.append(number)
+                yield number
+        finally:
+            ended.set()
+
+    with closing(stream_within(10, "x", produce)) as items:
+        for _ in range(10):
+            next(items)
+    assert ended.wait(10)
+    assert len(produced) <= 10 + 2 * bounded._AHEAD + 2
+
+
+def test_a_producer_that_drips_ends_with_the_deadline_of_the_whole() -> None:
+    gate = threading.Event()
+
+    def produce() -> Iterator[int]:
+        while not gate.wait(0.01):
+            yield 1
+
+    try:
+        with pytest.raises(TransientError, match="no complete answer"):
+            list(stream_within(0.2, "x", produce))
+    finally:
+        gate.set()
+
+
+def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "_slots", threading.BoundedSemaphore(2))
+    gate, ended = threading.Event(), threading.Barrier(3)
+
+    def call() -> None:
+        gate.wait()
+        ended.wait(10)
+
+    for _ in range(2):
+        with pytest.raises(TransientError, match="no complete answer"):
+            within(0.01, "x", call)
+    with pytest.raises(TransientError, match="too many earlier calls"):
+        within(10, "x", lambda: 1)
+    gate.set()
+    ended.wait(10)
+    until = threading.Event()
+    while True:
+        # A slot is free again when its thread has come to its end.
+        try:
+            assert within(10, "x", lambda: 1) == 1
+        except TransientError:
+            until.wait(0.01)
+        else:
+            return
