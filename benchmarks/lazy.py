@@ -1,31 +1,34 @@
-"""BootSeer's own ways to start a container from an image in a registry, next to those of `peers`.
-
-A hot set belongs to an image and to a workload, and the text behind `python3 -c` makes the workload: another label is
-another workload, which has no record yet. What the text executes is an argument, which does not count, so a record can
-be made with other work than the one that is measured.
-"""
+"""BootSeer's own ways to start a container from an image in a registry, next to those of `peers`."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import node
 
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
+_STREAMED_S = 120.0
 
 
 class Lazy:
     """`bootseer image run` on a node of its own: an empty cache, nothing mounted."""
 
-    def __init__(self, folder: Path, host: str, *, pull: bool = False) -> None:
-        """`pull` gets the whole image first; otherwise blocks come when they are read, or were recorded."""
+    def __init__(self, folder: Path, host: str, *, loading: str = "lazy", workload: str = "work") -> None:
+        """`loading` as the option of `image run`; `workload` names the hot set that is used and recorded into.
+
+        The name, and not the command, says which record a start uses: so it can be one of other work, or none.
+        """
         self._folder = folder
-        self._pull = pull
+        self._loading = loading
+        self.workload = workload
         self.env: Mapping[str, str] = {
             **os.environ,
             "BOOTSEER_CACHE": str(folder / "cache"),
@@ -34,31 +37,50 @@ class Lazy:
         }
 
     def prepare(self) -> None:
-        (self._folder / "runtime").mkdir(parents=True)
+        self._folder.mkdir()
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        loading = "pull" if self._pull else "lazy"
-        return [[_BOOTSEER, "image", "run", "--loading", loading, "--entrypoint", "", reference, "--", *command]]
+        options = ["--loading", self._loading, "--workload", self.workload, "--entrypoint", "none"]
+        return [[_BOOTSEER, "image", "run", *options, reference, "--", *command]]
 
     def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
         return self.start(reference, command)
 
     def clean(self) -> None:
-        subprocess.run([_BOOTSEER, "image", "umount", "--all"], env=self.env, check=True, capture_output=True)
+        # Complete layers stay mounted for a next start until there is no room for them.
+        self._ask("cache", "prune", "--to", "0")
         shutil.rmtree(self._folder)
+
+    def record(self, reference: str, work: str) -> None:
+        """Start the work once on a cold node, so that the next start has a hot set."""
+        self.prepare()
+        try:
+            node.start(self.start(reference, node.workload(work)), self.env, set(), lambda: None)
+        finally:
+            self.clean()
+
+    def hot_set(self, reference: str) -> dict[str, Any]:
+        """What `image hotset show` tells of the workload's set. The node needs to be prepared."""
+        rows = self._ask("image", "hotset", "show", "--json", reference)["hotsets"]
+        (row,) = [row for row in rows if row["workload"] == self.workload]
+        return dict(row)
+
+    def wait_until_streamed(self) -> None:
+        """Until the daemon of the container that runs has the whole image here."""
+        deadline = time.monotonic() + _STREAMED_S
+        while any(mount["here"] < 1 for mount in self._ask("image", "list", "--json")["mounts"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the image was not streamed in time")
+            time.sleep(1)
+
+    def _ask(self, *words: str) -> Any:
+        done = subprocess.run([_BOOTSEER, *words], env=self.env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"bootseer {' '.join(words)}: {done.stderr.strip()}")
+        return json.loads(done.stdout) if "--json" in words else None
 
 
 def convert(reference: str, host: str) -> None:
     """Attach block files to the image, in its own repository."""
     env = {**os.environ, "BOOTSEER_PLAIN_HTTP": host}
     subprocess.run([_BOOTSEER, "image", "convert", reference], env=env, check=True, capture_output=True)
-
-
-def record(way: Lazy, reference: str, label: str, work: str) -> None:
-    """Start the work once on a cold node, so that the next start of this label has a hot set."""
-    way.prepare()
-    try:
-        for step in way.start(reference, node.workload(work, label)):
-            subprocess.run(step, env=way.env, check=True, capture_output=True)
-    finally:
-        way.clean()

@@ -1,10 +1,12 @@
 """A cold node: the page cache dropped, a start watched up to its first useful work, and what its tools cost until then.
 
-The workload tells its first useful work itself, by a line on stdout: `ready` and the CPU seconds that it used.
+The workload tells its first useful work itself, by a line on stdout: `ready` and the CPU seconds that it used. Then it
+waits for a line on stdin, so that the node can be looked at as it is at that moment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import selectors
@@ -22,14 +24,18 @@ _DEADLINE_S = 600.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def workload(work: str, label: str = "work") -> list[str]:
-    """A Python program that does the work and tells that it is done. BootSeer knows it by its label."""
-    program = f"# {label}\nimport sys, time\nexec(sys.argv[1])\nprint('ready', time.process_time(), flush=True)"
+def workload(work: str) -> list[str]:
+    """A Python program that does the work and tells that it is done."""
+    program = (
+        "import sys, time\nexec(sys.argv[1])\nprint('ready', time.process_time(), flush=True)\nsys.stdin.readline()"
+    )
     return ["python3", "-c", program, work]
 
 
 TORCH = "import torch; ones = torch.ones(64, 64); ones @ ones"
 OTHER = "import pandas, scipy.stats"
+NOTHING = ["busybox", "sh", "-c", "echo ready 0; read line"]
+"""What the small image runs, which has no Python."""
 
 
 def drop_page_cache() -> None:
@@ -86,12 +92,17 @@ class Started:
 
 
 def start(
-    steps: Sequence[Sequence[str]], env: Mapping[str, str], others: set[int], at_ready: Callable[[], T]
+    steps: Sequence[Sequence[str]],
+    env: Mapping[str, str],
+    others: set[int],
+    at_ready: Callable[[], T],
+    linger: Callable[[], None] = lambda: None,
 ) -> tuple[Started, T]:
     """Run the steps one after the other, the last of which holds the workload, and wait until it has ended.
 
     `others` are processes that are no part of the start, such as the server; `at_ready` is called at the first useful
-    work. Raises `RuntimeError` with the last lines that a step wrote when it fails.
+    work, and `linger` later, while the container still runs. Raises `RuntimeError` with the last lines that a step
+    wrote when it fails.
     """
     before = _cpu_of_tools(others)
     began = time.monotonic()
@@ -101,24 +112,32 @@ def start(
         )
         if done.returncode:
             raise _failed(step, done.returncode, done.stdout + done.stderr)
-    process = subprocess.Popen(
-        steps[-1], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    text = b""
-    while not (line := _line(process.stdout, began + _DEADLINE_S)).startswith(b"ready "):
-        text += line
-        if not line:
-            raise _failed(steps[-1], process.wait(_DEADLINE_S), text)
-    ready_s = time.monotonic() - began
-    seen = at_ready()
-    workload_s = float(line.split()[1])
-    tools_s = _cpu_of_tools(others) - before - workload_s
-    tools = set(descendants(os.getpid())) - others
-    peak = max((peak_bytes(pid) for pid in tools if "python3 -c" not in _command(pid)), default=0)
-    text = process.stdout.read()
-    if process.wait(_DEADLINE_S):
-        raise _failed(steps[-1], process.returncode, text)
+    with subprocess.Popen(
+        steps[-1], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            text = b""
+            while not (line := _line(process.stdout, began + _DEADLINE_S)).startswith(b"ready "):
+                text += line
+                if not line:
+                    raise _failed(steps[-1], process.wait(_DEADLINE_S), text)
+            ready_s = time.monotonic() - began
+            seen = at_ready()
+            tools_s = _cpu_of_tools(others) - before - float(line.split()[1])
+            tools = [pid for pid in {*descendants(os.getpid())} - others if not _is_workload(pid)]
+            peak = max(map(peak_bytes, tools), default=0)
+            linger()
+            with contextlib.suppress(BrokenPipeError):  # it did not wait
+                process.stdin.write(b"\n")
+                process.stdin.close()
+            text = process.stdout.read()
+            if process.wait(_DEADLINE_S):
+                raise _failed(steps[-1], process.returncode, text)
+        except BaseException:
+            process.terminate()
+            raise
     return Started(ready_s, max(tools_s, 0.0), peak), seen
 
 
@@ -127,11 +146,12 @@ def _cpu_of_tools(others: set[int]) -> float:
     return sum(cpu_s(pid) for pid in pids)
 
 
-def _command(pid: int) -> str:
+def _is_workload(pid: int) -> bool:
+    # The tools have its words in theirs, behind their own name.
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"python3\0-c\0")
     except OSError:
-        return ""
+        return False
 
 
 def _line(stream: IO[bytes], deadline: float) -> bytes:

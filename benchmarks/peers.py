@@ -1,7 +1,7 @@
 """What a user would start the container with instead: containerd, a script that pulls in parallel, a plain folder.
 
-Each is a way to start one image on one node: `prepare` makes the node cold, `start` gives the commands whose time
-counts, `again` those of a second start on the same node, `clean` takes all traces away.
+Each is a way to start images on one node: `prepare` makes a node that has never seen any, `start` gives the commands
+whose time counts, `again` those of a later start on the same node, `clean` takes all traces away.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
 class Way(Protocol):
-    """A way to start a container from an image in a registry."""
+    """A way to start containers from images in a registry."""
 
     def prepare(self) -> None:
-        """Make a node that has never seen the image; what a node has running before a job comes, runs then."""
+        """Make a node that has never seen an image; what a node has running before a job comes, runs then."""
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
         """The commands of a start, the last of which runs the container in the foreground."""
@@ -103,18 +103,22 @@ class ParallelPull:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._images: dict[str, Path] = {}
 
     def prepare(self) -> None:
         self._folder.mkdir(parents=True)
+        self._images = {}
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
         """Reading the manifest and writing the script is not timed."""
+        folder = self._images[reference] = self._folder / str(len(self._images))
+        folder.mkdir()
         repository, _, tag = reference.partition("/")[2].rpartition(":")
         url = f"http://{reference.partition('/')[0]}/v2/{repository}"
         manifest = _get(f"{url}/manifests/{tag}")
         config = _get(f"{url}/blobs/{manifest['config']['digest']}")["config"]
         layers = [layer["digest"] for layer in manifest["layers"]]
-        script = ["set -e -o pipefail", f"cd {self._folder}"]
+        script = ["set -e -o pipefail", f"cd {folder}"]
         for number, digest in enumerate(layers):
             script.append(f"mkdir {number}; (curl -sSf {url}/blobs/{digest} | tar -xz -C {number} --numeric-owner) &")
             script.append("pids+=($!)")
@@ -127,46 +131,47 @@ class ParallelPull:
         lower = ":".join(str(number) for number in reversed(range(len(layers))))
         script.append("mkdir upper work rootfs")
         script.append(f"mount -t overlay overlay -o lowerdir={lower},upperdir=upper,workdir=work rootfs")
-        write_bundle(self._folder, config, command)
-        return [["bash", "-c", "\n".join(script)], *self._run(command)]
+        write_bundle(folder, config, command)
+        return [["bash", "-c", "\n".join(script)], *self.again(reference, command)]
 
     def again(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        return self._run(command)
-
-    def _run(self, command: Sequence[str]) -> list[list[str]]:
-        return [["runc", "run", "--bundle", str(self._folder), f"pull-{os.getpid()}"]]
+        folder = self._images[reference]
+        return [["runc", "run", "--bundle", str(folder), f"pull-{os.getpid()}-{folder.name}"]]
 
     def clean(self) -> None:
-        subprocess.run(["umount", str(self._folder / "rootfs")], capture_output=True, check=False)
+        for folder in self._images.values():
+            subprocess.run(["umount", str(folder / "rootfs")], capture_output=True, check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class PlainFolder:
-    """The image's files in an ordinary folder of this machine: how fast a start is when nothing has to be loaded."""
+    """The images' files in ordinary folders of this machine: how fast a start is when nothing has to be loaded."""
 
     env: Mapping[str, str] = os.environ
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._images: dict[str, Path] = {}
 
     def prepare(self) -> None:
-        """The folder stays from start to start: what is cold is the page cache."""
+        """The folders stay from start to start: what is cold is the page cache."""
 
-    def unpack(self, layout: str) -> None:
-        """Fill the folder from an OCI layout ("FOLDER:TAG")."""
-        command = ["umoci", "unpack", "--image", layout, str(self._folder)]
-        subprocess.run(command, check=True, capture_output=True)
-        self._config = json.loads((self._folder / "config.json").read_text())
+    def unpack(self, reference: str, layout: str) -> None:
+        """Make the folder of an image from an OCI layout ("FOLDER:TAG")."""
+        folder = self._images[reference] = self._folder / str(len(self._images))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["umoci", "unpack", "--image", layout, str(folder)], check=True, capture_output=True)
 
     def start(self, reference: str, command: Sequence[str]) -> list[list[str]]:
-        process = {key: self._config["process"][key] for key in ("env", "cwd")}
-        write_bundle(self._folder, {"Env": process["env"], "WorkingDir": process["cwd"]}, command)
-        return [["runc", "run", "--bundle", str(self._folder), f"folder-{os.getpid()}"]]
+        folder = self._images[reference]
+        process = json.loads((folder / "config.json").read_text())["process"]
+        write_bundle(folder, {"Env": process["env"], "WorkingDir": process["cwd"]}, command)
+        return [["runc", "run", "--bundle", str(folder), f"folder-{os.getpid()}-{folder.name}"]]
 
     again = start
 
     def clean(self) -> None:
-        """Leave the folder for the next start."""
+        """Leave the folders for the next start."""
 
 
 def _get(url: str) -> Any:

@@ -52,6 +52,8 @@ class Fault:
     """Set in the answer, in place of the server's own; an empty value removes the header."""
     send: Mapping[str, str] = field(default_factory=dict)
     """Set in the request to the server; an empty value removes the header, e.g. `{"range": ""}`."""
+    chunked: bool = False
+    """Send the body in chunks, without its length."""
     drip_bytes: int = 0
     """Send the body in pieces of this size, with `drip_pause_s` after each; `drip_headers` does it to headers too."""
     drip_pause_s: float = 0.05
@@ -198,6 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(fault, answer.status, sent, pieces)
 
     def _send(self, fault: Fault, status: int, headers: Mapping[str, str], pieces: Iterator[bytes]) -> None:
+        if fault.chunked:
+            headers = _changed(headers, {"Content-Length": "", "Transfer-Encoding": "chunked"})
         lines = [f"HTTP/1.1 {status} {http.client.responses.get(status, 'Unknown')}"]
         lines += [f"{key}: {value}" for key, value in _changed(headers, fault.headers).items()]
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
@@ -213,8 +217,10 @@ class _Handler(BaseHTTPRequestHandler):
                     self._break(reset)
                     return
             if self.command != "HEAD":
-                self._write(data, fault)
+                self._write(b"%x\r\n%s\r\n" % (len(data), data) if fault.chunked and data else data, fault)
             at += len(data)
+        if fault.chunked:
+            self._write(b"0\r\n\r\n", fault)
 
     def _write(self, data: bytes, fault: Fault) -> None:
         size = fault.drip_bytes or max(len(data), 1)

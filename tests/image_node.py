@@ -58,7 +58,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened")
     layout = tmp_path / "layout"
-    layers = _layers(tmp_path / "tree")
+    layers = base_layers(tmp_path / "tree")
     digest = write_layout(layout, layers, tag="1", architecture=this_platform().architecture, **CONFIG)
     env = {"BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
     with Registry(tmp_path) as registry:
@@ -88,7 +88,8 @@ def _blob(layout: Path, digest: str) -> bytes:
     return (layout / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
 
 
-def _layers(tree: Path) -> list[bytes]:
+def base_layers(tree: Path) -> list[bytes]:
+    """Busybox with its users, and above it two files of random bytes; they are written below `tree` too."""
     make_tree(tree)
     rng = random.Random(7)
     for name in ("hot", "cold"):

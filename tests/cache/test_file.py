@@ -278,6 +278,15 @@ def test_a_complete_file_is_trusted_only_after_a_sync_and_until_it_is_written_to
     assert cached.trusted
 
 
+def test_verifying_makes_a_file_trusted_that_others_filled_and_did_not_sync(cache, cached, index, data):
+    cached.sync()
+    other = cache.open(index)
+    put(other, data)
+    other.close()
+    assert cached.verify_all() == []
+    assert cached.trusted
+
+
 def test_an_empty_file_is_complete(cache):
     cached = cache.open(index_of(b""))
     assert cached.complete

@@ -98,6 +98,14 @@ def test_a_running_prefetch_that_hangs_is_hedged_for_its_reader() -> None:
     assert [fetch.hedge for _, fetch in w.launched] == [False, True]
 
 
+def test_the_slower_of_two_requests_for_a_block_is_told_to_stop() -> None:
+    w = world(fault=lambda fetch, earlier: None if fetch.hedge else Fault(hang=True))
+    w.read(0, [5, 6], Answers())
+    w.run(until=1.0)
+    assert {(0, 5), (0, 6)} <= w.here
+    assert not w.transfers
+
+
 def test_the_last_reader_that_leaves_turns_a_block_back_into_a_prefetch() -> None:
     w = world(latency_s=1.0)
     w.prefetch((0, block) for block in range(0, 400, 2))

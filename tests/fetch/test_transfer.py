@@ -50,3 +50,13 @@ def test_closing_early_ends_the_request(origin, index):
     next(blocks)
     blocks.close()
     assert closed == [True]
+
+
+def test_an_answer_that_is_too_long_is_an_error(origin, index):
+    class Generous(FaultyStore):
+        def read(self, *args, **options):
+            yield from super().read(*args, **options)
+            yield b"more"
+
+    with pytest.raises(TransientError, match="longer"):
+        list(transfer(index, Generous(origin), range(4), 5.0))

@@ -178,6 +178,15 @@ def test_a_layer_that_needs_lower_ones_is_converted_once_for_each_kind_of_them(t
     assert third.layers[2].file == first.layers[1].file
 
 
+def test_a_layer_at_the_bottom_of_one_image_and_in_the_middle_of_another_is_not_the_same(tmp_path: Path) -> None:
+    store = MemoryStore(str(tmp_path))
+    bottom = convert(_source(tmp_path / "1", NEEDY), store)
+    middle = convert(_source(tmp_path / "2", BASE, NEEDY), store)
+    assert bottom.layers[0].diff_id == middle.layers[1].diff_id
+    assert bottom.layers[0].file != middle.layers[1].file
+    assert open_merged(middle, store).lookup((b"usr", b"lib", b"n")) is not None
+
+
 @pytest.mark.parametrize("jobs", [1, 2, 7])
 def test_the_result_does_not_depend_on_the_number_of_jobs(jobs: int, tmp_path: Path) -> None:
     layers = [BASE, NEEDY, MORE, layer(file("d/b", b"b")), layer(file("lib/n/../m", b"m"), hard_link("h", "d/b"))]

@@ -248,24 +248,28 @@ def test_a_hot_set_that_cannot_be_published_is_kept_here(converted: Node, mount:
 def test_without_root_there_is_a_clear_word(converted: Node) -> None:
     def as_nobody() -> None:
         os.setuid(65534)
-        with pytest.raises(UsageError, match="needs root"):
+        with pytest.raises(UsageError, match="without root"):
             mount_image(request(converted), converted.folder / "x")
 
     in_child(as_nobody)
 
 
 def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: Node, mount: Mount) -> None:
-    """EROFS cannot be mounted straight from a file on tmpfs, and here there are no loop devices either."""
+    """EROFS cannot be mounted straight from a file on tmpfs, and here are neither loop devices nor FUSE."""
 
     def on_tmpfs() -> None:
         kernel.unshare_mounts()
         converted.cache.mkdir()
         kernel.move(kernel.create("tmpfs", [("source", "test")]), converted.cache)
         (converted.folder / "no-loop").touch()
-        kernel.move(kernel.clone(converted.folder / "no-loop"), Path("/dev/loop-control"))
+        for device in ("/dev/loop-control", "/dev/fuse"):
+            kernel.move(kernel.clone(converted.folder / "no-loop"), Path(device))
         mounted = mount(writable=True, loading="pull")
-        assert mounted.facts["mode"] == "fallback"
-        assert "cannot be mounted" in said(converted)
+        assert (mounted.facts["mode"], mounted.facts["way"]) == ("fallback", "unpacked files")
+        assert set(mounted.facts["refused_ways"]) == {  # type: ignore[call-overload]
+            "EROFS from files", "EROFS from loop devices", "file trees through FUSE"
+        }  # fmt: skip
+        assert "by unpacked files; not by EROFS from files: " in said(converted)
         for name in ("hot", "etc/passwd", "bin/busybox"):
             assert digest(mounted.root / name) == digest(converted.folder / "tree" / name)
         (mounted.root / "new").write_text("x")

@@ -45,11 +45,10 @@ def test_items_come_in_order_and_errors_behind_them() -> None:
         yield from range(20)
         raise ValueError("at the end")
 
-    got = []
+    items = stream_within(10, "x", produce)
+    assert [next(items) for _ in range(20)] == list(range(20))
     with pytest.raises(ValueError, match="at the end"):
-        for item in stream_within(10, "x", produce):
-            got.append(item)
-    assert got == list(range(20))
+        next(items)
 
 
 def test_a_producer_works_only_a_little_ahead_and_ends_with_its_consumer() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from bootseer.store.open import open_registry
 from bootseer.store.registry import MAX_MANIFEST_BYTES
 from bootseer.store.registry import Registry as Client
 from fault_proxy import Fault, FaultProxy, Request, once
-from registry import Registry, free_port, needs_registry
+from registry import Registry, free_port, make_certificate, needs_registry
 from store.contract import DATA, sha256
 
 pytestmark = needs_registry
@@ -70,6 +72,9 @@ def read(client: Client, start: int = 0, length: int | None = None, *, timeout_s
         Fault(send={"range": "bytes=200-500199"}),
         Fault(send={"range": "bytes=100-1000"}),
         Fault(send={"range": "bytes=100-600000"}),
+        Fault(send={"range": "bytes=101-500099"}),
+        Fault(send={"range": "bytes=100-1000"}, headers={"Content-Range": "bytes 100-500099/700001"}, chunked=True),
+        Fault(send={"range": "bytes=100-600000"}, headers={"Content-Range": "bytes 100-500099/700001"}, chunked=True),
         Fault(send={"range": "bytes=0-99,200-300"}),
         Fault(status=500),
         Fault(status=502, body=b"<html>"),
@@ -94,6 +99,13 @@ def test_a_whole_blob_that_ends_early_is_transient(client: Client, proxy: FaultP
     with pytest.raises(TransientError):
         read(client)
     assert read(client) == DATA
+
+
+def test_an_answer_in_chunks_is_as_good(client: Client, proxy: FaultProxy) -> None:
+    proxy.plan = lambda _: Fault(chunked=True)
+    for _ in range(3):
+        assert read(client, 100, 500_000) == DATA[100:500_100]
+    assert proxy.num_connections == 1
 
 
 def test_the_whole_blob_in_answer_to_its_whole_range_is_right(client: Client, proxy: FaultProxy) -> None:
@@ -392,6 +404,32 @@ class TestTls:
                 assert read(client, 100, 300_000) == DATA[100:300_100]
                 with pytest.raises(TransientError, match="no time is left"):
                     read(client, timeout_s=0)
+
+    def test_a_drip_ends_with_the_deadline_under_encryption_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_certificate(tmp_path / "key.pem", tmp_path / "certificate.pem")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+
+        def drip(listener: socket.socket) -> None:
+            # Ends when the client has gone.
+            with contextlib.suppress(OSError), context.wrap_socket(listener.accept()[0], server_side=True) as accepted:
+                accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                while True:
+                    accepted.sendall(b"x")
+                    pause.wait(0.02)
+
+        pause = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=drip, args=(listener,))
+            thread.start()
+            late = pytest.raises(TransientError, match="did not answer completely within")
+            with closing(Client(f"127.0.0.1:{listener.getsockname()[1]}", "a/b")) as client, late:
+                read(client, timeout_s=0.5)
+            thread.join(30)
+            assert not thread.is_alive()
 
     def test_any_other_certificate_is_refused(self, tmp_path: Path) -> None:
         refused = pytest.raises(PermanentError, match=r"certificate of .* is not trusted: .*SSL_CERT_FILE")

@@ -82,7 +82,7 @@ class Container:
             binds = [*self._name_files(), *options.binds]
             if not is_host():
                 binds += node_binds(edits.nodes, nodes)
-                edits, nodes = replace(edits, nodes=()), []
+                edits, nodes = replace(edits, nodes=[]), []
             config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
             if not is_host():
                 config = without_root(config, num_owners())

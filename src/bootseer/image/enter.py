@@ -160,7 +160,7 @@ def protect(config: dict[str, Any]) -> None:
 
 
 def own_ids(user: dict[str, Any]) -> None:
-    """Where the user namespace has not the user's ids, call our own by them: all files are ours, and the user's then."""
+    """Where the user namespace has not the user's ids, call our own by them: all files are ours, so the user's."""
     if has_id("uid_map", user["uid"]) and has_id("gid_map", user["gid"]):
         return
     uid, gid = os.geteuid(), os.getegid()

@@ -26,6 +26,7 @@ from bootseer.image.layer_document import (
     parse,
 )
 from bootseer.image.lower import Lower, ask
+from bootseer.image.merged import MergedTree
 from bootseer.image.source import SourceLayer
 from bootseer.image.verified import check_content, check_stored, read_resumed
 from bootseer.store.retry import read_all, retrying
@@ -68,7 +69,7 @@ class LayerJob:
         questions: Questions = ()
         if found is not None and not isinstance(found, ConvertedLayer):
             questions = found
-            found = self._find(ask(self.lower(), questions)) if self.lower is not None else None
+            found = self._find(ask(self._below(), questions))
         if isinstance(found, ConvertedLayer):
             self.progress(self.layer.size_bytes)
             return found
@@ -116,10 +117,14 @@ class LayerJob:
         questions = tuple(sorted({*known, *asked}))
         if len(questions) > MAX_QUESTIONS:
             return
-        lower = self.lower() if questions and self.lower is not None else None
-        self._publish(ask(lower, questions) if lower is not None else "", converted, converted.file.objects)
-        if lower is not None and questions != known:
+        answers = ask(self._below(), questions) if questions else ""
+        self._publish(answers, converted, converted.file.objects)
+        if questions != known:
             self._publish("", questions, ())
+
+    def _below(self) -> Lower:
+        """The layers below. A layer at the bottom that asks gets "nothing there" for an answer, which is one, too."""
+        return self.lower() if self.lower is not None else Lower(MergedTree([]))
 
     def _watched(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         done = 0

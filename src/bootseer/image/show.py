@@ -1,4 +1,4 @@
-"""Show the layers of an image as one tree: mounted where the kernel can, written out as files where it cannot.
+"""Show the layers of an image as one tree, with a place for changes: the mounts of all ways.
 
 Called by `image.mount`.
 """
@@ -18,10 +18,6 @@ from bootseer.mounts.state import Runtime
 
 _LAYERS = "layers"
 _COPY = "copy"
-
-
-class WayFailed(Exception):  # noqa: N818 - it is no end: the next way is gone
-    """A way to show an image does not work here; its text says why."""
 
 
 def mount_tree(

@@ -20,12 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.image.forecast import CachedLayer
-from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.places import unpacked_folder
-from bootseer.image.unpack import unpack
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, num_owners
 
@@ -65,6 +62,10 @@ def keep_unpacked(cache: Path, digest: str, stack: Sequence[CachedLayer]) -> Pat
 
 def write_tree(stack: Sequence[CachedLayer], folder: Path) -> None:
     """Write the tree of complete layers into a new folder."""
+    from bootseer.erofs.reader import ErofsReader
+    from bootseer.image.merged import Layer, MergedTree
+    from bootseer.image.unpack import unpack
+
     unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
 
 

@@ -15,8 +15,6 @@ import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
-from bootseer.erofs.format import Attributes
-from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import UsageError
 from bootseer.fuse.attach import DEVICE, HELPER
 from bootseer.machine import mounts
@@ -25,7 +23,9 @@ from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_versio
 from bootseer.mounts import user_namespace
 from bootseer.mounts.ladder import Choice, Facts, Way, choose
 
-_NO_ROOT = "it needs root with CAP_SYS_ADMIN"
+CHECK = "lazy images"
+"""What the doctor's line is called."""
+NO_ROOT = "it needs root with CAP_SYS_ADMIN"
 _IN_NAMESPACE = "root of a user namespace may not mount EROFS"
 _OLD_KERNEL = "this kernel mounts EROFS from block devices only, before Linux 6.12"
 _NO_EROFS = "the kernel has no EROFS"
@@ -43,10 +43,11 @@ def first_look(*, private: bool) -> Facts:
 def probe(*, private: bool) -> Facts:
     """What really works, each part tried."""
     if not user_namespace.may_mount():
-        facts = Facts(mount=_NO_ROOT)
+        facts = Facts(mount=NO_ROOT)
         if not private:
             return replace(facts, fuse=_no_helper(), user_overlay="")
-        return replace(facts, fuse=_refused("fuse-user"), user_overlay=_refused("overlay-user"))
+        facts = replace(facts, fuse=_refused("fuse-user"), user_overlay=_refused("overlay-user"))
+        return replace(facts, namespace=_refused("userns")) if facts.fuse and facts.user_overlay else facts
     overlay, fuse = _refused("overlay"), _refused("fuse")
     if not user_namespace.is_host():
         return Facts(mount=_IN_NAMESPACE, fuse=fuse, overlay=overlay, user_overlay=overlay)
@@ -81,6 +82,9 @@ def _try_erofs() -> tuple[str, str]:
 
 
 def _write_image(path: Path) -> None:
+    from bootseer.erofs.format import Attributes
+    from bootseer.erofs.writer import ErofsWriter
+
     with path.open("wb") as file:
         file.seek(4096)
         writer = ErofsWriter(file)
@@ -109,8 +113,13 @@ def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
     Whatever cannot be served is fetched first, so that EROFS needs no FUSE.
     """
     choice = choose(facts, complete=True)
-    if facts.mount != _NO_ROOT or private:
+    if facts.mount != NO_ROOT or (private and not facts.namespace):
         return choice
+    if private:
+        raise UsageError(
+            f"without root a container needs a user namespace: {facts.namespace}",
+            hint="run as root, or allow user namespaces: bootseer doctor tells how",
+        )
     if writable:
         raise UsageError("a mount that can be changed needs root", hint="leave out --rw, or bootseer image run")
     if choice.way is Way.UNPACK:
@@ -133,13 +142,13 @@ def told(choice: Choice) -> str:
 
 def check() -> Check:
     """The doctor's line."""
-    name, opens = "lazy images", ("image run", "run --image")
+    name, opens = CHECK, ("image run", "run --image")
     facts = probe(private=True)
+    if facts.namespace:
+        return Check(name, "missing", "", f"neither root nor user namespaces: {facts.namespace}", "run as root", opens)
     choice = pick(facts, private=True, writable=True)
     why = told(choice)
     if choice.way is Way.UNPACK:
-        if facts.mount == _NO_ROOT and (namespace := _refused("userns")):
-            return Check(name, "missing", "", f"neither root nor user namespaces: {namespace}", "run as root", opens)
         return Check(name, "limited", choice.way.value, f"{why}. All is fetched and written out first", "", opens)
     if facts.fuse:
         late = f"without FUSE all is fetched first: {facts.fuse}"

@@ -21,8 +21,11 @@ DEADLINE_S = programs.TORCH_DEADLINE_S + 5.0
 """For all probes together; the slowest one has its own, shorter deadline."""
 
 
-def run_checks(spool: Path) -> list[Check]:
-    """Every check, in the order in which a reader wants them. `spool` is the folder that events would go to."""
+def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
+    """Every check, in the order in which a reader wants them. `spool` is the folder that events would go to.
+
+    `more` are probes of parts above this one.
+    """
     return run_probes(
         [
             (KERNEL, kernel.check_kernel),
@@ -42,6 +45,7 @@ def run_checks(spool: Path) -> list[Check]:
             ("HDFS", programs.check_hdfs),
             ("clock", surroundings.check_clock),
             ("terminal", surroundings.check_terminal),
+            *more,
         ],
         DEADLINE_S,
     )

@@ -29,6 +29,8 @@ class Facts:
 
     mount: str = ""
     """Mount in the initial namespace: be root there."""
+    namespace: str = ""
+    """Make a user namespace, for a container without root."""
     fuse: str = ""
     erofs_file: str = ""
     loop: str = ""

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import AccessError, BootseerError
 from bootseer.fuse.syscalls import check, libc, number_of
 from bootseer.mounts import kernel
 
@@ -52,7 +52,7 @@ def _mapped(name: str) -> int:
 def enter() -> None:
     """Become root of a new user namespace with mounts of its own; nothing happens where mounting is open already.
 
-    Only a process of one thread may; threads that are just ending are waited for. Raises `UsageError` where it is
+    Only a process of one thread may; threads that are just ending are waited for. Raises `AccessError` where it is
     forbidden. There is no way back.
     """
     if may_mount():
@@ -66,11 +66,7 @@ def enter() -> None:
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         kernel.unshare_mounts()
     except (BootseerError, OSError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(
-            f"without root an image needs a user namespace, and there is none: {why}",
-            hint="run as root, or allow user namespaces: bootseer doctor tells how",
-        ) from error
+        raise AccessError(f"cannot become root of a user namespace: {error}") from error
 
 
 def _unshare() -> None:

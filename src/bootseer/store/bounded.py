@@ -67,15 +67,16 @@ class _Pump(Generic[T]):
         self.items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
         """Items in tuples; then None at the end, or the error that ended it."""
         self._produce = produce
+        self._slots = _slots
         self._stopped = threading.Event()
 
     def start(self, what: str) -> None:
-        if not _slots.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             raise TransientError(f"{what}: too many earlier calls have not returned yet")
         try:
             threading.Thread(target=self._run, name="bootseer-store", daemon=True).start()
         except BaseException:
-            _slots.release()
+            self._slots.release()
             raise
 
     def stop(self) -> None:
@@ -95,4 +96,4 @@ class _Pump(Generic[T]):
         except BaseException as error:  # panics of Rust code are no Exceptions
             self.items.put(error)
         finally:
-            _slots.release()
+            self._slots.release()

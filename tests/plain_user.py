@@ -1,0 +1,74 @@
+"""Run programs as a user without any rights, in a mount namespace where that user finds an interpreter and, if wanted,
+a device for FUSE that everybody may open, as most machines have it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bootseer.mounts import kernel
+from conftest_launch import BOOTSEER
+
+UID = 64321
+_FUSE = Path("/dev/fuse")
+
+
+def as_plain_user(folder: Path, *, fuse: bool, hidden: Sequence[Path] = ()) -> Callable[[], None]:
+    """For `preexec_fn`: become that user. `folder` is scratch space; `hidden` are devices that are not to be there."""
+    node = folder / "fuse"
+    if fuse and not node.exists():
+        os.mknod(node, stat.S_IFCHR | 0o666, _FUSE.stat().st_rdev)
+        node.chmod(0o666)
+
+    def become() -> None:
+        kernel.unshare_mounts()
+        _open_way_to(Path(sys.base_prefix))
+        if fuse:
+            kernel.move(kernel.clone(node), _FUSE)
+        os.setgroups([])
+        os.setresgid(UID, UID, UID)
+        os.setresuid(UID, UID, UID)
+
+    return become
+
+
+def _open_way_to(path: Path) -> None:
+    """Make a folder reachable that lies below one which only root may enter."""
+    closed = next((above for above in reversed(path.parents) if not above.stat().st_mode & stat.S_IXOTH), None)
+    if closed is not None:
+        aside = kernel.clone(path)
+        kernel.move(kernel.create("tmpfs", [("source", "test"), ("mode", "755")]), closed)
+        path.mkdir(parents=True)
+        kernel.move(aside, path)
+
+
+def home_of(folder: Path) -> Path:
+    """A home for that user below a folder of the test, which becomes reachable."""
+    for above in (folder, *folder.parents[:2]):
+        above.chmod(0o755)
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    os.chown(home, UID, UID)
+    return home
+
+
+def run_as_plain_user(
+    folder: Path, *words: str, fuse: bool, env: dict[str, str], **options: object
+) -> subprocess.CompletedProcess[str]:
+    """`bootseer WORDS` as that user, to its end."""
+    home = home_of(folder)
+    return subprocess.run(
+        [*BOOTSEER, *words],
+        preexec_fn=as_plain_user(folder, fuse=fuse),
+        env={**env, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
