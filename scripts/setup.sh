@@ -123,5 +123,6 @@ say "installing BootSeer with its tools and the demo job's requirements into .ve
 pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
 # pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
 "$venv/bin/python" -m compileall -q src
+scripts/hadoop.sh || say "no Hadoop: the HDFS tests are skipped"
 wanted >"$stamp"
 say "done"

@@ -42,15 +42,12 @@ needs_hdfs = [pytest.mark.hdfs, pytest.mark.skipif(bool(_reason()), reason=_reas
 class HdfsCluster:
     """A cluster that lives as long as the `with` block; everything that it stores and logs lies in `folder`."""
 
-    def __init__(
-        self, folder: Path, *, num_datanodes: int = 1, replication: int = 1, block_bytes: int = 128 * 1024 * 1024
-    ) -> None:
+    def __init__(self, folder: Path, *, num_datanodes: int = 1, replication: int = 1) -> None:
         self.folder = folder / "hdfs"
         self.datanodes: list[subprocess.Popen[bytes]] = []
         self.uri = ""
         self._num_datanodes = num_datanodes
         self._replication = replication
-        self._block_bytes = block_bytes
         self.namenode: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> HdfsCluster:
@@ -109,7 +106,6 @@ class HdfsCluster:
             },
             "hdfs-site.xml": {
                 "dfs.replication": str(self._replication),
-                "dfs.blocksize": str(self._block_bytes),
                 "dfs.namenode.fs-limits.min-block-size": "1048576",
                 "dfs.namenode.name.dir": f"file://{self.folder}/namenode",
                 "dfs.namenode.http-address": f"127.0.0.1:{self._http_port}",

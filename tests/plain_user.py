@@ -7,19 +7,20 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.mounts import kernel
 from conftest_launch import BOOTSEER
 
 UID = 64321
-_FUSE = Path("/dev/fuse")
+_FUSE, _PEOPLE = Path("/dev/fuse"), Path("/etc/passwd")
 
 
-def as_plain_user(folder: Path, *, fuse: bool, hidden: Sequence[Path] = ()) -> Callable[[], None]:
-    """For `preexec_fn`: become that user. `folder` is scratch space; `hidden` are devices that are not to be there."""
-    node = folder / "fuse"
+def as_plain_user(folder: Path, *, fuse: bool) -> Callable[[], None]:
+    """For `preexec_fn`: become that user. `folder` is scratch space."""
+    node, people = folder / "fuse", folder / "passwd"
+    people.write_text(f"{_PEOPLE.read_text()}plain:x:{UID}:{UID}::/:/bin/sh\n")  # fusermount3 looks for a name
     if fuse and not node.exists():
         os.mknod(node, stat.S_IFCHR | 0o666, _FUSE.stat().st_rdev)
         node.chmod(0o666)
@@ -27,6 +28,7 @@ def as_plain_user(folder: Path, *, fuse: bool, hidden: Sequence[Path] = ()) -> C
     def become() -> None:
         kernel.unshare_mounts()
         _open_way_to(Path(sys.base_prefix))
+        kernel.move(kernel.clone(people), _PEOPLE)
         if fuse:
             kernel.move(kernel.clone(node), _FUSE)
         os.setgroups([])
@@ -47,9 +49,7 @@ def _open_way_to(path: Path) -> None:
 
 
 def home_of(folder: Path) -> Path:
-    """A home for that user below a folder of the test, which becomes reachable."""
-    for above in (folder, *folder.parents[:2]):
-        above.chmod(0o755)
+    """A home for that user below a folder of the test, which everybody can enter."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     os.chown(home, UID, UID)

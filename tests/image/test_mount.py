@@ -266,9 +266,8 @@ def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: N
             kernel.move(kernel.clone(converted.folder / "no-loop"), Path(device))
         mounted = mount(writable=True, loading="pull")
         assert (mounted.facts["mode"], mounted.facts["way"]) == ("fallback", "unpacked files")
-        assert set(mounted.facts["refused_ways"]) == {  # type: ignore[call-overload]
-            "EROFS from files", "EROFS from loop devices", "file trees through FUSE"
-        }  # fmt: skip
+        for way in ("EROFS from files: ", "EROFS from loop devices: ", "file trees through FUSE: "):
+            assert way in str(mounted.facts["refused_ways"])
         assert "by unpacked files; not by EROFS from files: " in said(converted)
         for name in ("hot", "etc/passwd", "bin/busybox"):
             assert digest(mounted.root / name) == digest(converted.folder / "tree" / name)

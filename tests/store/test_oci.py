@@ -78,11 +78,12 @@ class TestOciStore(SharedStoreContract):
         return outside
 
 
-def test_a_small_document_costs_one_request(store: OciStore, registry: Registry) -> None:
-    put(store, DATA[: 16 * 1024], "document")
-    before = len(registry.requests())
-    assert get(store, "document") == DATA[: 16 * 1024]
-    assert [request.method for request in registry.requests()[before:]] == ["GET"]
+def test_a_small_document_costs_one_request(registry: Registry, repository: str) -> None:
+    with FaultProxy(registry.host) as proxy, closing(OciStore(open_registry(proxy.host, repository))) as store:
+        put(store, DATA[: 16 * 1024], "document")
+        before = len(proxy.requests)
+        assert get(store, "document") == DATA[: 16 * 1024]
+        assert [request.method for request in proxy.requests[before:]] == ["GET"]
 
 
 def test_the_manifest_is_laid_out_as_specified(store: OciStore, outside: Outside) -> None:

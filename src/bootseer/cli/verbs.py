@@ -21,6 +21,7 @@ class Verbs(Group):
         "image": Verb("image", "Container images that start before they are here."),
         "cache": Verb("cache", "What this node keeps of images."),
         "doctor": Verb("doctor", "Say what works on this machine, and why not."),
+        "bench": Verb("bench", "Measure the claims on this machine."),
     }
 
 

@@ -23,7 +23,7 @@ from bootseer.image.manifest import Platform
 from bootseer.image.reference import Reference
 from bootseer.image.source import this_platform
 from bootseer.store.file import FileStore
-from bootseer.store.retry import read_all
+from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store
 
 _THREADS = 8
@@ -80,7 +80,7 @@ class Metadata:
         try:
             return read_index(self._kept, file)
         except BootseerError:
-            index = read_index(store, file)
+            index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
         self._keep(file.index_name, index.encode())
         return index
 

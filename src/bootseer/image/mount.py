@@ -130,7 +130,7 @@ class _Mounting:
             "mode": layers.mode,
             "reason": layers.reason,
             "way": choice.way.value,
-            "refused_ways": {way.value: why for way, why in choice.refused},
+            "refused_ways": "; ".join(f"{way.value}: {why}" for way, why in choice.refused),
             "layers": len(layers.stack),
             "stored_bytes": document.stored_bytes,
             "local_bytes": local_bytes,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.errors import BootseerError, UsageError
-from bootseer.fuse.attach import detach
 from bootseer.image.places import RUNTIME
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
@@ -102,6 +101,8 @@ def unmount(runtime: Runtime, state: MountState) -> None:
         if may_mount():
             kernel.unmount(Path(state.target), lazy=dead)
         else:  # then it was mounted by a program that has the right
+            from bootseer.fuse.attach import detach
+
             detach(Path(state.target), force=dead)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:

@@ -16,7 +16,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from bootseer.errors import UsageError
-from bootseer.fuse.attach import DEVICE, HELPER
 from bootseer.machine import mounts
 from bootseer.machine.check import Check
 from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_version
@@ -61,6 +60,8 @@ def _refused(trial: str) -> str:
 
 
 def _no_helper() -> str:
+    from bootseer.fuse.attach import DEVICE, HELPER
+
     if shutil.which(HELPER) is None:
         return f"there is no {HELPER}, and only root mounts without it"
     # The program opens the device with the rights of whoever calls it.
@@ -125,7 +126,7 @@ def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
     if choice.way is Way.UNPACK:
         raise UsageError(
             f"the image cannot be mounted without root: {facts.fuse}",
-            hint=f"apt-get install fuse3 and make {DEVICE} accessible, or bootseer image run, or unpack it as root",
+            hint="apt-get install fuse3 and make /dev/fuse accessible, or bootseer image run, or mount it as root",
         )
     return choice
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What a container runtime does with an image that this node does not have, with the pull marked as a stage:
+#
+#   bootseer run -- examples/full_pull.sh IMAGE COMMAND...
+#
+# containerd pulls and unpacks IMAGE, then runs COMMAND in it. It must run already; CONTAINERD_ADDRESS is its socket.
+# The container gets the events' folder and the hook's, at the places that they have here, and the variables that tell
+# of them: so PyTorch's part of the startup is measured as it is without a container.
+set -euo pipefail
+image="$1"
+shift
+
+"$BOOTSEER" stage image_loading -- ctr image pull --plain-http "$image" >/dev/null
+
+options=(--rm --net-host)
+for name in $(compgen -e); do
+  case "$name" in
+    BOOTSEER_CACHE | BOOTSEER_RUNTIME) ;;
+    BOOTSEER_* | TRACEPARENT) options+=(--env "$name=${!name}") ;;
+  esac
+done
+hook="${PYTHONPATH%%:*}"
+package="${hook%/hook/path}"
+spool="${BOOTSEER_TRACE#spool:}"
+options+=(--env "PYTHONPATH=$hook")
+options+=(--mount "type=bind,src=$package,dst=$package,options=rbind:ro")
+options+=(--mount "type=bind,src=$spool,dst=$spool,options=rbind:rw")
+exec ctr run "${options[@]}" "$image" full-pull "$@"

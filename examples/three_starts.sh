@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Starts a command in a container three times, each time on a node that has never seen the image: with containerd, which
+# pulls and unpacks all of it first; lazily; and lazily with what that start recorded. Leaves reports in FOLDER.
+#
+#   examples/three_starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
+#
+# IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. Called by demo.sh. Needs root. The
+# nodes are this machine: caches and page cache are emptied in front of each start. All that it starts and mounts ends
+# with it, also when it is interrupted.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+root="${here%/*}"
+PATH="$PATH:/usr/sbin:/sbin"
+export BOOTSEER="$root/.venv/bin/bootseer"
+
+say() { printf '\n==> %s\n' "$1" >&2; shift; [[ $# -eq 0 ]] || printf '    %s\n' "$@" >&2; }
+die() { printf 'demo: %s\n' "$*" >&2; exit 1; }
+
+image="$1" out="$2"
+shift 2
+options=()
+while [[ $# -gt 0 && $1 != -- ]]; do options+=("$1"); shift; done
+[[ $# -gt 1 ]] || die "no command: put it behind --"
+shift
+command=("$@")
+for program in docker-registry skopeo containerd ctr runc; do
+  command -v "$program" >/dev/null || die "there is no $program; run make setup first"
+done
+
+# Sockets have short names only.
+short="$(mktemp -d)"
+registry_pid='' containerd_pid=''
+export BOOTSEER_CACHE="$out/node/cache" BOOTSEER_RUNTIME="$short/bootseer" CONTAINERD_ADDRESS="$short/containerd.sock"
+
+end() { # pid
+  [[ -z $1 ]] || { kill "$1" && wait "$1"; } 2>/dev/null || true
+}
+stop_containerd() {
+  [[ -n $containerd_pid ]] || return 0
+  local task
+  for task in $(ctr task list --quiet 2>/dev/null); do
+    ctr task delete --force "$task" >/dev/null 2>&1 || true
+  done
+  end "$containerd_pid"
+  containerd_pid=''
+}
+empty_node() {
+  [[ ! -d $BOOTSEER_CACHE ]] || "$BOOTSEER" cache prune --to 0 >/dev/null
+  rm -rf "$out/node"
+}
+finish() {
+  trap '' INT TERM
+  stop_containerd
+  empty_node || true
+  end "$registry_pid"
+  rm -rf "$out/registry" "$short"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+start_registry() {
+  local port
+  port="$("$root/.venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+  host="127.0.0.1:$port"
+  mkdir "$out/registry"
+  printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: "%s"}}\nhttp: {addr: "%s"}\n' \
+    "$out/registry/data" "$host" >"$out/registry/config.yml"
+  docker-registry serve "$out/registry/config.yml" >"$out/registry/log" 2>&1 &
+  registry_pid=$!
+  for _ in {1..100}; do
+    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && return
+    kill -0 "$registry_pid" 2>/dev/null || break
+    sleep 0.1
+  done
+  tail -3 "$out/registry/log" >&2
+  die "the registry did not start"
+}
+
+start_containerd() {
+  mkdir -p "$out/node"
+  printf 'version = 2\nroot = "%s"\nstate = "%s"\ndisabled_plugins = %s\n[grpc]\naddress = "%s"\n[ttrpc]\naddress = "%s"\n' \
+    "$out/node/containerd" "$short/containerd" '["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]' \
+    "$CONTAINERD_ADDRESS" "$CONTAINERD_ADDRESS.ttrpc" >"$short/containerd.toml"
+  containerd -c "$short/containerd.toml" >"$short/containerd.log" 2>&1 &
+  containerd_pid=$!
+  for _ in {1..100}; do
+    ctr version >/dev/null 2>&1 && return
+    kill -0 "$containerd_pid" 2>/dev/null || break
+    sleep 0.1
+  done
+  tail -3 "$short/containerd.log" >&2
+  die "containerd did not start"
+}
+
+# Nothing of any image in memory. The registry is another machine: its files are.
+forget_memory() {
+  sync
+  echo 3 >/proc/sys/vm/drop_caches
+  find "$out/registry/data" -type f -exec cat {} + >/dev/null
+}
+
+start() { # name, options of `bootseer run`..., --, command...
+  local name="$1"
+  shift
+  forget_memory
+  # Whoever submits a job can say when; a scheduler would.
+  BOOTSEER_SUBMITTED="$(date +%s.%N)" \
+    "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 | sed 's/^/    | /' >&2
+  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt"
+  "$BOOTSEER" report --json "$out/$name" >"$out/$name.json"
+  "$root/.venv/bin/python" "$here/compare.py" --line "$out/$name.json" >&2
+}
+
+say "a registry on this machine, and the image in it" \
+  "bootseer image convert attaches the image's layers as block files; the image itself stays as it is."
+start_registry
+reference="$host/team/job:1"
+skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
+"$BOOTSEER" image convert "$reference" >&2
+
+say "start 1 of 3, full-pull: as nodes start containers today" \
+  "containerd downloads every layer and unpacks it, then the job starts. The node knows nothing of the image."
+start_containerd
+start full-pull -- "$here/full_pull.sh" "$reference" "${command[@]}"
+stop_containerd
+empty_node
+
+say "start 2 of 3, lazy: another node, the same image and job" \
+  "The job starts at once. What it reads is fetched when it reads it, so it waits for the registry again and again." \
+  "BootSeer records which blocks those were: 'hot blocks'."
+start lazy --image "$reference" --loading lazy --entrypoint none -- "${command[@]}"
+empty_node
+
+say "start 3 of 3, recorded: one more node" \
+  "It finds that record beside the image, and fetches the hot blocks ahead of the job, the earliest first."
+start recorded --image "$reference" --loading lazy --entrypoint none -- "${command[@]}"
+
+"$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded
+say "more of it" \
+  "$out/index.html        the three side by side, and a page for each" \
+  "$out/recorded.txt      the report of a start, as bootseer report shows it" \
+  "bootseer diff $out/full-pull $out/recorded"
