@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import node
 from harness import ROOT, Benchmark, Outcome
@@ -154,7 +153,7 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
     if isinstance(way, Lazy) and arm.name.startswith((Names.RECORDED, Names.OTHER)):
         if arm.name.startswith(Names.OTHER):
             way.record(lab.image, node.OTHER)
-        hot_bytes = int(_hot_set(way, lab.image)["stored_bytes"])
+        hot_bytes = _hot_bytes(way, lab.image)
     way.prepare()
     try:
         steps = way.start(lab.image, node.workload(node.TORCH))
@@ -171,14 +170,14 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
 
         linger = way.wait_until_streamed if arm.streamed and isinstance(way, Lazy) else lambda: None
         cold, (link_bytes, requests) = node.start(steps, way.env, others, seen, linger)
+        coverage = None
+        if isinstance(way, Lazy) and hot_bytes is not None:
+            coverage = way.hot_set(lab.image)["coverage"]
+            if coverage is None:
+                raise RuntimeError(f"{arm.name}: the start did not use its hot set")
         again = _again(way, lab.image, others) if arm.later else None
     finally:
         way.clean()
-    coverage = None
-    if isinstance(way, Lazy) and hot_bytes is not None:
-        coverage = _hot_set(way, lab.image)["coverage"]
-        if coverage is None:
-            raise RuntimeError(f"{arm.name}: the start did not use its hot set")
     return Sample(cold, link_bytes, requests, again, hot_bytes, coverage)
 
 
@@ -191,11 +190,11 @@ def _again(way: Way, image: str, others: set[int]) -> tuple[float, float]:
     return warm.ready_s, from_disk.ready_s
 
 
-def _hot_set(way: Lazy, image: str) -> dict[str, Any]:
-    """The set that a start on a new node finds."""
+def _hot_bytes(way: Lazy, image: str) -> int:
+    """Stored size of the set that a start on a new node finds."""
     way.prepare()
     try:
-        return way.hot_set(image)
+        return int(way.hot_set(image)["stored_bytes"])
     finally:
         way.clean()
 
