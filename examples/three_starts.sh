@@ -106,10 +106,12 @@ start() { # name, options of `bootseer run`..., --, command...
   forget_memory
   # Whoever submits a job can say when; a scheduler would.
   BOOTSEER_SUBMITTED="$(date +%s.%N)" \
-    "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 | sed 's/^/    | /' >&2
-  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt"
+    "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 |
+    # Ctrl-C is for the job: what it says at its end is still shown.
+    (trap '' INT && exec sed -u 's/^/    | /') >&2
+  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt" 2>/dev/null
   "$BOOTSEER" report --json "$out/$name" >"$out/$name.json"
-  "$root/.venv/bin/python" "$here/compare.py" --line "$out/$name.json" >&2
+  "$root/.venv/bin/python" "$here/compare.py" "$out" "$name" >&2
 }
 
 say "a registry on this machine, and the image in it" \

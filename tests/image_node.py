@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.source import this_platform
+from bootseer.image.sources.source import this_platform
 from bootseer.mounts import kernel
 from bootseer.store.blob_upload import BlobUpload
 from bootseer.store.open import open_registry

@@ -48,7 +48,7 @@ class UsageError(BootseerError):
         self.exit_code = exit_code
 
 
-class Interrupted(BaseException):  # noqa: N818 - as KeyboardInterrupt, which is none either
+class Interrupted(BaseException):
     """A signal asked this process to end. No `Exception`: nothing that handles errors may swallow it."""
 
     def __init__(self, number: int, name: str) -> None:

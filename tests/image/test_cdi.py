@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bootseer.errors import PermanentError, UsageError
-from bootseer.image.cdi import edits_for, gpu_names
+from bootseer.image.containers.cdi import edits_for, gpu_names
 
 
 def spec(env: str = "GENERAL=1", *names: str) -> dict[str, Any]:

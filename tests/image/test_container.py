@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import PermanentError, UsageError
-from bootseer.image.container import Container, Options, Runtime
-from bootseer.image.process import Words
-from bootseer.image.runtime_config import Bind, Limits, parse_bind
+from bootseer.image.containers.container import Container, Options, Runtime
+from bootseer.image.containers.process import Words
+from bootseer.image.containers.runtime_config import Bind, Limits, parse_bind
 from busybox import CONFIG, make_tree
 
 pytestmark = [
@@ -194,8 +194,8 @@ def test_a_program_from_a_mount_is_found(run: Run, root: Path, tmp_path: Path) -
 _KILLED = """
 import os, subprocess, sys
 from pathlib import Path
-from bootseer.image.container import Container, Options
-from bootseer.image.process import Words
+from bootseer.image.containers.container import Container, Options
+from bootseer.image.containers.process import Words
 words = Words(command=("sh", "-c", "echo $$; sleep 600"))
 options = Options(words=words, runtime=sys.argv[3])
 container = Container(Path(sys.argv[1]), Path(sys.argv[2]), {"config": {"Env": ["PATH=/bin"]}}, options, {})

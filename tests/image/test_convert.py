@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.layer import LayerLimits
+from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import ImageDocument
-from bootseer.image.layer import LayerLimits
-from bootseer.image.layer_job import ConvertOptions
 from bootseer.image.reference import parse_reference
-from bootseer.image.source import Source, open_source
+from bootseer.image.sources.source import Source, open_source
 from bootseer.image.unpack import open_merged, unpack
 from bootseer.store.file import FileStore
 from bootseer.store.memory import MemoryStore
@@ -299,9 +299,9 @@ def test_two_thousand_nested_directories_of_which_none_is_described(tmp_path: Pa
 _CONVERT = """
 import sys
 from pathlib import Path
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
-from bootseer.image.source import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.store.open import open_store
 def say(number, done, total):
     print("progress", number, done, flush=True)

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.image.decompress import decompressed
+from bootseer.image.sources.decompress import decompressed
 
 DATA = random.Random(1).randbytes(300_000) + bytes(5_000_000)
 GZIP = gzip.compress(DATA)

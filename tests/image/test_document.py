@@ -13,9 +13,9 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.index import Stripe
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.image import layer_document
+from bootseer.image.conversion import layer_document
+from bootseer.image.conversion.layer_document import ConvertedLayer, layer_name
 from bootseer.image.document import ImageDocument, LayerFile, document_name
-from bootseer.image.layer_document import ConvertedLayer, layer_name
 
 NAME = "sha256:" + "ab" * 32
 FILE = BlockFile(NAME, 149, "cd" * 32, 8192, 100, (Stripe(NAME, 100),))

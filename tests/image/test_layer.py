@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from bootseer.blocks.block_file import read_index
 from bootseer.errors import BootseerError
 from bootseer.image.block_reader import BlockReader
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
-from bootseer.image.source import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.image.unpack import open_merged, unpack
 from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store

@@ -14,15 +14,15 @@ import pytest
 
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
-from bootseer.image.apart import breaks_forks, do_apart
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
 from bootseer.image.hotsets import HotSets
-from bootseer.image.mount import mount_image, release
-from bootseer.image.mounted import MountedImage
-from bootseer.image.places import blocks_folder
+from bootseer.image.mounting.apart import breaks_forks, do_apart
+from bootseer.image.mounting.mount import mount_image, release
+from bootseer.image.mounting.mounted import MountedImage
+from bootseer.image.mounting.places import blocks_folder
+from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.request import Request
-from bootseer.image.source import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bootseer.errors import CorruptError, UsageError
-from bootseer.image.process import Process, Words, process_of
+from bootseer.image.containers.process import Process, Words, process_of
 
 IMAGE = {
     "config": {

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
-from bootseer.image.manifest import Platform
 from bootseer.image.reference import parse_reference
-from bootseer.image.source import Source, open_source
+from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.source import Source, open_source
 from bootseer.image.unpack import open_merged, unpack
 from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_registry, open_store

@@ -15,10 +15,10 @@ from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import CorruptError, UsageError
-from bootseer.image.convert import convert
+from bootseer.image.conversion.convert import convert
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.reference import parse_reference
-from bootseer.image.source import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.image.unpack import open_merged, unpack
 from bootseer.store.open import open_store
 from erofs_images import needs_root

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
-from bootseer.image.inroot import is_executable, read_in_root
-from bootseer.image.users import User, resolve_user
+from bootseer.image.containers.inroot import is_executable, read_in_root
+from bootseer.image.containers.users import User, resolve_user
 from busybox import GROUP, PEOPLE
 
 

@@ -23,14 +23,14 @@ import pytest
 from bootseer.analysis.inputs import sources
 from bootseer.analysis.scan import scan
 from bootseer.errors import UsageError
-from bootseer.image import ways
-from bootseer.image.convert import convert
-from bootseer.image.mount import mount_image
-from bootseer.image.places import unpacked_folder
+from bootseer.image.conversion.convert import convert
+from bootseer.image.mounting import ways
+from bootseer.image.mounting.mount import mount_image
+from bootseer.image.mounting.places import unpacked_folder
+from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.unpacked import release_unpacked
 from bootseer.image.reference import parse_reference
-from bootseer.image.request import Request
-from bootseer.image.source import open_source, this_platform
-from bootseer.image.unpacked import release_unpacked
+from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts import kernel
 from bootseer.mounts.ladder import Facts, Way
 from bootseer.mounts.state import Runtime

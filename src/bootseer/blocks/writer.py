@@ -5,7 +5,7 @@ state here. The objects are the same, bit for bit, whatever the number of thread
 `write` calls. Stripes become visible before the index that points into them, so a writer that dies at any point leaves
 no index that can be read.
 
-Called by whoever produces files: `image.convert`, `env`, `checkpoint`.
+Called by whoever produces files: `image.conversion.convert`, `env`, `checkpoint`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def command(as_json: bool, spool: Path | None) -> None:
     Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
     kernel, Python or the spool folder keep BootSeer from measuring, else 0.
     """
-    from bootseer.image import ways
+    from bootseer.image.mounting import ways
 
     checks = run_checks(spool or Path(default_root(os.environ)), [(ways.CHECK, ways.check)])
     good = usable(checks)

@@ -40,12 +40,12 @@ def command(
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
-    from bootseer.image.convert import convert
-    from bootseer.image.layer_job import ConvertOptions
-    from bootseer.image.manifest import Platform
-    from bootseer.image.places import store_uri
+    from bootseer.image.conversion.convert import convert
+    from bootseer.image.conversion.layer_job import ConvertOptions
+    from bootseer.image.mounting.places import store_uri
     from bootseer.image.reference import parse_reference
-    from bootseer.image.source import open_source
+    from bootseer.image.sources.manifest import Platform
+    from bootseer.image.sources.source import open_source
     from bootseer.launch.interrupt import interruptible
     from bootseer.store.open import open_store
     from bootseer.units import format_bytes, format_seconds

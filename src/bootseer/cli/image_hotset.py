@@ -13,8 +13,8 @@ from bootseer.cli.group import Group, Verb
 
 if TYPE_CHECKING:
     from bootseer.fetch.hotset import HotSet
-    from bootseer.image.found import Found
     from bootseer.image.hotsets import HotSets
+    from bootseer.image.mounting.found import Found
 
 SCHEMA = "bootseer.hotsets/1"
 
@@ -138,8 +138,8 @@ def export(reference: str, workload: str, file: Path, store: str | None, plain_h
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
     from bootseer.cli.image_options import SOURCE, request
-    from bootseer.image.found import find
     from bootseer.image.hotsets import HotSets
+    from bootseer.image.mounting.found import find
     from bootseer.launch.supervise import say
 
     values = {option.name: option.start for option in SOURCE}

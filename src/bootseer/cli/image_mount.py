@@ -36,7 +36,7 @@ def mount(reference: str, folder: Path, writable: bool, workload: str | None, as
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
-    from bootseer.image.mount import mount_image
+    from bootseer.image.mounting.mount import mount_image
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
     from bootseer.mounts import kernel
@@ -75,7 +75,7 @@ def _changes(cache: Path) -> Path:
 @click.argument("folder", metavar="DIR", type=_PATH)
 def umount(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
-    from bootseer.image.mounted import find_mount, unmount
+    from bootseer.image.mounting.mounted import find_mount, unmount
 
     runtime = _runtime()
     unmount(runtime, find_mount(runtime, folder))
@@ -114,7 +114,7 @@ def mounted(as_json: bool) -> None:
 
 
 def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
-    from bootseer.image.mounted import share_here, status_of
+    from bootseer.image.mounting.mounted import share_here, status_of
 
     status = status_of(runtime, state)
     health = runtime.health(state)
@@ -133,7 +133,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.image.places import runtime_root
+    from bootseer.image.mounting.places import runtime_root
     from bootseer.mounts.state import Runtime
 
     return Runtime(runtime_root(os.environ, os.getuid()))

@@ -14,8 +14,8 @@ from bootseer.cli.options import FLAG, Option
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.image.container import Options as ContainerOptions
-    from bootseer.image.request import Request
+    from bootseer.image.containers.container import Options as ContainerOptions
+    from bootseer.image.mounting.request import Request
     from bootseer.launch.image_stage import Wanted
 
 SOURCE = (
@@ -106,9 +106,9 @@ def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wante
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
     """The image and the way that it is to come. Raises `UsageError`."""
-    from bootseer.image.places import cache_root, runtime_root, store_uri
+    from bootseer.image.mounting.places import cache_root, runtime_root, store_uri
+    from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference
-    from bootseer.image.request import Request
 
     parsed = parse_reference(reference)
     return Request(
@@ -133,10 +133,10 @@ def _workload(name: str) -> str:
 
 def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
     """The container around the command, whose words come later. `gpus` None: all where CDI files tell of any."""
-    from bootseer.image.cdi import describes_gpus
-    from bootseer.image.container import Options
-    from bootseer.image.process import Words
-    from bootseer.image.runtime_config import Limits, parse_bind
+    from bootseer.image.containers.cdi import describes_gpus
+    from bootseer.image.containers.container import Options
+    from bootseer.image.containers.process import Words
+    from bootseer.image.containers.runtime_config import Limits, parse_bind
 
     if gpus is None:
         named = any(name.partition("=")[0].endswith("/gpu") for name in values["devices"])

@@ -3,7 +3,7 @@
 A tree of a million files must fit into memory, so inodes are numbers and their fields are columns; names and children
 are what takes most of it. Nothing here knows about blocks, apart from carrying the place of a file's data.
 
-One thread owns a tree. Who calls: `writer`, and whoever decides what the tree holds (`image.layer`).
+One thread owns a tree. Who calls: `writer`, and whoever decides what the tree holds (`image.conversion.layer`).
 """
 
 from __future__ import annotations

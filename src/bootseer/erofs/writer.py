@@ -4,7 +4,7 @@ The image is never whole in memory or on disk. Block 0 is the superblock, which 
 returns it, and the sink is one that takes the first block last (`blocks.BlockWriter`) or a file opened behind it.
 
 What is written depends on what was given and in which order, not on time, machine or hash seed. One thread owns a
-writer. Who calls: `image.layer`, `image.folder`, and whoever else makes images.
+writer. Who calls: `image.conversion.layer`, `image.folder`, and whoever else makes images.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A set lies in two places: on this node, and in the image's store for all nodes and all time. A start takes the runs of
 both. Neither place is needed for a start, so that nothing here raises for what a store does: it says so, once.
 Whoever only may read the store keeps the sets on the node.
-Called by `image.mount`, `launch.image_stage` and `cli.image_hotset`.
+Called by `image.mounting.mount`, `launch.image_stage` and `cli.image_hotset`.
 """
 
 from __future__ import annotations

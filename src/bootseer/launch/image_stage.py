@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import bootseer
 from bootseer.errors import BootseerError, Interrupted, UsageError
-from bootseer.image.container import Container
-from bootseer.image.container import Options as ContainerOptions
-from bootseer.image.places import cache_root
-from bootseer.image.process import Words
+from bootseer.image.containers.container import Container
+from bootseer.image.containers.container import Options as ContainerOptions
+from bootseer.image.containers.process import Words
+from bootseer.image.containers.runtime_config import Bind
+from bootseer.image.mounting.places import cache_root
+from bootseer.image.mounting.request import Request
 from bootseer.image.publish import publishes
-from bootseer.image.request import Request
-from bootseer.image.runtime_config import Bind
 from bootseer.image.workload import workload_key
 from bootseer.launch import supervise
 from bootseer.launch.interrupt import interruptible
@@ -47,7 +47,7 @@ from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN, new_span, spool_word
 
 if TYPE_CHECKING:
-    from bootseer.image.mounted import MountedImage
+    from bootseer.image.mounting.mounted import MountedImage
 
 STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
@@ -131,7 +131,7 @@ class _ImageStart:
         began_s = time.monotonic()
         with interruptible(), self._stage(STAGE) as span:
             # Its imports take longer than all else where the image is here, and belong to the stage.
-            from bootseer.image.mount import mount_image
+            from bootseer.image.mounting.mount import mount_image
 
             root = cache_root(os.environ, os.getuid()) / "containers"
             root.mkdir(mode=0o700, parents=True, exist_ok=True)

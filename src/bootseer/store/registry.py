@@ -1,6 +1,6 @@
 """A client of one repository of an OCI registry: manifests, tags, blobs and ranges of blobs.
 
-Speaks the OCI distribution protocol, and nothing of what BootSeer stores with it: that is `oci`; `image.source` reads
+Speaks the OCI distribution protocol, and nothing of what BootSeer stores with it: that is `oci`; `image.sources` reads
 images through it. Uploads are in `blob_upload`, referrers in `referrers`, tokens in `tokens`.
 
 Many registries answer a blob with a redirect to an object storage. The address is kept for a minute, so that a thousand

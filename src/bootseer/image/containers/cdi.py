@@ -1,0 +1,140 @@
+"""Devices by the Container Device Interface: what a vendor's file says a container needs to use its GPU.
+
+`nvidia-ctk cdi generate` and its kin write one file for a kind of device (`nvidia.com/gpu`): device nodes, libraries to
+mount, variables, hooks. Engines look for them in `/etc/cdi` and `/var/run/cdi`; the latter wins. The files belong to
+the machine's administrator, so that their content is trusted, but not their form. Called by `container`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import PermanentError, UsageError
+from bootseer.machine.surroundings import CDI_FOLDERS
+
+NVIDIA = "nvidia.com/gpu"
+_MAX_BYTES = 16 << 20
+_NO_YAML = "write the file as JSON: nvidia-ctk cdi generate --format=json --output=/etc/cdi/nvidia.json"
+
+
+@dataclass(slots=True)
+class Edits:
+    """What the named devices change in a container, in the words of the CDI specification."""
+
+    nodes: list[Mapping[str, Any]] = field(default_factory=list)
+    mounts: list[Mapping[str, Any]] = field(default_factory=list)
+    env: list[str] = field(default_factory=list)
+    hooks: list[Mapping[str, Any]] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+
+    def add(self, edits: object) -> None:
+        """Take over one `containerEdits` object; parts of it that this version does not know are left out."""
+        if not isinstance(edits, dict):
+            return
+        for name, target in (("deviceNodes", self.nodes), ("mounts", self.mounts), ("hooks", self.hooks)):
+            target.extend(item for item in _list(edits.get(name)) if isinstance(item, dict) and item not in target)
+        self.env.extend(item for item in _list(edits.get("env")) if isinstance(item, str) and "=" in item)
+        self.groups.extend(item for item in _list(edits.get("additionalGids")) if isinstance(item, int) and item > 0)
+
+
+def gpu_names(words: str) -> list[str]:
+    """The CDI names for `--gpus all` or `--gpus 0,1`; names with a vendor are kept."""
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    if not names:
+        raise UsageError("--gpus names no GPU", hint="--gpus all, or --gpus 0,1")
+    return [name if "=" in name else f"{NVIDIA}={name}" for name in names]
+
+
+def describes_gpus(folders: Sequence[Path] = CDI_FOLDERS) -> bool:
+    """Whether a file tells of GPUs that may be asked for with `all`."""
+    return any(device.get("name") == "all" for spec in _specs(folders).get(NVIDIA, ()) for device in _devices(spec))
+
+
+def edits_for(names: Sequence[str], folders: Sequence[Path] = CDI_FOLDERS) -> Edits:
+    """What these devices (`vendor.com/class=name`) need. Raises `UsageError` for one that no file describes."""
+    edits = Edits()
+    specs = _specs(folders) if names else {}
+    general: set[int] = set()
+    for name in names:
+        kind, _, device = name.partition("=")
+        # A later folder outranks an earlier one.
+        found = [(spec, each) for spec in specs.get(kind, ()) for each in _devices(spec) if each.get("name") == device]
+        if not found:
+            raise _unknown(name, specs, folders)
+        spec, chosen = found[-1]
+        if id(spec) not in general:
+            general.add(id(spec))
+            edits.add(spec.get("containerEdits"))
+        edits.add(chosen.get("containerEdits"))
+    return edits
+
+
+def _unknown(name: str, specs: Mapping[str, Sequence[Mapping[str, Any]]], folders: Sequence[Path]) -> UsageError:
+    kind = name.partition("=")[0]
+    known = sorted({str(each.get("name")) for spec in specs.get(kind, ()) for each in _devices(spec)})
+    where = " and ".join(str(folder) for folder in folders)
+    if known:
+        return UsageError(f"no device {name!r}", hint=f"{kind} has: {', '.join(known[:20])}")
+    hint = (
+        "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml" if kind == NVIDIA else f"its vendor's tool for {kind}"
+    )
+    return UsageError(f"no CDI file for {kind} in {where}", hint=f"make one with {hint}")
+
+
+def _specs(folders: Iterable[Path]) -> dict[str, list[Mapping[str, Any]]]:
+    """All readable files by the kind of device that they describe."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for folder in folders:
+        try:
+            paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".yaml", ".yml"))
+        except OSError:
+            continue
+        for path in paths:
+            spec = _read(path)
+            if isinstance(spec.get("kind"), str):
+                found.setdefault(spec["kind"], []).append(spec)
+    return found
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise PermanentError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(text) > _MAX_BYTES:
+        raise PermanentError(f"{path}: larger than 16 MiB is no CDI file")
+    load = json.loads if path.suffix == ".json" else _yaml_loader(path)
+    try:
+        spec = load(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise PermanentError(f"{path}: {' '.join(str(error).split())[:200]}") from error
+    return spec if isinstance(spec, dict) else {}
+
+
+def _yaml_loader(path: Path) -> Callable[[str], Any]:
+    try:
+        yaml: Any = importlib.import_module("yaml")  # only machines with devices in YAML need it
+    except ImportError as error:
+        raise PermanentError(f"{path}: reading YAML needs PyYAML (pip install PyYAML); or {_NO_YAML}") from error
+
+    def load(text: str) -> Any:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+    return load
+
+
+def _devices(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [device for device in _list(spec.get("devices")) if isinstance(device, dict)]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

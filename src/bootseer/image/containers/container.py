@@ -1,0 +1,182 @@
+"""A container around a mounted image: its folder, its `config.json`, the command that starts it, and its end.
+
+Two ways to start it. runc does it where it is installed; `enter` does it everywhere else, with less between the job and
+the host. Either way the result is an ordinary command line for `launch.supervise`, so that signals, standard streams
+and the exit code pass as they do without a container. A guard process cleans up behind a `bootseer` that was killed.
+Called by `cli.image_run` and `launch.image_stage`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from bootseer.errors import PermanentError, UsageError
+from bootseer.image.containers.cdi import edits_for, gpu_names
+from bootseer.image.containers.inroot import is_executable
+from bootseer.image.containers.process import Process, Words, process_of
+from bootseer.image.containers.rootless import node_binds, without_root
+from bootseer.image.containers.runtime_config import Bind, Limits, runtime_config
+from bootseer.machine.surroundings import CDI_FOLDERS
+from bootseer.mounts.user_namespace import is_host, num_owners
+
+Runtime = Literal["auto", "runc", "direct"]
+RUNTIMES: tuple[Runtime, ...] = ("auto", "runc", "direct")
+_SCRIPTS = Path(__file__).parent
+_OF_HOST = ("resolv.conf", "hosts", "hostname")
+_END_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that the user can say about a container."""
+
+    words: Words = field(default_factory=Words)
+    limits: Limits = field(default_factory=Limits)
+    binds: tuple[Bind, ...] = ()
+    gpus: str = ""
+    """`all`, or numbers; empty: none."""
+    devices: tuple[str, ...] = ()
+    """CDI names (`vendor.com/class=name`) and device nodes of the host."""
+    runtime: Runtime = "auto"
+
+
+class Container:
+    """One prepared container. Owner of its folder: `config.json`, copies of the host's name files, runc's state."""
+
+    def __init__(
+        self,
+        folder: Path,
+        root: Path,
+        image: Mapping[str, Any],
+        options: Options,
+        host_env: Mapping[str, str],
+        *,
+        cdi_folders: Sequence[Path] = CDI_FOLDERS,
+    ) -> None:
+        """Write what is needed below `folder` (made when missing) for the tree at `root`.
+
+        Raises `UsageError` for words that cannot be, `PermanentError` when the folder cannot be written.
+        """
+        names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
+        edits = edits_for(names, cdi_folders)
+        self.runtime = _runtime(options.runtime, needs_runc=bool(edits.hooks))
+        self.process = process_of(image, options.words, root, host_env)
+        _check_program(self.process, root, [*(bind.target for bind in options.binds), *_targets(edits.mounts)])
+        _check_places(root)
+        nodes = [name for name in options.devices if "=" not in name]
+        self._folder = folder
+        self._runc_state = folder / "runc"
+        self._id = f"bootseer-{os.getpid()}-{folder.name}"[:100]
+        self._guard: subprocess.Popen[bytes] | None = None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            binds = [*self._name_files(), *options.binds]
+            if not is_host():
+                binds += node_binds(edits.nodes, nodes)
+                edits, nodes = replace(edits, nodes=[]), []
+            config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
+            if not is_host():
+                config = without_root(config, num_owners())
+            (folder / "config.json").write_text(json.dumps(config))
+        except OSError as error:
+            raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What to start in the place of the user's command; it needs no environment but `PATH`."""
+        python = (sys.executable, "-I", "-S")
+        if self.runtime == "direct":
+            return (*python, str(_SCRIPTS / "enter.py"), str(self._folder / "config.json"))
+        pid_file = str(self._folder / "pid")
+        runc = ("runc", "--root", str(self._runc_state), "run", "--detach", "--pid-file", pid_file)
+        return (*python, str(_SCRIPTS / "shim.py"), pid_file, *runc, "--bundle", str(self._folder), self._id)
+
+    def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
+        """From now on the container, and whatever `then` undoes, goes when this process is killed."""
+        commands = [] if self.runtime == "direct" else [self._delete()]
+        words = [sys.executable, "-I", "-S", str(_SCRIPTS / "guard.py"), json.dumps([*commands, *map(list, then)])]
+        try:
+            self._guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
+        except OSError as error:
+            raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Remove what is left of the container. The tree at its root is the caller's to unmount."""
+        if self.runtime == "runc" and self._runc_state.exists() and any(self._runc_state.iterdir()):
+            subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def dismiss_guard(self) -> None:
+        """All is cleaned up."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.communicate(b".", timeout=_END_S)
+
+    def _delete(self) -> list[str]:
+        return ["runc", "--root", str(self._runc_state), "delete", "--force", self._id]
+
+    def _name_files(self) -> list[Bind]:
+        """Copies of the files that tell the network's names: the container may write into them."""
+        binds = []
+        for name in _OF_HOST:
+            try:
+                data = Path("/etc", name).read_bytes()
+            except OSError:
+                continue
+            path = self._folder / name
+            path.write_bytes(data)
+            path.chmod(0o644)
+            binds.append(Bind(str(path), f"/etc/{name}"))
+        return binds
+
+
+def _check_program(process: Process, root: Path, mounted: Sequence[str]) -> None:
+    """Raise `UsageError` with a shell's exit code when the program is not there: runc's words and code tell less.
+
+    What lies below one of `mounted` is not in the image and is left to the runtime.
+    """
+    program = process.args[0]
+    folders = process.env.get("PATH", "").split(":") if "/" not in program else [""]
+    seen = []
+    for folder in folders:
+        path = posixpath.normpath(posixpath.join(process.cwd, folder, program))
+        if any(path == target or path.startswith(target.rstrip("/") + "/") for target in mounted):
+            return
+        seen.append(is_executable(root, path))
+        if seen[-1]:
+            return
+    if any(answer is False for answer in seen):
+        raise UsageError(f"{program}: may not be executed in the image", exit_code=126)
+    raise UsageError(f"{program}: command not found in the image", exit_code=127)
+
+
+def _check_places(root: Path) -> None:
+    """Refuse a tree whose kernel folders are links: runc makes nodes in `/dev` without asking where that leads."""
+    for name in ("proc", "sys", "dev"):
+        if (root / name).is_symlink():
+            raise PermanentError(f"the image's /{name} is a symbolic link: such an image is not started")
+
+
+def _targets(mounts: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [str(mount.get("containerPath")) for mount in mounts]
+
+
+def _runtime(wanted: Runtime, *, needs_runc: bool) -> Runtime:
+    there = shutil.which("runc") is not None
+    if wanted == "runc" and not there:
+        raise UsageError("there is no runc on PATH", hint="apt-get install runc, or --runtime direct")
+    if needs_runc and (wanted == "direct" or not there):
+        raise UsageError("these devices need runc: their CDI file has hooks", hint="apt-get install runc")
+    if wanted == "auto":
+        # In a user namespace it has no device rules either, and takes only users that the namespace has.
+        return "runc" if needs_runc or (there and is_host()) else "direct"
+    return wanted

@@ -1,0 +1,126 @@
+"""What runs in a container: the image's configuration, the user's words and the host's environment as one process.
+
+The words of the image are Docker's and OCI's: `Entrypoint`, `Cmd`, `Env`, `WorkingDir`, `User`. They come from outside
+and are taken only in the form that the OCI specification gives them. Called by `image.containers.container`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import CorruptError, UsageError
+from bootseer.image.containers.users import User, resolve_user
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+           "GROUP_RANK", "ROLE_NAME", "NODE_NAME", "POD_UID", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
+           "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy")  # fmt: skip
+_PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
+                    "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
+# Of this machine, or of how the image came here: no business of the program in it.
+_KEPT_BACK = frozenset(
+    {
+        "BOOTSEER_SPOOL",
+        "BOOTSEER_CACHE",
+        "BOOTSEER_RUNTIME",
+        "BOOTSEER_STORE",
+        "BOOTSEER_PLAIN_HTTP",
+        "BOOTSEER_PODINFO",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the user said about the process; None leaves it to the image."""
+
+    command: tuple[str, ...] = ()
+    entrypoint: str | None = None
+    """Empty: the image's entry point is left out."""
+    env: tuple[str, ...] = ()
+    """`NAME=VALUE`, or `NAME` to pass the host's value on."""
+    workdir: str | None = None
+    user: str | None = None
+    prepend: Mapping[str, str] = field(default_factory=dict)
+    """Put in front of variables that hold lists of folders (PYTHONPATH)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Ready to be started, in the container's own terms."""
+
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    user: User
+
+
+def process_of(image: Mapping[str, Any], words: Words, root: Path, host_env: Mapping[str, str]) -> Process:
+    """The process for an image configuration (the OCI JSON) whose tree is mounted at `root`.
+
+    Raises `UsageError` when there is nothing to run or a name is unknown, `CorruptError` for a configuration that is
+    none.
+    """
+    config = image.get("config") or {}
+    if not isinstance(config, dict):
+        raise CorruptError("the image's configuration is not what OCI describes: config is no object")
+    user = resolve_user(root, words.user if words.user is not None else _text(config, "User"))
+    cwd = words.workdir or _text(config, "WorkingDir") or "/"
+    if not cwd.startswith("/"):
+        raise UsageError(f"working directory {cwd!r} is not absolute", hint="give --workdir a path that begins with /")
+    return Process(_args(config, words), _env(config, words, user, host_env), cwd, user)
+
+
+def _args(config: Mapping[str, Any], words: Words) -> tuple[str, ...]:
+    if words.entrypoint is None:
+        # As engines do: another command replaces Cmd, another entry point replaces both.
+        args = (*_list(config, "Entrypoint"), *(words.command or _list(config, "Cmd")))
+    else:
+        args = (*([words.entrypoint] if words.entrypoint else []), *words.command)
+    if not args:
+        raise UsageError("the image names no command", hint="put one behind --")
+    return args
+
+
+def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[str, str]) -> dict[str, str]:
+    env = {"PATH": _PATH}
+    env.update(item.partition("=")[::2] for item in _list(config, "Env") if "=" in item)
+    env.update(passed_on(host_env))
+    for word in words.env:
+        name, sign, value = word.partition("=")
+        if not name:
+            raise UsageError(f"--env {word!r} has no name", hint="--env NAME=VALUE, or --env NAME")
+        if sign:
+            env[name] = value
+        elif name in host_env:
+            env[name] = host_env[name]
+    env.setdefault("HOME", user.home)
+    for name, value in words.prepend.items():
+        env[name] = f"{value}:{env[name]}" if env.get(name) else value
+    return env
+
+
+def passed_on(host_env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a container gets from the host without being asked: who starts, where events go, devices."""
+    return {
+        name: value
+        for name, value in host_env.items()
+        if (name in _PASSED or name.startswith(_PASSED_FAMILIES)) and name not in _KEPT_BACK
+    }
+
+
+def _text(config: Mapping[str, Any], name: str) -> str:
+    value = config.get(name) or ""
+    if not isinstance(value, str) or "\0" in value:
+        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is no text")
+    return value
+
+
+def _list(config: Mapping[str, Any], name: str) -> Sequence[str]:
+    value = config.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
+        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is no list of texts")
+    return value

@@ -1,0 +1,188 @@
+"""The `config.json` of a container, as the OCI runtime specification wants it; runc reads it, and so does `enter`.
+
+What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
+network, the host name and process ids are the host's (signals reach it as they always do; a program with pid 1 would
+ignore SIGTERM), limits are inherited, and only mounts and System V IPC are its own. It is no sandbox; it does get
+no more than the usual capabilities and devices. Called by `image.containers.container`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.errors import UsageError
+from bootseer.image.containers.cdi import Edits
+from bootseer.image.containers.process import Process
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP",
+                "SETPCAP", "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")  # fmt: skip
+"""What container engines give by default."""
+_MASKED = ("/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
+           "/proc/sched_debug", "/proc/scsi", "/sys/firmware")  # fmt: skip
+_READ_ONLY = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+_CGROUPS = "/sys/fs/cgroup"
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A file or folder of the host that the container sees."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user said about the container around the process."""
+
+    read_only: bool = False
+    shm_bytes: int | None = None
+    """Size of /dev/shm; None is the kernel's default, half of the memory."""
+    capabilities: tuple[str, ...] = ()
+    """On top of the usual ones, without `CAP_`."""
+
+
+def parse_bind(words: str) -> Bind:
+    """`SOURCE:TARGET[:ro]`. Raises `UsageError` when it is something else or the source is not there."""
+    source, *rest = words.split(":")
+    target, mode = rest[0] if rest else "", rest[1] if len(rest) > 1 else "rw"
+    if not source or not target.startswith("/") or mode not in ("ro", "rw") or len(rest) > 2:
+        raise UsageError(f"--mount {words!r} is not SOURCE:TARGET[:ro]", hint="for example --mount /data:/data:ro")
+    path = Path(source).absolute()
+    if not path.exists():
+        raise UsageError(f"--mount {words!r}: there is no {path}", hint="name a file or folder of this machine")
+    return Bind(str(path), target, mode == "ro")
+
+
+def runtime_config(
+    process: Process, root: Path, binds: Sequence[Bind], edits: Edits, limits: Limits, devices: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The whole document. `devices` are nodes of the host (`/dev/infiniband/uverbs0`) beside those of `edits`."""
+    capabilities = _capabilities(limits)
+    nodes = [_node(node) for node in [*edits.nodes, *({"path": path} for path in devices)]]
+    env = {**process.env, **dict(word.split("=", 1) for word in edits.env)}
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,  # the standard streams are passed on as they are, a terminal's included
+            "user": {
+                "uid": process.user.uid,
+                "gid": process.user.gid,
+                "additionalGids": [*process.user.groups, *edits.groups],
+            },
+            "args": list(process.args),
+            "env": [f"{name}={value}" for name, value in env.items()],
+            "cwd": process.cwd,
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+            # Named one by one: runc's own language raises the limit of open files for itself.
+            "rlimits": [{"type": name, "soft": soft, "hard": hard} for name, soft, hard in _rlimits()],
+        },
+        "root": {"path": str(root), "readonly": limits.read_only},
+        "mounts": [*_system_mounts(limits), *(_device_mount(mount) for mount in edits.mounts), *map(_bind, binds)],
+        "hooks": _hooks(edits),
+        "linux": {
+            "namespaces": [{"type": "mount"}, {"type": "ipc"}],
+            "devices": nodes,
+            "resources": {"devices": [{"allow": False, "access": "rwm"}, *map(_rule, nodes)]},
+            "maskedPaths": list(_MASKED),
+            "readonlyPaths": list(_READ_ONLY),
+        },
+    }
+
+
+def _capabilities(limits: Limits) -> list[str]:
+    extra = [name.upper().removeprefix("CAP_") for name in limits.capabilities]
+    for name in extra:
+        if not re.fullmatch("[A-Z_]{2,32}", name):
+            raise UsageError(f"--cap-add {name!r} is no capability", hint="for example --cap-add SYS_PTRACE")
+    return [f"CAP_{name}" for name in dict.fromkeys((*CAPABILITIES, *extra))]
+
+
+def _rlimits() -> list[tuple[str, int, int]]:
+    """Our own limits; unlimited is the largest number."""
+    found = []
+    for name in sorted(name for name in vars(resource) if re.fullmatch("RLIMIT_[A-Z]+", name)):
+        if name == "RLIMIT_OFILE":  # the same as NOFILE
+            continue
+        soft, hard = (value % (1 << 64) for value in resource.getrlimit(getattr(resource, name)))
+        found.append((name, soft, hard))
+    return found
+
+
+def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
+    shm = ["nosuid", "noexec", "nodev", "mode=1777", *([f"size={limits.shm_bytes}"] if limits.shm_bytes else [])]
+    pts = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]
+    mounts = [
+        ("/proc", "proc", "proc", ["nosuid", "noexec", "nodev"]),
+        ("/dev", "tmpfs", "tmpfs", ["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        ("/dev/pts", "devpts", "devpts", pts),
+        ("/dev/shm", "tmpfs", "shm", shm),  # noqa: S108 - the container's own, just being made
+        ("/dev/mqueue", "mqueue", "mqueue", ["nosuid", "noexec", "nodev"]),
+        ("/sys", "sysfs", "sysfs", ["nosuid", "noexec", "nodev", "ro"]),
+    ]
+    if Path(_CGROUPS).is_dir():  # programs read their memory limit there
+        mounts.append((_CGROUPS, "bind", _CGROUPS, ["rbind", "ro", "rro", "nosuid", "noexec", "nodev"]))
+    return [
+        {"destination": place, "type": kind, "source": source, "options": options}
+        for place, kind, source, options in mounts
+    ]
+
+
+def _bind(bind: Bind) -> dict[str, Any]:
+    # `rro`: so are mounts below it, where runc knows the word.
+    options = ["rbind", "rprivate", *(["ro", "rro"] if bind.read_only else ["rw"])]
+    return {"destination": bind.target, "type": "bind", "source": bind.source, "options": options}
+
+
+def _device_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
+    source, target = mount.get("hostPath"), mount.get("containerPath")
+    options = [word for word in mount.get("options") or () if isinstance(word, str)]
+    if not isinstance(source, str) or not isinstance(target, str):
+        raise UsageError("a CDI file names a mount without hostPath or containerPath", hint="generate it anew")
+    if not {"bind", "rbind"}.intersection(options):
+        options.append("rbind")
+    return {"destination": target, "type": "bind", "source": source, "options": options}
+
+
+def _node(node: Mapping[str, Any]) -> dict[str, Any]:
+    """A device node with its numbers; those that CDI leaves out are the host's."""
+    path = str(node.get("path") or "")
+    host = str(node.get("hostPath") or path)
+    try:
+        status = Path(host).stat()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"device {host} is not there", hint="is the driver loaded?") from error
+    if not stat.S_ISCHR(status.st_mode) and not stat.S_ISBLK(status.st_mode):
+        raise UsageError(f"{host} is no device", hint="--device takes a device node or VENDOR/CLASS=NAME")
+    found = {
+        "path": path,
+        "type": "b" if stat.S_ISBLK(status.st_mode) else "c",
+        "major": os.major(status.st_rdev),
+        "minor": os.minor(status.st_rdev),
+        "fileMode": stat.S_IMODE(status.st_mode),
+        "uid": status.st_uid,
+        "gid": status.st_gid,
+    }
+    return {**found, **{name: node[name] for name in ("fileMode", "uid", "gid") if isinstance(node.get(name), int)}}
+
+
+def _rule(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {"allow": True, "access": "rwm", **{name: node[name] for name in ("type", "major", "minor")}}
+
+
+def _hooks(edits: Edits) -> dict[str, list[dict[str, Any]]]:
+    hooks: dict[str, list[dict[str, Any]]] = {}
+    for hook in edits.hooks:
+        name, path = hook.get("hookName"), hook.get("path")
+        if isinstance(name, str) and isinstance(path, str):
+            kept = {key: hook[key] for key in ("path", "args", "env", "timeout") if key in hook}
+            hooks.setdefault(name, []).append(kept)
+    return hooks

@@ -1,0 +1,88 @@
+"""Who a container's program runs as: `User` of the image's configuration (`user`, `user:group`, names or numbers).
+
+Names are looked up in the image's own `/etc/passwd` and `/etc/group`, not in the host's. Called by `container`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import UsageError
+from bootseer.image.containers.inroot import read_in_root
+
+_MAX_BYTES = 1 << 20
+_MAX_ID = (1 << 32) - 2
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Numbers for the kernel, and the home that the image's passwd names (`/` when it names none)."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+    home: str = "/"
+
+
+def resolve_user(root: Path, words: str) -> User:
+    """The user that `words` names in the tree at `root`. Empty is root. Raises `UsageError` for unknown names."""
+    user_word, colon, group_word = words.partition(":")
+    row = _find(root, "/etc/passwd", user_word or "0", columns=7)
+    uid = _number(user_word or "0")
+    if uid is None:
+        if row is None:
+            raise UsageError(
+                f"user {user_word!r} is not in the image's /etc/passwd", hint="give a number, as in --user 1000:1000"
+            )
+        uid = _number(row[2])
+    if uid is None or uid > _MAX_ID:
+        raise UsageError(f"user {user_word!r} has no usable number", hint="give one, as in --user 1000:1000")
+    gid = (_number(row[3]) if row else None) or 0
+    groups: tuple[int, ...] = ()
+    if colon and group_word:
+        gid = _group(root, group_word)
+    elif row is not None:
+        groups = tuple(sorted(_groups_of(root, row[0]) - {gid}))
+    return User(uid, gid, groups, (row[5] if row else "") or "/")
+
+
+def _group(root: Path, word: str) -> int:
+    number = _number(word)
+    if number is None:
+        row = _find(root, "/etc/group", word, columns=3)
+        number = _number(row[2]) if row else None
+    if number is None or number > _MAX_ID:
+        raise UsageError(f"group {word!r} is not in the image's /etc/group", hint="give a number, as in --user 0:0")
+    return number
+
+
+def _groups_of(root: Path, name: str) -> set[int]:
+    """Further groups that the image puts this user into."""
+    found = set()
+    for row in _rows(root, "/etc/group"):
+        number = _number(row[2]) if len(row) > 3 and name in row[3].split(",") else None
+        if number is not None and number <= _MAX_ID:
+            found.add(number)
+    return found
+
+
+def _find(root: Path, path: str, word: str, *, columns: int) -> list[str] | None:
+    """The row with this name, or with this number where it is one."""
+    number = _number(word)
+    for row in _rows(root, path):
+        if len(row) >= columns and (row[0] == word if number is None else _number(row[2]) == number):
+            return row
+    return None
+
+
+def _rows(root: Path, path: str) -> Iterator[list[str]]:
+    data = read_in_root(root, path, _MAX_BYTES) or b""
+    for line in data.decode("utf-8", "replace").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split(":")
+
+
+def _number(word: str) -> int | None:
+    return int(word) if word.isascii() and word.isdecimal() and len(word) < 11 else None

@@ -1,0 +1,171 @@
+"""Convert an image: every layer becomes an EROFS image in blocks, and a document says which belong together.
+
+Layers are converted side by side, bottom first. The document is stored last, so that an image that can be found can be
+used; what was interrupted is taken up again layer by layer. In the repository that holds the image itself the document
+is attached to it.
+
+One thread per layer; the shared state is a table of results, each written by its thread once. Called by `bootseer image
+convert` and by tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError as FutureCancelledError
+from pathlib import Path
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.writer import BlockWriter
+from bootseer.erofs.format import BLOCK, Attributes
+from bootseer.erofs.reader import ErofsReader
+from bootseer.erofs.tree import ROOT
+from bootseer.erofs.writer import ErofsWriter
+from bootseer.image.block_reader import open_layer
+from bootseer.image.conversion.layer_document import ConvertedLayer
+from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob, publish
+from bootseer.image.conversion.lower import Lower
+from bootseer.image.document import ImageDocument, LayerFile
+from bootseer.image.merged import Layer, MergedTree
+from bootseer.image.sources.folder import write_folder
+from bootseer.image.sources.source import Source
+from bootseer.store.store import Store
+
+Progress = Callable[[int, int, int], None]
+"""Layer (from 0, bottom first), bytes of its source that are done, bytes in all. Called from several threads."""
+_MAX_JOBS = 4
+
+
+def convert(
+    source: Source,
+    store: Store,
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    options: ConvertOptions | None = None,
+) -> ImageDocument:
+    """Convert the image of `source` into `store`, and publish its document there.
+
+    `jobs` is how many layers are converted at once (default: up to four, one per processor). Layers that are in the
+    store already are not read. When this raises, nothing was published under the image's name.
+    """
+    options = options or ConvertOptions()
+    report = progress or (lambda layer, done, total: None)
+    if source.folder is not None:
+        document = _convert_folder(source, source.folder, store, options, report)
+    else:
+        conversion = _Conversion(source, store, options, report)
+        layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
+        document = ImageDocument(source.digest, source.config, _assemble(source, store, options, layers))
+    subject = source.digest if source.location and source.location == store.uri else None
+    publish(store, document.name, document.encode(), document.objects, subject)
+    return document
+
+
+class _Conversion:
+    """The layers of one image on their way."""
+
+    def __init__(self, source: Source, store: Store, options: ConvertOptions, report: Progress) -> None:
+        self._source = source
+        self._store = store
+        self._options = options
+        self._report = report
+        self._results: list[Future[ConvertedLayer]] = []
+        self._stop = threading.Event()
+        self._readers: dict[str, ErofsReader] = {}
+        self._readers_lock = threading.Lock()
+
+    def run(self, jobs: int) -> list[ConvertedLayer]:
+        # Layers start in their order, so that whoever waits for lower ones waits for threads that run.
+        with ThreadPoolExecutor(jobs, "bootseer-convert") as pool:
+            try:
+                for number in range(len(self._source.layers)):
+                    self._results.append(pool.submit(self._run_layer, number))
+                wait(self._results, return_when=FIRST_EXCEPTION)
+                self._raise_first_error()
+                return [result.result() for result in self._results]
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _run_layer(self, number: int) -> ConvertedLayer:
+        layer = self._source.layers[number]
+
+        def progress(done: int) -> None:
+            if self._stop.is_set():
+                raise CancelledError(f"{self._source.name}: given up")
+            self._report(number, done, layer.size_bytes)
+
+        where = f"{self._source.name}, layer {number + 1} of {len(self._source.layers)}"
+        lower = (lambda: self._lower(number)) if number else None
+        return LayerJob(layer, self._store, self._options, where, lower, progress).run()
+
+    def _raise_first_error(self) -> None:
+        """The error of the lowest layer that has one of its own."""
+        for result in self._results:
+            if result.done() and not result.cancelled():
+                error = result.exception()
+                if error is not None and not isinstance(error, CancelledError):
+                    raise error
+
+    def _lower(self, number: int) -> Lower:
+        """The layers below one, when they are all there."""
+        converted = []
+        for result in self._results[:number]:
+            try:
+                converted.append(result.result())
+            except (Exception, FutureCancelledError) as error:
+                raise CancelledError(f"{self._source.name}: a lower layer failed") from error
+        first = max((place for place, layer in enumerate(converted) if layer.opaque), default=0)
+        return Lower(MergedTree([self._layer(layer) for layer in converted[first:]]))
+
+    def _layer(self, layer: ConvertedLayer) -> Layer:
+        file = layer.file
+        with self._readers_lock:
+            if file.identity not in self._readers:
+                self._readers[file.identity] = open_layer(self._store, file)
+            return Layer(self._readers[file.identity], file.identity)
+
+
+def _assemble(
+    source: Source, store: Store, options: ConvertOptions, layers: Sequence[ConvertedLayer]
+) -> tuple[LayerFile, ...]:
+    """The layers that are mounted: none below one that hides them all, and the root directory as it must look."""
+    first = max((place for place, layer in enumerate(layers) if layer.opaque), default=0)
+    files = [
+        LayerFile(origin.digest, origin.diff_id, layer.file)
+        for origin, layer in zip(source.layers[first:], layers[first:], strict=True)
+    ]
+    root = next((layer.root for layer in reversed(layers) if layer.root is not None), None)
+    if root is not None and layers[-1].root is None:
+        # Overlayfs shows the uppermost layer's root directory, and layers seldom say what it looks like. Asking the
+        # layers below, as for other directories, would make every layer depend on them; so one of 8 KiB is put on top.
+        files.append(LayerFile("", "", _write_root(store, options, root)))
+    return tuple(files)
+
+
+def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> BlockFile:
+    """An image that holds nothing but a root directory."""
+    with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
+        writer = ErofsWriter(blocks)
+        writer.tree.update(ROOT, root)
+        return blocks.finish(writer.finish())
+
+
+def _convert_folder(
+    source: Source, folder: Path, store: Store, options: ConvertOptions, report: Progress
+) -> ImageDocument:
+    """A folder has no digest of its own: it is named after what came out."""
+    with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
+        writer = ErofsWriter(blocks)
+        write_folder(writer, folder, lambda done: report(0, done, 0))
+        file = blocks.finish(writer.finish())
+    report(0, file.size_bytes, file.size_bytes)
+    value = json.dumps({"config": source.config, "identity": file.identity}, sort_keys=True)
+    digest = "sha256:" + hashlib.sha256(value.encode()).hexdigest()
+    return ImageDocument(digest, source.config, (LayerFile("", "", file),))

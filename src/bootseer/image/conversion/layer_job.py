@@ -1,0 +1,155 @@
+"""Convert one layer, or find out that somebody did it before.
+
+Runs in a thread of `convert`. Nothing becomes visible under the layer's name before both digests of its source were
+verified and all its blocks are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from bootseer.blocks.codec import DEFAULT_LEVEL
+from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.erofs.format import BLOCK
+from bootseer.erofs.writer import ErofsWriter
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.image.conversion.layer import LayerLimits, write_layer
+from bootseer.image.conversion.layer_document import (
+    MAX_BYTES,
+    MAX_QUESTIONS,
+    ConvertedLayer,
+    Questions,
+    encode,
+    layer_name,
+    parse,
+)
+from bootseer.image.conversion.lower import Lower, ask
+from bootseer.image.merged import MergedTree
+from bootseer.image.sources.source import SourceLayer
+from bootseer.image.sources.verified import check_content, check_stored, read_resumed
+from bootseer.store.retry import read_all, retrying
+from bootseer.store.store import Store, Stored
+
+_ATTEMPTS = 3
+_LAYER_DEADLINE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How images are converted. Block size and level are part of a layer's name."""
+
+    block_size: int = DEFAULT_BLOCK_SIZE
+    level: int = DEFAULT_LEVEL
+    limits: LayerLimits = field(default_factory=LayerLimits)
+
+
+class CancelledError(BootseerError):
+    """Another layer failed, or the user gave up."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerJob:
+    """What is needed to convert one layer."""
+
+    layer: SourceLayer
+    store: Store
+    options: ConvertOptions
+    where: str
+    """The layer's name for people."""
+    lower: Callable[[], Lower] | None
+    """Waits for the layers below; None at the bottom."""
+    progress: Callable[[int], None]
+    """Gets the bytes of the source that are done. Raises `CancelledError` when they are no longer wanted."""
+
+    def run(self) -> ConvertedLayer:
+        """The converted layer. Raises `CorruptError`, `PermanentError`, `CancelledError` and what stores raise."""
+        found = self._find("")
+        questions: Questions = ()
+        if found is not None and not isinstance(found, ConvertedLayer):
+            questions = found
+            found = self._find(ask(self._below(), questions))
+        if isinstance(found, ConvertedLayer):
+            self.progress(self.layer.size_bytes)
+            return found
+        # An upload cannot be taken up again in the middle; the whole layer can.
+        return retrying(lambda _: self._convert(questions), attempts=_ATTEMPTS, deadline_s=_LAYER_DEADLINE_S)
+
+    def _find(self, answers: str) -> ConvertedLayer | Questions | None:
+        """What the store has of this layer, if all of it is there."""
+        try:
+            found = parse(read_all(self.store, self._name(answers), MAX_BYTES))
+            if isinstance(found, ConvertedLayer):
+                for stored in found.file.objects:
+                    there = retrying(partial(self._stat, stored.name))
+                    if there.size_bytes != stored.size_bytes:
+                        return None
+        except (NotFoundError, CorruptError):
+            return None  # what is missing or damaged is made again
+        return found
+
+    def _stat(self, name: str, _left_s: float) -> Stored:
+        return self.store.stat(name)
+
+    def _convert(self, questions: Questions) -> ConvertedLayer:
+        layer = self.layer
+        options = self.options
+        with BlockWriter(self.store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:
+            writer = ErofsWriter(blocks)
+            facts = write_layer(
+                writer,
+                check_stored(self._watched(read_resumed(layer)), layer),
+                where=self.where,
+                lower=self.lower,
+                limits=options.limits,
+                compressed_bytes=layer.size_bytes,
+                uncompressed=lambda pieces: check_content(pieces, layer),
+            )
+            file = blocks.finish(writer.finish())
+        converted = ConvertedLayer(file, facts.root, facts.opaque)
+        self._remember(converted, questions, tuple(facts.asked))
+        return converted
+
+    def _remember(self, converted: ConvertedLayer, known: Questions, asked: Questions) -> None:
+        """Publish the layer under the answers to everything that was ever asked: the next question may depend on the
+        answer to the one before, and other images must not make this one's answers hard to find."""
+        questions = tuple(sorted({*known, *asked}))
+        if len(questions) > MAX_QUESTIONS:
+            return
+        answers = ask(self._below(), questions) if questions else ""
+        self._publish(answers, converted, converted.file.objects)
+        if questions != known:
+            self._publish("", questions, ())
+
+    def _below(self) -> Lower:
+        """The layers below. A layer at the bottom that asks gets "nothing there" for an answer, which is one, too."""
+        return self.lower() if self.lower is not None else Lower(MergedTree([]))
+
+    def _watched(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        done = 0
+        for piece in pieces:
+            done += len(piece)
+            self.progress(done)
+            yield piece
+
+    def _publish(self, answers: str, layer: ConvertedLayer | Questions, refs: Sequence[Stored]) -> None:
+        publish(self.store, self._name(answers), encode(layer), refs)
+
+    def _name(self, answers: str) -> str:
+        options = self.options
+        return layer_name(self.layer.diff_id, block_size=options.block_size, level=options.level, answers=answers)
+
+
+def publish(store: Store, name: str, data: bytes, refs: Sequence[Stored], subject: str | None = None) -> None:
+    """Store a small document under a name, with retries."""
+
+    def once(_left_s: float) -> None:
+        upload = store.upload()
+        try:
+            upload.write(data)
+            upload.commit(name, refs=refs, subject=subject)
+        finally:
+            upload.abort()
+
+    retrying(once, deadline_s=120.0)

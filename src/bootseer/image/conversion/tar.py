@@ -1,0 +1,253 @@
+"""Read a tar archive as a stream, as container runtimes do.
+
+Global pax headers are passed over: runtimes do not apply them, and a layer must not mean something else here. The end
+is two blocks of zeros, or the end of the stream at a header. Data of one member is handed out in pieces, holes of
+sparse files as numbers, so that neither takes memory. Everything that is read into memory is bounded.
+
+Who calls: `layer`.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bootseer.errors import CorruptError
+from bootseer.image.conversion.tar_header import (
+    BLOCK,
+    MAX_SEGMENTS,
+    Header,
+    Records,
+    Segment,
+    apply_records,
+    check_segments,
+    decimal,
+    parse_gnu_sparse,
+    parse_header,
+    parse_records,
+    parse_sparse_map,
+)
+
+MAX_RECORDS_BYTES = 1 << 20
+"""A pax header or a long name: what other readers take, too."""
+HARD_LINK = 0
+_KINDS = {
+    b"0": stat.S_IFREG,
+    b"7": stat.S_IFREG,  # "contiguous": an ordinary file everywhere
+    b"\0": stat.S_IFREG,
+    b"S": stat.S_IFREG,
+    b"1": HARD_LINK,
+    b"2": stat.S_IFLNK,
+    b"3": stat.S_IFCHR,
+    b"4": stat.S_IFBLK,
+    b"5": stat.S_IFDIR,
+    b"6": stat.S_IFIFO,
+}
+_PASSED_OVER = (b"g", b"V")  # global headers and volume labels
+
+
+@dataclass(slots=True)
+class Member:
+    """One member. `kind` is the type as in `st_mode`, or `HARD_LINK`; `link` is the target of both kinds of links."""
+
+    name: bytes
+    kind: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    rdev: tuple[int, int]
+    link: bytes
+    size: int
+    xattrs: dict[bytes, bytes]
+
+
+class Stream:
+    """Bytes that come in pieces of any size, taken in pieces of another."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._current = memoryview(b"")
+
+    def some(self, limit: int) -> memoryview:
+        """Between 1 and `limit` bytes, without a copy; none at the end."""
+        while not self._current:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return self._current
+            self._current = memoryview(piece)
+        taken, self._current = self._current[:limit], self._current[limit:]
+        return taken
+
+    def exactly(self, count: int) -> bytes:
+        """`count` bytes, fewer at the end."""
+        taken = self.some(count)
+        if len(taken) == count:
+            return bytes(taken)
+        data = bytearray(taken)
+        while len(data) < count and (taken := self.some(count - len(data))):
+            data += taken
+        return bytes(data)
+
+    def skip(self, count: int) -> int:
+        """Pass over `count` bytes; how many were missing."""
+        while count and (taken := self.some(count)):
+            count -= len(taken)
+        return count
+
+
+class TarReader:
+    """The members of a tar stream, one after another."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._left = 0  # of the present member's data
+        self._padding = 0
+        self._segments: list[Segment] | None = None
+        self._real_size = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        """Raises `CorruptError`. Data that `content` did not take is passed over."""
+        records = Records()
+        long_name = long_link = b""
+        while (header := self._next_header()) is not None:
+            kind = header.kind
+            if kind in _PASSED_OVER:
+                self._begin(header.size)
+                continue
+            if kind in {b"x", b"X"}:
+                records = parse_records(self._small(header))
+                continue
+            if kind == b"L":
+                long_name = self._small(header).partition(b"\0")[0]
+                continue
+            if kind == b"K":
+                long_link = self._small(header).partition(b"\0")[0]
+                continue
+            header.name = long_name or header.name
+            header.link = long_link or header.link
+            apply_records(header, records)
+            yield self._member(header)
+            records, long_name, long_link = Records(), b"", b""
+        if records.values or long_name or long_link:
+            raise CorruptError("the archive ends behind a header that announces a member")
+
+    def content(self) -> Iterator[memoryview | int]:
+        """Data of the present member: bytes, and the lengths of holes as numbers."""
+        if self._segments is None:
+            yield from self._data(self._left)
+            return
+        at = 0
+        for offset, length in self._segments:
+            if offset > at:
+                yield offset - at
+            yield from self._data(length)
+            at = offset + length
+        if self._real_size > at:
+            yield self._real_size - at
+
+    def _data(self, count: int) -> Iterator[memoryview]:
+        while count:
+            taken = self._stream.some(count)
+            if not taken:
+                raise CorruptError("the archive ends in the middle of a file")
+            count -= len(taken)
+            self._left -= len(taken)
+            yield taken
+
+    def _next_header(self) -> Header | None:
+        if self._stream.skip(self._left):
+            raise CorruptError("the archive ends in the middle of a file")
+        self._stream.skip(self._padding)  # some writers leave out the last padding
+        self._begin(0)
+        block = self._block()
+        header = parse_header(block) if block else None
+        if block and header is None:
+            second = self._block()
+            if second and parse_header(second) is not None:
+                raise CorruptError("a block of zeros stands between two tar headers")
+        return header
+
+    def _block(self) -> bytes:
+        block = self._stream.exactly(BLOCK)
+        if block and len(block) < BLOCK:
+            raise CorruptError("the archive ends in the middle of a header")
+        return block
+
+    def _begin(self, size: int) -> None:
+        self._left, self._padding, self._segments = size, -size % BLOCK, None
+
+    def _small(self, header: Header) -> bytes:
+        """The data of a header that describes the next one."""
+        if header.size > MAX_RECORDS_BYTES:
+            raise CorruptError(f"a tar header of {header.size} bytes, {MAX_RECORDS_BYTES} may be")
+        self._begin(header.size)
+        data = self._stream.exactly(header.size)
+        self._left -= len(data)
+        return data
+
+    def _member(self, header: Header) -> Member:
+        kind = _KINDS.get(header.kind)
+        if kind is None:
+            raise CorruptError(f"{_shown(header.name)}: a tar member of unknown kind {header.kind!r}")
+        if header.kind == b"\0" and header.name.endswith(b"/"):
+            kind = stat.S_IFDIR  # as v7 had it
+        self._begin(header.size if kind == stat.S_IFREG else 0)
+        size = self._left
+        if header.segments is not None and kind == stat.S_IFREG:
+            header.segments += self._read_map(header)
+            check_segments(header, self._left)
+            self._segments, self._real_size = header.segments, header.real_size
+            size = header.real_size
+        return Member(
+            header.name,
+            kind,
+            header.mode,
+            header.uid,
+            header.gid,
+            header.mtime_ns,
+            header.rdev,
+            header.link,
+            size,
+            header.xattrs,
+        )
+
+    def _read_map(self, header: Header) -> list[Segment]:
+        """What of a sparse file's map stands in front of its data."""
+        if header.kind != b"S":
+            return parse_sparse_map(list(self._decimal_lines())) if header.more_segments else []
+        found: list[Segment] = []
+        more = header.more_segments
+        while more:
+            block = self._block()
+            if not block or len(found) > MAX_SEGMENTS:
+                raise CorruptError("the map of a sparse file is cut off, or too long")
+            pieces, more = parse_gnu_sparse(block[:504], block[504])
+            found += pieces
+        return found
+
+    def _decimal_lines(self) -> Iterator[bytes]:
+        """GNU format 1.0: the count of segments and their numbers, a line each, filled up to whole blocks."""
+        pending = b""
+        wanted: int | None = None
+        while wanted is None or wanted:
+            block = self._stream.exactly(min(BLOCK, self._left))
+            self._left -= len(block)
+            if not block:
+                raise CorruptError("the map of a sparse file is cut off")
+            *lines, pending = (pending + block).split(b"\n")
+            for line in lines:
+                if wanted is None:
+                    wanted = 2 * decimal(line)
+                    if wanted > 2 * MAX_SEGMENTS:
+                        raise CorruptError("the map of a sparse file is too long")
+                elif wanted:
+                    wanted -= 1
+                    yield line
+            if wanted != 0 and len(pending) > 20:
+                raise CorruptError("the map of a sparse file has no numbers")
+
+
+def _shown(name: bytes) -> str:
+    return name[:200].decode("utf-8", "backslashreplace")

@@ -1,0 +1,60 @@
+"""Do something in a process of its own, for clients of stores that a fork would break.
+
+The clients of object stores and of HDFS run threads of their own for as long as the process lives. A mount daemon is
+forked from this process, and would inherit their locks without their threads. So whatever must be asked of such a store
+before the fork is asked by a child, which leaves its answers in the node's cache. Called by `image.mounting.mount`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+from bootseer import errors
+from bootseer.errors import BootseerError, TransientError
+
+_MAX_BYTES = 65_536
+
+
+def breaks_forks(uri: str | None) -> bool:
+    """Whether the client of this store must not be used before a fork."""
+    return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
+
+
+def do_apart(work: Callable[[], object]) -> None:
+    """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised."""
+    answer, report = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        _work(work, report)
+    os.close(report)
+    try:
+        with os.fdopen(answer, "rb") as pipe:
+            said = pipe.read(_MAX_BYTES)
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        status = os.waitpid(pid, 0)[1]
+    if said:
+        kind, message = json.loads(said)
+        found = getattr(errors, kind, None)
+        raise (found if isinstance(found, type) and issubclass(found, BootseerError) else BootseerError)(message)
+    if status:
+        raise TransientError(f"the process that asked the store ended with status {status}")
+
+
+def _work(work: Callable[[], object], report: int) -> None:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        work()
+        code = 0
+    except BaseException as error:  # nothing may unwind into the parent's code
+        kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
+        message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
+        os.write(report, json.dumps([kind, message[:4000]]).encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,197 @@
+"""Bring the layers of an image to this node: all at once, or by a daemon that fetches what readers need.
+
+Called by `mount`, which decides how they are shown. Fork-safe stores are opened again in the daemon; this process
+has no thread of its own when the daemon is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.cache.cache import Cache
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.fetch.hotset import Block
+from bootseer.image.hotsets import HotSets
+from bootseer.image.mounting.apart import breaks_forks
+from bootseer.image.mounting.forecast import CachedLayer, forecast
+from bootseer.image.mounting.found import Found
+from bootseer.image.mounting.predict import PULL
+from bootseer.image.mounting.request import Request
+from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
+from bootseer.mounts.fetched import MakeTree
+from bootseer.mounts.lazy import LazyFiles
+from bootseer.store.open import open_store
+
+_FREE_SHARE = 0.1
+"""A disk with less room than this is cleaned up before more is fetched."""
+
+Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
+"""Marks a part of the work; what is put into the dict it gives are facts about it."""
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+"""Blocks that are here, blocks in all."""
+
+
+@dataclass(slots=True)
+class Bringing:
+    """The layers of one mount on their way. `mode` and `reason` say how they come, for the report."""
+
+    request: Request
+    found: Found
+    cache: Cache
+    folder: Path
+    """The mount's own."""
+    stack: list[CachedLayer]
+    lifeline: bool
+    """Whether a daemon ends with this process."""
+    stage: Stage
+    say: Say
+    progress: Progress | None
+    daemon: Daemon | None = None
+    mode: str = ""
+    reason: str = ""
+
+    def lazily(self) -> None:
+        """Have what is missing served as files, for the kernel to mount. What cannot be served is fetched."""
+        missing, plan = self._missing_and_plan()
+        if missing and self.mode != "pull":
+            try:
+                with self.stage("daemon"):
+                    self.daemon = self._start_daemon(missing, plan)
+            except (BootseerError, OSError) as error:
+                self.fetch_after(error)
+        self._note_conversion()
+
+    def as_tree(self, make_tree: MakeTree, at: Path | None) -> None:
+        """Have all layers served as one tree, `at` a folder or below the mount's own. Raises what the daemon raised."""
+        _, plan = self._missing_and_plan()
+        with self.stage("daemon"):
+            self.daemon = self._start_daemon(self.stack, plan, make_tree=make_tree, at=at)
+        self._note_conversion()
+
+    def all_of_it(self, why: str) -> None:
+        """Fetch everything, because of `why`."""
+        self._trust()
+        self.fall_back(why)
+        if not all(layer.file.trusted for layer in self.stack):
+            self._pull()
+
+    def fetch_after(self, error: Exception) -> None:
+        """Fetch everything, because it could not be served."""
+        self.stop_daemon()
+        self.fall_back(f"it cannot be served lazily: {error}")
+        self.say(f"{self.reason}; all of it is fetched first")
+        self._pull()
+
+    def fall_back(self, why: str) -> None:
+        """Note that this is not how it was meant."""
+        self.mode, self.reason = "fallback", why
+
+    def stop_daemon(self) -> None:
+        """End the daemon, if there is one."""
+        if self.daemon is not None:
+            with contextlib.suppress(BootseerError):
+                self.daemon.stop()
+            self.daemon = None
+
+    def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
+        """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
+        self._trust()
+        missing = [layer for layer in self.stack if not layer.file.trusted]
+        if not missing:
+            self.mode, self.reason = "local", "all of it is on this node"
+            return missing, None
+        self._make_room(sum(layer.missing_bytes for layer in missing))
+        plan = self._hot_set()
+        prediction = forecast(self.request.loading, missing, plan)
+        self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
+        if prediction.mode == PULL:
+            self.mode = "pull"
+            self._pull()
+        return missing, plan
+
+    def _note_conversion(self) -> None:
+        if self.found.fallback:
+            self.fall_back(self.found.fallback)
+
+    def _trust(self) -> None:
+        """Complete layers whose word cannot be taken are compared with their digests once."""
+        for layer in self.stack:
+            if layer.file.complete and not layer.file.trusted:
+                with self.stage("verify"):
+                    layer.file.verify_all(len(os.sched_getaffinity(0)))
+
+    def _make_room(self, missing_bytes: int) -> None:
+        """Evict what was not used for long when the disk gets full; images of other mounts stay."""
+        try:
+            usage = shutil.disk_usage(self.cache.root)
+            if usage.free - missing_bytes < _FREE_SHARE * usage.total:
+                self.cache.prune()
+        except (BootseerError, OSError) as error:
+            self.say(f"no room was made in the cache: {error}")
+
+    def _hot_set(self) -> list[Block] | None:
+        if not self.request.workload:
+            return None
+        # A store that must be asked by another process was: what it knew is on this node now.
+        store = None if breaks_forks(self.found.store_uri) else self.found.store
+        hot_set = HotSets(self.request.cache, self.found.document.digest, store, self.say).load(self.request.workload)
+        return hot_set.plan() if hot_set is not None and not hot_set.stale else None
+
+    def _start_daemon(
+        self,
+        served: Sequence[CachedLayer],
+        plan: Sequence[Block] | None,
+        *,
+        make_tree: MakeTree = LazyFiles,
+        at: Path | None = None,
+    ) -> Daemon:
+        from bootseer.image.mounting.lazy import HandOver, layers_to_serve
+
+        request, found = self.request, self.found
+        hand_over = HandOver(
+            store=found.store_uri if request.publish and found.is_shared else None,
+            plain_http=request.plain_http,
+            cache_root=request.cache,
+            digest=found.document.digest,
+            workload=request.workload,
+            plan=plan,
+        )
+        opened = layers_to_serve(
+            [layer.index for layer in served],
+            found.store_uri,
+            self.cache.root,
+            self.folder,
+            hand_over,
+            plain_http=request.plain_http,
+            make_tree=make_tree,
+        )
+        label = f"bootseer:{request.reference}"
+        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
+
+    def _pull(self) -> None:
+        """Fetch everything that is missing, at full speed."""
+        from bootseer.fetch.fetcher import Fetcher
+
+        with self.stage("pull") as facts:
+            facts["reason"] = self.reason
+            origin = open_store(self.found.store_uri, plain_http=self.request.plain_http)
+            fetcher = Fetcher(on_problem=self.say)
+            try:
+                for layer in self.stack:
+                    if not layer.file.trusted:
+                        fetcher.add(layer.index, origin, layer.file)
+                fetcher.pull_all(self.progress)
+            finally:
+                fetcher.close()
+                origin.close()
+        self._trust()
+        if not all(layer.file.trusted for layer in self.stack):
+            raise PermanentError(f"{self.cache.root}: what was fetched does not stay there; is the disk sound?")

@@ -1,0 +1,160 @@
+"""Find an image: its document, the indexes of its layers and the store that has its blocks.
+
+An image that nobody converted is converted on this node, into a store in the node's cache: everything is pulled and
+unpacked once, as it would be without BootSeer. Called by `image.mounting.mount`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bootseer.blocks.index import Index
+from bootseer.errors import NotFoundError, UsageError
+from bootseer.image.document import ImageDocument
+from bootseer.image.mounting.metadata import Metadata, read_document
+from bootseer.image.mounting.places import converted_folder, metadata_folder
+from bootseer.image.reference import Place, Reference
+from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.source import Source, open_source
+from bootseer.store.file import FileStore
+from bootseer.store.open import open_registry, open_store
+from bootseer.store.retry import retrying
+from bootseer.store.store import Store
+
+_ASK_S = 20.0
+"""How long a registry may take to tell what a tag stands for, before the last answer is used."""
+
+Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
+Say = Callable[[str], None]
+
+
+class Wanted(Protocol):
+    """What is needed of `mount.Request`."""
+
+    @property
+    def reference(self) -> Reference: ...
+    @property
+    def store(self) -> str | None: ...
+    @property
+    def cache(self) -> Path: ...
+    @property
+    def plain_http(self) -> bool: ...
+    @property
+    def fallback(self) -> str: ...
+    @property
+    def platform(self) -> Platform | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A converted image, ready to be mounted."""
+
+    document: ImageDocument
+    indexes: Sequence[Index]
+    """Of its layers, bottom first, each once."""
+    store: Store
+    store_uri: str
+    is_shared: bool
+    """Whether other nodes see the store."""
+    fallback: str = ""
+    """Why the image had to be converted here; empty when it had not."""
+
+
+def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say) -> Found:
+    """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
+    metadata = Metadata(metadata_folder(wanted.cache), say)
+    local_uri = str(converted_folder(wanted.cache))
+    why = ""
+    with stage("resolve"):
+        document, uri = _document(wanted, metadata, local_uri)
+    if document is None:
+        why = f"{wanted.reference} is not converted"
+        if wanted.fallback != "convert":
+            target = wanted.store or "STORE"
+            raise UsageError(why, hint=f"bootseer image convert {wanted.reference} {target}, or --fallback convert")
+        with stage("fallback") as facts:
+            facts["reason"] = why
+            say(f"{why}; it is pulled and converted on this node")
+            document, uri = _converted(wanted, local_uri), local_uri
+    store = open_store(uri, plain_http=wanted.plain_http)
+    with stage("index"):
+        indexes = {index.identity: index for index in metadata.indexes(document, store)}
+    # A layer that lies in the stack twice is mounted once, where it is on top.
+    order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
+    return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, why)
+
+
+def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
+    """The document and the store that has it; no document when the image is not converted."""
+    reference = wanted.reference
+    if reference.place is Place.FOLDER:  # its digest is known when all of it was read
+        return None, ""
+    with _Opener(wanted) as opener:
+        if reference.place is not Place.REGISTRY:
+            digest = reference.digest or opener.source().digest
+            found = _stored(wanted, metadata, local_uri, digest)
+        else:
+            named = metadata.digest_of(reference, lambda: _asked(wanted))
+            digest = metadata.chosen(named, wanted.platform) or named
+            found = _stored(wanted, metadata, local_uri, digest)
+            if found is None and digest == named:
+                # It may be the digest of an index: this platform's image has another one.
+                digest = opener.source().digest
+                if digest != named:
+                    metadata.choose(named, wanted.platform, digest)
+                    found = _stored(wanted, metadata, local_uri, digest)
+    if found is None and reference.place is Place.CONVERTED:
+        raise UsageError(f"{reference}: no store has it", hint="name the image, or the store with --store")
+    return found or (None, "")
+
+
+def _asked(wanted: Wanted) -> str:
+    """What the registry says that the name stands for, in one small request."""
+    reference = wanted.reference
+    with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
+        return retrying(lambda left_s: registry.manifest_digest(reference.version, timeout_s=left_s), deadline_s=_ASK_S)
+
+
+def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:
+    """Look on this node first, then in the image's store."""
+    with contextlib.suppress(NotFoundError):
+        if Path(local_uri).is_dir():
+            return read_document(FileStore(Path(local_uri)), digest), local_uri
+    if wanted.store is None:
+        return None
+    with closing(open_store(wanted.store, plain_http=wanted.plain_http)) as store, contextlib.suppress(NotFoundError):
+        return metadata.document(digest, store), wanted.store
+    return None
+
+
+def _converted(wanted: Wanted, local_uri: str) -> ImageDocument:
+    from bootseer.image.conversion.convert import convert  # few starts need it
+
+    with _Opener(wanted) as opener, closing(open_store(local_uri)) as store:
+        return convert(opener.source(), store)
+
+
+class _Opener:
+    """Opens the image's source when it is needed, once, and closes it at the end."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._source: Source | None = None
+
+    def source(self) -> Source:
+        if self._source is None:
+            wanted = self._wanted
+            self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)
+        return self._source
+
+    def __enter__(self) -> _Opener:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self._source is not None:
+            self._source.close()

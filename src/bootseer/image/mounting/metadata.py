@@ -1,0 +1,115 @@
+"""What must be known of an image before it can be mounted: its digest, its document, the indexes of its layers.
+
+All of it is immutable once the digest is known, and is kept on the node, so that a node that has an image needs neither
+registry nor store to start it again. Only a tag has to be asked for; when the registry does not answer, the digest that
+it had last is used, and that is said.
+
+Called by `image.mounting.mount`, `cli.image_inspect` and `cli.image_hotset`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.blocks.index import Index
+from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
+from bootseer.image.reference import Reference
+from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.source import this_platform
+from bootseer.store.file import FileStore
+from bootseer.store.retry import read_all, retrying
+from bootseer.store.store import Store
+
+_THREADS = 8
+_TAG_BYTES = 256
+
+Say = Callable[[str], None]
+
+
+class Metadata:
+    """What this node knows of images. `folder` is made when something is kept; a full disk costs the copy alone."""
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self._kept = FileStore(folder)
+        self._say = say
+
+    def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
+        """The digest that a name in a registry stands for now: of an image, or of an index of images. `ask` asks."""
+        if reference.digest:
+            return reference.digest
+        name = _name("tags", str(reference))
+        try:
+            digest = ask()
+        except TransientError as error:
+            known = self._known(name)
+            if known is None:
+                raise
+            self._say(f"{error}; {reference} is taken to be {known}, as it was at its last start here")
+            return known
+        self._keep(name, digest.encode())
+        return digest
+
+    def chosen(self, digest: str, platform: Platform | None) -> str | None:
+        """Which image of an index was chosen for a platform before."""
+        return self._known(_name("chosen", f"{digest} {platform or this_platform()}"))
+
+    def choose(self, digest: str, platform: Platform | None, image: str) -> None:
+        """Remember that: neither of the two digests will ever mean anything else."""
+        self._keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
+
+    def document(self, digest: str, store: Store) -> ImageDocument:
+        """The document of a converted image. Raises `NotFoundError` when the store has none: it is not converted."""
+        with contextlib.suppress(BootseerError):
+            return read_document(self._kept, digest)
+        document = read_document(store, digest)
+        self._keep(document.name, document.encode())
+        return document
+
+    def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
+        """The indexes of all layers, bottom first, fetched side by side where they are not here."""
+        with ThreadPoolExecutor(min(_THREADS, len(document.layers)), "bootseer-index") as pool:
+            return list(pool.map(lambda layer: self._index(layer.file, store), document.layers))
+
+    def _index(self, file: BlockFile, store: Store) -> Index:
+        try:
+            return read_index(self._kept, file)
+        except BootseerError:
+            index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
+        self._keep(file.index_name, index.encode())
+        return index
+
+    def _known(self, name: str) -> str | None:
+        try:
+            return read_all(self._kept, name, _TAG_BYTES).decode("ascii")
+        except (BootseerError, UnicodeDecodeError):
+            return None
+
+    def _keep(self, name: str, data: bytes) -> None:
+        try:
+            upload = self._kept.upload()
+            try:
+                upload.write(data)
+                upload.commit(name)
+            finally:
+                upload.abort()
+        except BootseerError as error:
+            self._say(f"not kept on this node: {error}")
+
+
+def read_document(store: Store, digest: str) -> ImageDocument:
+    """The document of an image in one store. Raises `NotFoundError` when it has none."""
+    name = document_name(digest)
+    document = ImageDocument.parse(read_all(store, name, MAX_DOCUMENT_BYTES))
+    if document.digest != digest:
+        raise CorruptError(f"{store.uri}: {name} is the document of another image, {document.digest}")
+    return document
+
+
+def _name(kind: str, text: str) -> str:
+    return f"{kind}/{hashlib.sha256(text.encode()).hexdigest()}"

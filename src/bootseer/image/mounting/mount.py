@@ -1,0 +1,243 @@
+"""Mount an image: from its name to a tree of files, lazily where that is the faster way.
+
+Layers that are complete on this node are mounted straight from the cache, and stay mounted for the next start. The
+others are served by a daemon that fetches what readers need, then what earlier starts needed, then the rest. When that
+is not possible or not worth it, everything is fetched first. Where the kernel cannot mount layers or this user may not,
+the tree is served file by file, or written out (`ways`). Which way was taken, and why, is in `facts`: a fallback costs
+time and is never silent.
+
+Called by `cli.image_mount` and `launch.image_stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootseer.cache.cache import Cache
+from bootseer.errors import BootseerError
+from bootseer.image.hotsets import HotSets
+from bootseer.image.mounting import show, ways
+from bootseer.image.mounting.apart import breaks_forks, do_apart
+from bootseer.image.mounting.bring import Bringing, Progress, Say, Stage
+from bootseer.image.mounting.forecast import CachedLayer
+from bootseer.image.mounting.found import find
+from bootseer.image.mounting.mounted import CHANGES, MountedImage
+from bootseer.image.mounting.places import blocks_folder
+from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.unpacked import UNPACKED, keep_unpacked, release_unpacked, write_tree
+from bootseer.mounts import kept, user_namespace
+from bootseer.mounts.daemon import FILES
+from bootseer.mounts.ladder import Choice, Facts, Way
+from bootseer.mounts.process import ProcessId
+from bootseer.mounts.state import MountState, Runtime
+
+_IDLE_S = 7 * 86_400.0
+"""A layer that no start used for a week is unmounted: until then the next start finds its files in memory."""
+
+
+def mount_image(
+    request: Request,
+    target: Path,
+    *,
+    writable: Path | None = None,
+    lifeline: bool = False,
+    stage: Stage = lambda name: nullcontext({}),
+    say: Say = lambda line: None,
+    progress: Progress | None = None,
+    facts: Facts | None = None,
+) -> MountedImage:
+    """Mount the image on `target`, which is made when it is not there.
+
+    With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. With `lifeline` a
+    lazy mount ends with this process; without root it is then in a user namespace, which this process enters for good.
+    `facts` says what this machine can do; None: that is found out. Raises `UsageError` where users like this one cannot
+    mount, and `BootseerError` where no fallback helps.
+    """
+    facts = facts or ways.first_look(private=lifeline)
+    # Who cannot mount hears it before anything is fetched.
+    ways.pick(facts, private=lifeline, writable=writable is not None)
+    runtime = Runtime(request.runtime)
+    cache = Cache(blocks_folder(request.cache))
+    with contextlib.suppress(BootseerError, OSError):
+        release(runtime, cache, idle_s=_IDLE_S)
+        release_unpacked(request.cache, runtime, idle_s=_IDLE_S)
+    if breaks_forks(request.store):
+        with stage("store"):
+            do_apart(lambda: _learn(request, say))
+    found = find(request, stage=stage, say=say)
+    folder = runtime.new_folder()
+    with contextlib.ExitStack() as opened:
+        try:
+            stack = []
+            for index in found.indexes:
+                file = cache.open(index)
+                opened.callback(file.close)
+                stack.append(CachedLayer(index, file))
+            bringing = Bringing(request, found, cache, folder, stack, lifeline, stage, say, progress)
+            return _Mounting(bringing, runtime, target, writable).mount(facts)
+        except BaseException:
+            with contextlib.suppress(BootseerError, OSError):
+                runtime.clear(folder)
+            raise
+
+
+def _learn(request: Request, say: Say) -> None:
+    """In a child: get all that must be known before the mount from the store to this node."""
+    found = find(request, say=say)
+    if request.workload:
+        HotSets(request.cache, found.document.digest, found.store, say).bring(request.workload)
+
+
+def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
+    """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
+    runtime.clean()
+    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN))
+
+
+@dataclass(slots=True)
+class _Mounting:
+    """One mount in the making."""
+
+    layers: Bringing
+    runtime: Runtime
+    target: Path
+    writable: Path | None
+    details: dict[str, str] = field(default_factory=dict)
+
+    def mount(self, what_works: Facts) -> MountedImage:
+        """Choose the way, and go it."""
+        layers = self.layers
+        request, document = layers.request, layers.found.document
+        local_bytes = sum(layer.stored_bytes - layer.missing_bytes for layer in layers.stack)
+        try:
+            choice = self._go(what_works)
+            state = self._state()
+            self.runtime.write(state)
+        except BaseException:
+            show.undo(layers.folder, self.target)
+            layers.stop_daemon()
+            raise
+        facts = {
+            "image": str(request.reference),
+            "digest": document.digest,
+            "workload": request.workload,
+            "mode": layers.mode,
+            "reason": layers.reason,
+            "way": choice.way.value,
+            "refused_ways": "; ".join(f"{way.value}: {why}" for way, why in choice.refused),
+            "layers": len(layers.stack),
+            "stored_bytes": document.stored_bytes,
+            "local_bytes": local_bytes,
+        }
+        return MountedImage(self.target, document.config, facts, self.runtime, state, layers.daemon, layers.say)
+
+    def _go(self, facts: Facts) -> Choice:
+        """Go the best way; when it turns out to lead nowhere, the next one. Returns the one that led to the mount."""
+        private = self.layers.lifeline
+        while True:
+            choice = ways.pick(facts, private=private, writable=self.writable is not None)
+            if why := ways.told(choice):
+                self.layers.say(f"the image is shown {why}")
+            try:
+                if choice.way is Way.UNPACK:
+                    self._unpack(why)
+                elif choice.way is Way.FUSE_TREE:
+                    self._show_tree()
+                else:
+                    self._show_layers(loop=choice.way is Way.EROFS_LOOP)
+                return choice
+            except _WayFailed as error:
+                show.undo(self.layers.folder, self.target)
+                self.layers.stop_daemon()
+                facts = ways.after_failure(facts, choice.way, str(error), private=private)
+
+    def _show_layers(self, *, loop: bool) -> None:
+        """The kernel mounts each layer."""
+        layers = self.layers
+        layers.lazily()
+
+        def mount() -> None:
+            with layers.stage("mount"):
+                show.mount_tree(self.runtime, layers.folder, layers.stack, self.target, self.writable, loop=loop)
+
+        if layers.daemon is not None:
+            try:
+                mount()
+                return
+            except BootseerError as error:
+                show.undo(layers.folder, self.target)
+                layers.fetch_after(error)
+        with _failing():
+            mount()
+
+    def _show_tree(self) -> None:
+        """A daemon shows all layers as one tree: in a namespace of our own without root, or by a set-uid program."""
+        from bootseer.mounts.merged_tree import MergedTree
+
+        layers = self.layers
+        if layers.lifeline:
+            user_namespace.enter()
+        with _failing():
+            if user_namespace.may_mount():
+                layers.as_tree(MergedTree, None)
+                with layers.stage("mount"):
+                    show.mount_over(layers.folder / FILES, self.target, self.writable)
+            else:
+                self.target.mkdir(parents=True, exist_ok=True)
+                layers.as_tree(MergedTree, self.target)
+
+    def _unpack(self, why: str) -> None:
+        """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
+        layers = self.layers
+        layers.all_of_it(f"it is shown {why}")
+        with layers.stage("unpack"):
+            tree = keep_unpacked(layers.request.cache, layers.found.document.digest, layers.stack)
+        if layers.lifeline:
+            user_namespace.enter()
+        try:
+            with layers.stage("mount"):
+                show.mount_over(tree, self.target, self.writable)
+            self.details[UNPACKED] = tree.name
+        except BootseerError as error:
+            if self.writable is None:
+                raise
+            layers.say(f"no overlay: {error}; this container gets a copy of its own")
+            show.undo(layers.folder, self.target)
+            with layers.stage("unpack"):
+                show.mount_copy(lambda folder: write_tree(layers.stack, folder), self.target, self.writable)
+
+    def _state(self) -> MountState:
+        layers = self.layers
+        details = {"digest": layers.found.document.digest, "mode": layers.mode, "workload": layers.request.workload}
+        if self.writable is not None:
+            details[CHANGES] = os.path.abspath(self.writable)  # noqa: PTH100 - resolving links could leave the name
+        return MountState(
+            id=layers.folder.name,
+            target=os.path.abspath(self.target),  # noqa: PTH100 - as `Runtime.find` compares
+            what=str(layers.request.reference),
+            boot=self.runtime.boot,
+            layers=tuple(layer.index.identity for layer in layers.stack),
+            daemon=layers.daemon.process if layers.daemon is not None else None,
+            owner=ProcessId.of(os.getpid()) if layers.lifeline and not user_namespace.is_host() else None,
+            made_s=time.time(),
+            details={**details, **self.details},
+        )
+
+
+class _WayFailed(Exception):  # noqa: N818 - it is no end: the next way is gone
+    """A way to show an image does not work here; its text says why."""
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """What fails in here is taken to be the way's fault: the next one shows whether it was."""
+    try:
+        yield
+    except (BootseerError, OSError) as error:
+        raise _WayFailed(str(error)) from error

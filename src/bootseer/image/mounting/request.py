@@ -1,0 +1,36 @@
+"""Which image is wanted, and how it is to come. A value: made by the command line, read by `image.mounting.mount`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from bootseer.image.reference import Reference
+
+if TYPE_CHECKING:
+    from bootseer.image.sources.manifest import Platform
+
+Loading = Literal["auto", "lazy", "pull"]
+Fallback = Literal["convert", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which image, and how it is to come."""
+
+    reference: Reference
+    store: str | None
+    """URI of the store with the converted image; None: it is converted on this node."""
+    cache: Path
+    """The node's cache."""
+    runtime: Path
+    """Where the state of mounts lies."""
+    plain_http: bool = False
+    loading: Loading = "auto"
+    fallback: Fallback = "convert"
+    workload: str = ""
+    """Which hot set; empty: none is used, and none is recorded under a name."""
+    platform: Platform | None = None
+    publish: bool = True
+    """Whether what was recorded goes to the store."""

@@ -1,0 +1,84 @@
+"""Show the layers of an image as one tree, with a place for changes: the mounts of all ways.
+
+Called by `image.mounting.mount`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError
+from bootseer.image.mounting.forecast import CachedLayer
+from bootseer.mounts import kept, kernel, layers
+from bootseer.mounts.daemon import FILES
+from bootseer.mounts.state import Runtime
+
+_LAYERS = "layers"
+_COPY = "copy"
+
+
+def mount_tree(
+    runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], target: Path, writable: Path | None, *, loop: bool
+) -> None:
+    """Mount the layers and the tree; `folder` is this mount's own, where a daemon serves what is not complete.
+
+    `loop`: by loop devices.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    lowers = [_mount_layer(runtime, folder, layer, loop=loop) for layer in stack]
+    upper, work = _upper(writable, lowers[-1])
+    layers.mount_overlay(lowers, target, upper=upper, work=work)
+
+
+def mount_over(tree: Path, target: Path, writable: Path | None) -> None:
+    """Show a tree that a daemon serves or that was written out on `target`. Nobody changes the tree itself."""
+    target.mkdir(parents=True, exist_ok=True)
+    upper, work = _upper(writable, tree)
+    layers.mount_overlay([tree], target, upper=upper, work=work, userxattr=True)
+    if writable is None:
+        kernel.make_read_only(target)
+
+
+def mount_copy(write: Callable[[Path], None], target: Path, writable: Path) -> None:
+    """Let `write` make a tree for this mount alone and show that: where not even an overlay can be mounted."""
+    target.mkdir(parents=True, exist_ok=True)
+    write(writable / _COPY)
+    kernel.move(kernel.clone(writable / _COPY), target)
+
+
+def undo(folder: Path, target: Path) -> None:
+    """Take away what a way had mounted when it failed."""
+    with contextlib.suppress(BootseerError):
+        if kernel.is_mount(target):
+            kernel.unmount(target, lazy=True)
+    prefix = f"{folder}/{_LAYERS}/"
+    for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
+        with contextlib.suppress(BootseerError):
+            kernel.unmount(Path(point), lazy=True)
+
+
+def _mount_layer(runtime: Runtime, folder: Path, layer: CachedLayer, *, loop: bool) -> Path:
+    """Where a layer is mounted: shared when it is complete, by the daemon's file when not."""
+    identity, file = layer.index.identity, layer.file
+    if file.trusted:
+        return kept.keep(runtime, identity, file.path, lambda: file.pin(kept.PIN), loop=loop)
+    point = folder / _LAYERS / identity
+    point.mkdir(parents=True, exist_ok=True)
+    layers.mount_erofs(folder / FILES / identity, point, loop=loop)
+    return point
+
+
+def _upper(writable: Path | None, top: Path) -> tuple[Path, Path] | tuple[None, None]:
+    """Folders for changes; the root of the tree looks as the image's root does."""
+    if writable is None:
+        return None, None
+    upper, work = writable / "upper", writable / "work"
+    for folder in (upper, work):
+        folder.mkdir(parents=True, exist_ok=True)
+    status = top.stat()
+    os.chown(upper, status.st_uid, status.st_gid)
+    upper.chmod(status.st_mode & 0o7777)
+    return upper, work

@@ -1,0 +1,143 @@
+"""Images that are written out as files, for machines that can mount them in no other way: each once on this node.
+
+    <cache>/unpacked/<name>             the tree; it appears by a rename, when all of it is on the disk
+    <cache>/unpacked/<name>.new         being written, or what a killed process left
+    <cache>/unpacked/<name>.lock        locked while somebody writes or deletes; its time is that of the last use
+
+The name tells the image's digest, and whose files these are where not everybody's owner could be kept. Nobody writes
+into a finished tree: containers put their changes on top, or get a copy of their own. Called by `mount` and
+`cli.cache`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.image.mounting.forecast import CachedLayer
+from bootseer.image.mounting.places import unpacked_folder
+from bootseer.mounts.state import Runtime
+from bootseer.mounts.user_namespace import ALL_IDS, num_owners
+
+UNPACKED = "unpacked"
+"""Key of a mount's details: the name of the tree that it uses."""
+_LOCK_S = 1800.0
+"""How long to wait for another process that writes the same image."""
+_POLL_S = 0.05
+
+
+def name_of(digest: str) -> str:
+    """The name of an image's tree, as this process may write it."""
+    owners = num_owners()
+    return digest.replace(":", "-") + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
+
+
+def keep_unpacked(cache: Path, digest: str, stack: Sequence[CachedLayer]) -> Path:
+    """The image's tree, which is written if it is not there. All layers must be complete.
+
+    Raises `PermanentError` when the disk cannot hold it, `TransientError` when somebody else writes it for too long.
+    """
+    tree = unpacked_folder(cache) / name_of(digest)
+    tree.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(tree, _LOCK_S):
+        if not tree.exists():
+            new = tree.with_name(f"{tree.name}.new")
+            _delete(new)
+            try:
+                write_tree(stack, new)
+                _sync(new)
+                new.rename(tree)
+            except BaseException:
+                _delete(new)
+                raise
+    return tree
+
+
+def write_tree(stack: Sequence[CachedLayer], folder: Path) -> None:
+    """Write the tree of complete layers into a new folder."""
+    from bootseer.erofs.reader import ErofsReader
+    from bootseer.image.merged import Layer, MergedTree
+    from bootseer.image.unpack import unpack
+
+    unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
+
+
+def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[str]:
+    """Delete the trees that no mount uses and nobody asked for in the last `idle_s` seconds; returns their names."""
+    folder = unpacked_folder(cache)
+    if not folder.is_dir():
+        return []
+    used = {state.details.get(UNPACKED) for state in runtime.all() if runtime.health(state) != "gone"}
+    deleted = []
+    for lock in sorted(folder.glob("*.lock")):
+        tree = lock.with_suffix("")
+        # The lock's time is read before the lock is taken, which sets it.
+        if tree.name in used or time.time() - lock.stat().st_mtime < idle_s:
+            continue
+        with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
+            _delete(tree)
+            _delete(tree.with_name(f"{tree.name}.new"))
+            lock.unlink()
+            deleted.append(tree.name)
+    return deleted
+
+
+@contextlib.contextmanager
+def _locked(tree: Path, deadline_s: float) -> Iterator[None]:
+    """One process at a time; the lock falls with its holder. Notes the use."""
+    path = tree.with_name(f"{tree.name}.lock")
+    end = time.monotonic() + deadline_s
+    lock = _open_lock(path)
+    try:
+        while not _take(lock, path):
+            if time.monotonic() > end:
+                raise TransientError(f"{path}: another process has held it for {deadline_s:g} s")
+            time.sleep(_POLL_S)
+            os.close(lock)
+            lock = _open_lock(path)
+        os.utime(lock)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _take(lock: int, path: Path) -> bool:
+    """Lock it; a lock whose name is gone protects nothing."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _sync(folder: Path) -> None:
+    """Have everything on the disk before the name says that it is whole: a crash must not leave files of zeros."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(opened) < 0:
+            raise PermanentError(f"{folder}: cannot be written to the disk: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(opened)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a tree, also where its own folders forbid it."""
+    if not folder.exists():
+        return
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            child = Path(path, name)
+            if not child.is_symlink():
+                child.chmod(0o700)
+    shutil.rmtree(folder)

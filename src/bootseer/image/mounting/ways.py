@@ -1,0 +1,158 @@
+"""Which way images are mounted on this machine by this process: what it can do, the choice, and its words.
+
+Root's usual way is not probed: whether it works shows when it is gone. Everybody else, and root after a failure, tries
+the parts for real in throw-away processes; that takes some 30 ms each. Called by `mount`, which goes the way, and
+by `cli.doctor`, which tells of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+
+from bootseer.errors import UsageError
+from bootseer.machine import mounts
+from bootseer.machine.check import Check
+from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_version
+from bootseer.mounts import user_namespace
+from bootseer.mounts.ladder import Choice, Facts, Way, choose
+
+CHECK = "lazy images"
+"""What the doctor's line is called."""
+NO_ROOT = "it needs root with CAP_SYS_ADMIN"
+_IN_NAMESPACE = "root of a user namespace may not mount EROFS"
+_OLD_KERNEL = "this kernel mounts EROFS from block devices only, before Linux 6.12"
+_NO_EROFS = "the kernel has no EROFS"
+_FAILED = {Way.EROFS_FILE: "erofs_file", Way.EROFS_LOOP: "loop", Way.FUSE_TREE: "fuse"}
+
+
+def first_look(*, private: bool) -> Facts:
+    """What is known without trying much. `private`: nobody but this process and its children is to see the mount."""
+    if not user_namespace.may_mount() or not user_namespace.is_host():
+        return probe(private=private)
+    version = kernel_version(os.uname().release)
+    return Facts(erofs_file=_OLD_KERNEL if version is not None and version < FILE_BACKED_EROFS else "")
+
+
+def probe(*, private: bool) -> Facts:
+    """What really works, each part tried."""
+    if not user_namespace.may_mount():
+        facts = Facts(mount=NO_ROOT)
+        if not private:
+            return replace(facts, fuse=_no_helper(), user_overlay="")
+        facts = replace(facts, fuse=_refused("fuse-user"), user_overlay=_refused("overlay-user"))
+        return replace(facts, namespace=_refused("userns")) if facts.fuse and facts.user_overlay else facts
+    overlay, fuse = _refused("overlay"), _refused("fuse")
+    if not user_namespace.is_host():
+        return Facts(mount=_IN_NAMESPACE, fuse=fuse, overlay=overlay, user_overlay=overlay)
+    erofs_file, loop = _try_erofs()
+    return Facts(fuse=fuse, erofs_file=erofs_file, loop=loop, overlay=overlay, user_overlay=overlay)
+
+
+def _refused(trial: str) -> str:
+    found = mounts.attempt(trial)
+    return "" if found.worked else found.reason
+
+
+def _no_helper() -> str:
+    from bootseer.fuse.attach import DEVICE, HELPER
+
+    if shutil.which(HELPER) is None:
+        return f"there is no {HELPER}, and only root mounts without it"
+    # The program opens the device with the rights of whoever calls it.
+    return "" if os.access(DEVICE, os.R_OK | os.W_OK) else f"{DEVICE} cannot be opened"
+
+
+def _try_erofs() -> tuple[str, str]:
+    """Why EROFS cannot be mounted from files, and why not from loop devices."""
+    with contextlib.ExitStack() as stack:
+        # Not on tmpfs, which has no files that EROFS could be mounted from.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-", dir="/var/tmp")))
+        _write_image(folder / "image")
+        (folder / "point").mkdir()
+        trial = mounts.attempt("erofs", str(folder / "image"), str(folder / "point"), "file", "content")
+    if trial.errno == errno.ENODEV:
+        return _NO_EROFS, _NO_EROFS
+    why = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason
+    return why, check_loop().why
+
+
+def _write_image(path: Path) -> None:
+    from bootseer.erofs.format import Attributes
+    from bootseer.erofs.writer import ErofsWriter
+
+    with path.open("wb") as file:
+        file.seek(4096)
+        writer = ErofsWriter(file)
+        writer.write(b"content")
+        extent = writer.end_file()
+        inode = writer.tree.add(Attributes(0o100_644), size=extent.size, place=extent.block)
+        writer.tree.link(0, b"file", inode)
+        head = writer.finish()
+        file.seek(0)
+        file.write(head)
+
+
+def after_failure(facts: Facts, way: Way, why: str, *, private: bool) -> Facts:
+    """What is known when this way has failed, whatever the reason was."""
+    failed = _FAILED[way]
+    found = replace(facts, **{failed: getattr(facts, failed) or why})
+    if not facts.mount:  # root's first look was none
+        probed = probe(private=private)
+        found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
+    return found
+
+
+def pick(facts: Facts, *, private: bool, writable: bool) -> Choice:
+    """The best way. Raises `UsageError` when there is none.
+
+    Whatever cannot be served is fetched first, so that EROFS needs no FUSE.
+    """
+    choice = choose(facts, complete=True)
+    if facts.mount != NO_ROOT or (private and not facts.namespace):
+        return choice
+    if private:
+        raise UsageError(
+            f"without root a container needs a user namespace: {facts.namespace}",
+            hint="run as root, or allow user namespaces: bootseer doctor tells how",
+        )
+    if writable:
+        raise UsageError("a mount that can be changed needs root", hint="leave out --rw, or bootseer image run")
+    if choice.way is Way.UNPACK:
+        raise UsageError(
+            f"the image cannot be mounted without root: {facts.fuse}",
+            hint="apt-get install fuse3 and make /dev/fuse accessible, or bootseer image run, or mount it as root",
+        )
+    return choice
+
+
+def told(choice: Choice) -> str:
+    """One line on why the way is not the best one; empty when it is."""
+    if not choice.refused:
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for way, why in choice.refused:
+        reasons.setdefault(why, []).append(way.value)
+    return f"by {choice.way.value}; not by " + "; ".join(f"{' or '.join(ways)}: {why}" for why, ways in reasons.items())
+
+
+def check() -> Check:
+    """The doctor's line."""
+    name, opens = CHECK, ("image run", "run --image")
+    facts = probe(private=True)
+    if facts.namespace:
+        return Check(name, "missing", "", f"neither root nor user namespaces: {facts.namespace}", "run as root", opens)
+    choice = pick(facts, private=True, writable=True)
+    why = told(choice)
+    if choice.way is Way.UNPACK:
+        return Check(name, "limited", choice.way.value, f"{why}. All is fetched and written out first", "", opens)
+    if facts.fuse:
+        late = f"without FUSE all is fetched first: {facts.fuse}"
+        todo = "modprobe fuse; in a container: --device /dev/fuse"
+        return Check(name, "limited", choice.way.value, late, todo, opens)
+    return Check(name, "limited" if why else "ok", choice.way.value, why, "", opens)

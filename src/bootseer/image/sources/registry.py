@@ -1,0 +1,73 @@
+"""Images in a registry. Called by `source`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from functools import partial
+
+from bootseer.errors import PermanentError
+from bootseer.image.reference import Reference
+from bootseer.image.sources.manifest import (
+    MAX_MANIFEST_BYTES,
+    Descriptor,
+    Platform,
+    checked,
+    read_config,
+    read_diff_ids,
+    resolve_manifest,
+)
+from bootseer.image.sources.source import Source, SourceLayer
+from bootseer.store.open import open_registry
+from bootseer.store.registry import Registry
+from bootseer.store.retry import retrying
+
+_RANGE_BYTES = 32 << 20
+_RANGE_TIMEOUT_S = 120.0
+"""32 MiB in two minutes is 2 Mbit/s: slower is broken, and a range that timed out goes on where it stopped."""
+
+
+def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> Source:
+    """The image of a tag or digest."""
+    registry = open_registry(reference.host, reference.repository, plain_http=plain_http)
+    try:
+        return _open(registry, reference, platform)
+    except BaseException:
+        registry.close()
+        raise
+
+
+def _open(registry: Registry, reference: Reference, platform: Platform) -> Source:
+    where = str(reference)
+
+    def read(version: str) -> tuple[bytes, str, str]:
+        manifest = retrying(lambda left_s: registry.manifest(version, timeout_s=left_s))
+        if len(manifest.data) > MAX_MANIFEST_BYTES:
+            raise PermanentError(f"{where}: a manifest of {len(manifest.data)} bytes")
+        return manifest.data, manifest.media_type, manifest.digest
+
+    manifest, digest = resolve_manifest(read, reference.version, platform, where)
+    data = retrying(lambda left_s: _small_blob(registry, manifest.config, left_s))
+    config = read_config(checked(data, manifest.config, f"{where}: the configuration"), where)
+    diff_ids = read_diff_ids(config, len(manifest.layers), where)
+    layers = tuple(
+        SourceLayer(layer.digest, layer.size_bytes, diff_id, partial(_read_blob, registry, layer))
+        for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
+    )
+    location = f"oci://{registry.host}/{registry.repository}"
+    return Source(where, digest, config, layers, location=location, close=registry.close)
+
+
+def _small_blob(registry: Registry, blob: Descriptor, timeout_s: float) -> bytes:
+    with closing(registry.blob(blob.digest, 0, blob.size_bytes, timeout_s=timeout_s)) as pieces:
+        return b"".join(pieces)
+
+
+def _read_blob(registry: Registry, layer: Descriptor, start: int) -> Generator[bytes, None, None]:
+    """In ranges: each has its own deadline, so that a connection that went silent is noticed soon."""
+    while start < layer.size_bytes:
+        length = min(_RANGE_BYTES, layer.size_bytes - start)
+        with closing(registry.blob(layer.digest, start, length, timeout_s=_RANGE_TIMEOUT_S)) as pieces:
+            for piece in pieces:
+                start += len(piece)
+                yield piece
