@@ -18,8 +18,8 @@ EXPLAINED = {
     "block is fetched when it is first read, so PyTorch's imports wait for the network again and again, and "
     "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks.",
     "recorded": "The same on another new node, which finds that record beside the image. The hot blocks come in the "
-    "order in which they were needed, ahead of the program and several requests at a time. The rest of the image follows "
-    "when the job is running.",
+    "order in which they were needed, ahead of the program and several requests at a time. The rest of the image "
+    "follows when the job is running.",
 }
 STAGES = {
     "image_loading": ("█", "#c2410c", "until the container can be started"),
@@ -36,7 +36,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem aut
 h2 {{ margin: 2rem 0 0; font-size: 1.2rem }}
 p {{ margin: .3rem 0 }}
 .bar {{ display: flex; height: 1.7rem; margin: .6rem 0 }}
-.bar span {{ box-sizing: border-box; color: #fff; font-size: .8rem; line-height: 1.7rem; padding: 0 .3rem }}
+.bar span {{ box-sizing: border-box; color: #fff; font-size: .8rem; line-height: 1.7rem; text-indent: .3rem }}
 .bar span {{ overflow: hidden; white-space: nowrap }}
 .key span {{ color: #fff; padding: .1rem .4rem; margin-right: .3rem; font-size: .8rem }}
 .key {{ font-size: .9rem }}
@@ -72,7 +72,7 @@ class Start:
         ahead = f", {hot / 1e6:.0f} MB of them ahead of the program" if hot else ", each when it was read"
         return (
             f"{total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched until then, "
-            f"in {self.image['requests']} requests{ahead}"
+            f"in {self.image['requests']} requests{ahead}."
         )
 
 
@@ -89,7 +89,7 @@ def print_one(start: Start) -> None:
     parts = [f"{seconds:.1f} s {stage}" for stage, seconds in start.stages.items() if seconds >= 0.1]
     print(f"    {start.total_s:.1f} s from submission to the first step's end: {', '.join(parts)}.")
     if start.fetched:
-        print(f"    {start.fetched}.")
+        print(f"    {start.fetched}")
 
 
 def print_all(starts: list[Start]) -> None:
@@ -120,9 +120,7 @@ def page(starts: list[Start]) -> str:
             f'<div class="bar">{"".join(boxes)}</div>\n<p>{EXPLAINED.get(start.name, "")}</p>\n'
             f'<p class="facts">{start.fetched}</p>'
         )
-    key = " ".join(
-        f'<span style="background: {color}">{stage}</span>{text}' for stage, (_, color, text) in STAGES.items()
-    )
+    key = " ".join(f'<span style="background: {color}">{name}</span>{tip}' for name, (_, color, tip) in STAGES.items())
     return PAGE.format(key=key, starts="\n".join(parts))
 
 

@@ -109,7 +109,8 @@ start() { # name, options of `bootseer run`..., --, command...
     "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 |
     # Ctrl-C is for the job: what it says at its end is still shown.
     (trap '' INT && exec sed -u 's/^/    | /') >&2
-  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt" 2>/dev/null
+  "$BOOTSEER" report --html "$out/$name.html" "$out/$name" >"$out/$name.txt" 2>"$short/said" ||
+    { cat "$short/said" >&2; exit 1; }
   "$BOOTSEER" report --json "$out/$name" >"$out/$name.json"
   "$root/.venv/bin/python" "$here/compare.py" "$out" "$name" >&2
 }

@@ -1,20 +1,125 @@
-"""The demo script's care for folders that are not its own; `make demo` is the test of the rest."""
+"""The demo: its care for folders and processes, and its three starts with a small image instead of PyTorch's."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bootseer.image.source import this_platform
+from bootseer.mounts.kernel import mount_points
+from busybox import CONFIG, make_tree
+from image_node import base_layers
+from oci_images import write_layout
+
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NAMES = ("full-pull", "lazy", "recorded")
+PROGRAMS = ("docker-registry", "skopeo", "containerd", "ctr", "runc")
+
+needs_venv = pytest.mark.skipif(
+    not (ROOT / ".venv/bin/bootseer").exists(), reason="needs the .venv that make setup makes"
+)
 
 
-@pytest.mark.skipif(not (ROOT / ".venv/bin/bootseer").exists(), reason="needs the .venv that make setup makes")
+@needs_venv
 def test_never_empties_a_folder_of_somebody_else(tmp_path: Path) -> None:
     kept = tmp_path / "thesis.txt"
     kept.write_text("years of work")
-    result = subprocess.run([ROOT / "examples/demo.sh", tmp_path], capture_output=True, text=True, check=False)
+    result = subprocess.run([EXAMPLES / "demo.sh", tmp_path], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "holds something that is not of this demo" in result.stderr
     assert kept.read_text() == "years of work"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    """A small image, as skopeo calls it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount and empty the page cache")
+    if missing := [
+        program for program in PROGRAMS if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    layout = tmp_path / "layout"
+    layers = base_layers(tmp_path / "tree")
+    write_layout(layout, layers, tag="1", architecture=this_platform().architecture, **CONFIG)
+    return f"oci:{layout}:1"
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for sockets, whose names cannot be long."""
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def three_starts(image: str, out: Path, short: Path, *command: str) -> subprocess.Popen[str]:
+    out.mkdir()
+    words = [EXAMPLES / "three_starts.sh", image, out, "--began-pattern", "^step 1 ", "--", *command]
+    return subprocess.Popen(
+        words,
+        env={**os.environ, "TMPDIR": str(short)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left(out: Path, short: Path) -> list[str]:
+    """Mounts and processes that still know one of the folders."""
+    found = [point for point in mount_points() if point.startswith((f"{out}/", f"{short}/"))]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(out) in line or str(short) in line:
+            found.append(line)
+    return found
+
+
+@needs_venv
+@pytest.mark.root
+@pytest.mark.fuse
+def test_three_starts_are_measured_compared_and_leave_nothing_behind(image: str, tmp_path: Path, short: Path) -> None:
+    out = tmp_path / "out"
+    with three_starts(image, out, short, "sh", "-c", "cat /hot | wc -c; echo step 1 loss 2") as process:
+        said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    reports = [json.loads((out / f"{name}.json").read_text()) for name in NAMES]
+    assert [report["startup"]["outcome"] for report in reports] == ["training_began"] * 3
+    stages = [{row["stage"] for row in report["stages"]} for report in reports]
+    assert all("image_loading" in names for names in stages)
+    assert [[row["mode"] for row in report["images"]] for report in reports] == [[], ["lazy"], ["hot"]]
+    page = (out / "index.html").read_text()
+    assert all(f'<a href="{name}.html">' in page and (out / f"{name}.html").exists() for name in NAMES)
+    assert "times as fast" in said
+    assert left(out, short) == []
+    assert not any(short.iterdir())
+
+
+@needs_venv
+@pytest.mark.root
+@pytest.mark.fuse
+def test_an_interrupt_leaves_nothing_behind(image: str, tmp_path: Path, short: Path) -> None:
+    out = tmp_path / "out"
+    with three_starts(image, out, short, "sh", "-c", "echo it runs; sleep 600") as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "it runs" in line:
+                os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        assert process.wait(60) != 0, "".join(said)
+    assert "it runs" in "".join(said)
+    assert left(out, short) == []
+    assert not any(short.iterdir())
