@@ -25,4 +25,11 @@ spool="${BOOTSEER_TRACE#spool:}"
 options+=(--env "PYTHONPATH=$hook")
 options+=(--mount "type=bind,src=$package,dst=$package,options=rbind:ro")
 options+=(--mount "type=bind,src=$spool,dst=$spool,options=rbind:rw")
-exec ctr run "${options[@]}" "$image" full-pull "$@"
+container="full-pull-$$"
+# The command has process id 1 there, and would ignore what is to end it.
+trap 'ctr task kill --signal SIGKILL "$container"' INT TERM
+ctr run "${options[@]}" "$image" "$container" "$@" <&0 &
+code=0
+# A trap ends `wait` before the container has ended.
+while wait $! && code=0 || code=$?; kill -0 $! 2>/dev/null; do :; done
+exit "$code"

@@ -59,6 +59,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+# Servers have sessions of their own: Ctrl-C is not for them, they are stopped when what they serve has ended.
 start_registry() {
   local port
   port="$("$root/.venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
@@ -66,7 +67,7 @@ start_registry() {
   mkdir "$out/registry"
   printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: "%s"}}\nhttp: {addr: "%s"}\n' \
     "$out/registry/data" "$host" >"$out/registry/config.yml"
-  docker-registry serve "$out/registry/config.yml" >"$out/registry/log" 2>&1 &
+  setsid docker-registry serve "$out/registry/config.yml" >"$out/registry/log" 2>&1 &
   registry_pid=$!
   for _ in {1..100}; do
     (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && return
@@ -82,7 +83,7 @@ start_containerd() {
   printf 'version = 2\nroot = "%s"\nstate = "%s"\ndisabled_plugins = %s\n[grpc]\naddress = "%s"\n[ttrpc]\naddress = "%s"\n' \
     "$out/node/containerd" "$short/containerd" '["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]' \
     "$CONTAINERD_ADDRESS" "$CONTAINERD_ADDRESS.ttrpc" >"$short/containerd.toml"
-  containerd -c "$short/containerd.toml" >"$short/containerd.log" 2>&1 &
+  setsid containerd -c "$short/containerd.toml" >"$short/containerd.log" 2>&1 &
   containerd_pid=$!
   for _ in {1..100}; do
     ctr version >/dev/null 2>&1 && return

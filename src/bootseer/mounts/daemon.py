@@ -75,7 +75,7 @@ class DaemonSpec:
     """Runs in the daemon and opens stores, cache and fetcher; the callable takes lines for the log."""
     label: str = "bootseer"
     """Shown in the table of mounts."""
-    window_s: float = 600.0
+    window_s: float = 120.0
     """The record ends after so many seconds, if nobody says earlier that the startup is over."""
     at: Path | None = None
     """Where to mount instead of `files`: for users who cannot mount anything on top of it."""
