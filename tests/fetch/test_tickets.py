@@ -75,3 +75,11 @@ def test_each_read_ends_at_most_once_and_nothing_is_left_of_it(waits, events):
     rest = tickets.close_all()
     assert len(tickets) == 0
     assert sorted(map(id, [*ended, *rest])) == sorted(map(id, open_ones))
+
+
+def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
+    tickets, gone = Tickets(), ticket()
+    tickets.wait(gone, [1, 2])
+    tickets.arrived((0, 1), b"one")
+    tickets.close(gone)
+    assert gone.held == {}

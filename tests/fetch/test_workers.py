@@ -47,3 +47,20 @@ def test_a_job_that_raises_is_reported_and_takes_no_thread(monkeypatch):
 
 def void(_):
     """Drop a value."""
+
+
+def test_a_job_waits_for_a_thread_when_the_machine_has_room_for_no_more(monkeypatch):
+    workers, gate, done = Workers("test-workers"), threading.Event(), []
+    workers.submit(lambda: void(gate.wait(10)))
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refused)
+        workers.submit(lambda: done.append("later"))
+    assert (len(workers), done) == (1, [])
+    gate.set()
+    until(lambda: done == ["later"])
+    until(lambda: workers._free == 1)
+    assert workers.close(10)

@@ -108,6 +108,19 @@ def test_mounts_bring_files_and_folders_of_the_host(run: Run, tmp_path: Path) ->
     assert (tmp_path / "data" / "out").read_text() == "out\n"
 
 
+def test_the_last_of_several_mounts_in_one_place_is_seen(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    binds = (
+        Bind(str(tmp_path / "one"), "/new"),
+        Bind(str(tmp_path / "two"), "/new", read_only=True),
+        Bind(str(tmp_path / "two"), "/etc/hosts"),  # where the host's is mounted already
+    )
+    ran = run("sh", "-c", "cat /new /etc/hosts; echo x > /new", options=Options(binds=binds))
+    assert ran.stdout == "twotwo"
+    assert "Read-only file system" in ran.stderr
+
+
 def test_a_link_in_the_image_does_not_lead_a_mount_to_the_host(run: Run, root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

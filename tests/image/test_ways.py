@@ -219,6 +219,14 @@ def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> No
     assert list(unpacked_folder(cache).iterdir()) == []
 
 
+def test_a_written_out_tree_is_left_alone_while_somebody_is_mounting(image: Image) -> None:
+    mount_image(image.request(), image.folder / "mnt", facts=WAYS[Way.UNPACK]).close()
+    folder = image.runtime.new_folder()
+    assert release_unpacked(image.request().cache, image.runtime, idle_s=0) == []
+    image.runtime.clear(folder)
+    assert release_unpacked(image.request().cache, image.runtime, idle_s=0) != []
+
+
 def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
     cache = image.request().cache
     leaving = unpacked_folder(cache) / f"{image.digest.replace(':', '-')}.new"
@@ -307,6 +315,16 @@ def test_changes_of_one_container_are_not_in_the_next(image: Image, plain: Plain
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("newmine\n")
     assert again.stdout == first.stdout
+
+
+def test_a_written_out_tree_whose_root_is_closed_is_deleted(image: Image, plain: Plain) -> None:
+    trees = unpacked_folder(image.folder / "home" / "cache")
+    assert plain(*run_of(image, "true"), fuse=False).returncode == 0
+    (tree,) = [path for path in trees.iterdir() if path.suffix != ".lock"]
+    tree.chmod(0o555)  # as the root directory of many images is
+    pruned = plain("cache", "prune", fuse=False)
+    assert pruned.returncode == 0, pruned.stderr
+    assert list(trees.iterdir()) == []
 
 
 def test_the_files_are_written_out_once(image: Image, plain: Plain) -> None:

@@ -38,6 +38,13 @@ def test_an_image_is_mounted_from_its_file_or_through_a_loop_device(place: Path,
     kernel.unmount(target)  # nothing there, nothing happens
 
 
+def test_a_mount_directly_below_the_root_is_seen() -> None:
+    assert {"/proc", "/sys"} <= set(kernel.mount_points())
+    assert kernel.is_mount(Path("/proc"))
+    assert kernel.is_mount(Path("/"))
+    assert not kernel.is_mount(Path("/nothing-of-this-name"))
+
+
 def test_what_is_no_image_is_refused_by_name(place: Path) -> None:
     (place / "text").write_bytes(b"x" * 8192)
     with pytest.raises(BootseerError, match=r"text: mount erofs"):

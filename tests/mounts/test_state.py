@@ -17,7 +17,7 @@ from bootseer.mounts import kernel
 from bootseer.mounts.kept import keep, kept, release_idle
 from bootseer.mounts.layers import mount_erofs, mount_overlay
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.state import MountState, Runtime, default_root
+from bootseer.mounts.state import MountState, Runtime
 from mounts.images import write_image
 from mounts.starting import DEADLINE_S, Start, until
 
@@ -116,17 +116,16 @@ def test_what_was_begun_and_abandoned_is_cleaned_after_a_while(place: Path, star
     until(lambda: not daemon.process.alive, "the daemon ended")
 
 
-@pytest.mark.parametrize(
-    ("environ", "uid", "root"),
-    [
-        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 0, "/run/bootseer"),
-        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 5, "/run/user/5/bootseer"),
-        ({"XDG_RUNTIME_DIR": "relative"}, 5, "/tmp/bootseer-5"),
-        ({}, 5, "/tmp/bootseer-5"),
-    ],
-)
-def test_where_the_runtime_folder_is(environ: dict[str, str], uid: int, root: str) -> None:
-    assert default_root(environ, uid) == Path(root)
+def test_a_kept_layer_is_left_alone_while_somebody_is_mounting(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    image = write_image(place / "image", {b"a": b"alpha"})
+    layer = keep(runtime, IDENTITY, image, lambda: None)
+    folder = runtime.new_folder()  # the image is to be put on the layer, and stands in no record yet
+    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == []
+    assert (layer / "a").read_bytes() == b"alpha"
+    os.utime(folder, (0, 0))  # whoever it was is gone
+    assert not runtime.is_mounting()
+    assert release_idle(runtime, idle_s=0, unpin=lambda _: None) == [IDENTITY]
 
 
 def test_deleting_a_folder_never_reaches_into_a_mount(place: Path) -> None:
@@ -165,6 +164,23 @@ def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> Non
     assert release_idle(runtime, idle_s=0, unpin=pins.append) == [IDENTITY]
     assert pins == ["pinned", IDENTITY]
     assert kept(runtime) == []
+
+
+def test_a_kept_layer_whose_file_was_replaced_or_written_to_is_mounted_anew(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    image = write_image(place / "layer", {b"a": b"alpha"})
+    layer = keep(runtime, IDENTITY, image, lambda: None)
+    first = layer.stat().st_dev
+    assert keep(runtime, IDENTITY, image, lambda: None).stat().st_dev == first
+    write_image(place / "other", {b"a": b"omega"}).replace(image)
+    keep(runtime, IDENTITY, image, lambda: None)
+    assert (layer / "a").read_bytes() == b"omega"
+    # In place: the mount keeps pages of what was there before.
+    with image.open("r+b") as file:
+        file.write(write_image(place / "third", {b"a": b"delta"}).read_bytes())
+    keep(runtime, IDENTITY, image, lambda: None)
+    assert (layer / "a").read_bytes() == b"delta"
+    assert list(kernel.mount_points()).count(str(layer)) == 1
 
 
 def test_a_layer_of_a_mounted_image_is_not_released(place: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,12 @@ def test_a_helper_that_is_missing_is_named(config: Callable[[Any], None]) -> Non
 
 def test_secrets_do_not_show_in_text() -> None:
     assert "word" not in repr(Credentials("me", "word", "sword"))
+
+
+def test_a_user_without_a_home_has_no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOCKER_CONFIG", raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert find_credentials(HOST) is None
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert find_credentials(HOST) is None

@@ -213,8 +213,9 @@ class CachedFile:
         self._closed = True
         self._store_use()
         # Their numbers stay taken until no call can be under way any more: a number that was used again for another
-        # file would be read in the place of this one.
-        for fd in self._fds:
+        # file would be read in the place of this one. The states go first and the lease last: a `put` on another thread
+        # must not call a block ready whose bytes went nowhere, or to an entry that is being evicted.
+        for fd in reversed(self._fds):
             os.dup2(_null(), fd, inheritable=False)
 
     def _check_open(self) -> None:

@@ -149,7 +149,7 @@ class LiveMap:
         """Begin a new map, with the lock of the root held. Raises `OSError`.
 
         All bytes are written, so that later changes need no room. For the same reason the map of an earlier boot is
-        overwritten in its place, the header last: until then it is the map of the earlier boot.
+        overwritten in its place, the header last: until then it is nobody's map.
         """
         header, path = _live_header(index, boot), entry / layout.LIVE
         try:

@@ -1,7 +1,7 @@
 """When to look again for blocks that other processes are about to bring.
 
 There is no message between processes: a block appears in the shared cache, or its claim falls. So blocks are looked
-at again and again, soon at first. Called by `fetcher`, with a lock held. Decides and touches nothing.
+at again and again, soon at first. Called by `engine`, with a lock held. Decides and touches nothing.
 """
 
 from __future__ import annotations

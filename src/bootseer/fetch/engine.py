@@ -407,6 +407,8 @@ class Engine:
 
 
 def _answer(ticket: Ticket, answer: Buffer | BootseerError) -> None:
+    # Behind one read that hangs, tickets that were answered long ago wait for their deadlines: without their blocks.
+    ticket.held = {}
     try:
         ticket.done(answer)
     except Exception:

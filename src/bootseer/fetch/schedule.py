@@ -13,7 +13,7 @@ requests to start now and when to ask again. The rules:
 - Failed blocks are tried again with growing pauses. A reader's block that is late is asked for a second time (hedge).
 
 Readers have deadlines, which their keeper (`tickets`) watches: it says `cancelled`, and a block without readers falls
-back to the purpose that it has besides. Called by `fetcher`, with a lock held, and by simulations in virtual time.
+back to the purpose that it has besides. Called by `engine`, with a lock held, and by simulations in virtual time.
 Decides and touches nothing.
 """
 

@@ -2,7 +2,7 @@
 
 A ticket is one read of one range; it waits for the blocks that were not here and keeps those that come meanwhile, so
 that it can be served even if the cache has no room for them. The keeper says which tickets are complete, have failed
-or have run out of time; `fetcher` answers their readers and tells the scheduler who left. Called by `fetcher`, with a
+or have run out of time; `engine` answers their readers and tells the scheduler who left. Called by `engine`, with a
 lock held. Decides and touches nothing.
 """
 
@@ -101,6 +101,7 @@ class Tickets:
             if not tickets:
                 del self._by_block[ticket.file, block]
         missing, ticket.missing = ticket.missing, set()
+        ticket.held = {}  # the ticket itself lies among the deadlines for a while
         return missing
 
     def close_all(self) -> list[Ticket]:

@@ -1,6 +1,6 @@
 """Threads that do what they are given, started when they are needed.
 
-`fetcher` gives each request to a thread of its own; the scheduler bounds how many there are. All are daemon threads:
+`engine` gives each request to a thread of its own; the scheduler bounds how many there are. All are daemon threads:
 one that hangs in a dead connection must not keep the process alive.
 """
 
@@ -30,17 +30,12 @@ class Workers:
         return len(self._threads)
 
     def submit(self, job: Job) -> None:
-        """Have a thread do this at once. After `close` nothing is done any more."""
+        """Have a thread do this, at once if there can be one. After `close` nothing is done any more."""
         with self._lock:
             if self._closed:
                 return
-            if self._free:
+            if self._free > 0 or not self._start_thread():
                 self._free -= 1
-            else:
-                name = f"{self._name}-{len(self._threads)}"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> bool:
@@ -54,6 +49,19 @@ class Workers:
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in threads)
+
+    def _start_thread(self) -> bool:
+        """False when the machine has no room for one more thread: then one of those that are there does the job later,
+        and `_free` says below zero how many jobs wait. Raises `RuntimeError` when there is none at all."""
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            return False
+        self._threads.append(thread)
+        return True
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -4,7 +4,7 @@ The layers are merged here, without the kernel. As root everything is as in a mo
 neither devices nor attributes that only root may set. Root of a user namespace stands between the two: what it may, it
 does. The folder must be empty: then no name in it can lead elsewhere.
 
-Called by `image.mounting.unpacked`, and by tests.
+Called by `image.mounting.unpacked`; `open_merged` is for tests, which compare.
 """
 
 from __future__ import annotations

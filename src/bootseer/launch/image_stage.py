@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bootseer
-from bootseer.errors import BootseerError, Interrupted, UsageError
+from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import Words
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.image.mounting.places import cache_root
+from bootseer.image.mounting.places import CACHE, cache_root
 from bootseer.image.mounting.request import Request
 from bootseer.image.publish import publishes
 from bootseer.image.workload import workload_key
@@ -134,8 +134,11 @@ class _ImageStart:
             from bootseer.image.mounting.mount import mount_image
 
             root = cache_root(os.environ, os.getuid()) / "containers"
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder = self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+            try:
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                folder = self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+            except OSError as error:
+                raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
             mounted = self._mounted = mount_image(
                 self._request,
                 folder / "root",

@@ -48,7 +48,7 @@ def listen(folder: Path) -> socket.socket:
 
 
 def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
-    """Take one connection and answer its question. Never raises for what the other side does."""
+    """Take one connection and answer its question. Raises neither for the other side's doing nor for `answer`'s."""
     try:
         link, _ = listener.accept()
     except OSError:
@@ -56,14 +56,26 @@ def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
     with link:
         link.settimeout(_PATIENCE_S)
         try:
-            question = json.loads(_line(link))
-            said = answer(str(question["do"]))
+            question = str(json.loads(_line(link))["do"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            said = {"error": "not understood"}
-        except BootseerError as error:
-            said = {"error": str(error)}
+            line = _encoded({"error": "not understood"})
+        else:
+            line = _answered(answer, question)
         with contextlib.suppress(OSError):
-            link.sendall(json.dumps(said).encode() + b"\n")
+            link.sendall(line)
+
+
+def _answered(answer: Callable[[str], Answer], question: str) -> bytes:
+    try:
+        return _encoded(answer(question))
+    except BootseerError as error:
+        return _encoded({"error": str(error)})
+    except Exception as error:  # a question that goes wrong must not end what others read from
+        return _encoded({"error": f"{type(error).__name__}: {error}"})
+
+
+def _encoded(said: Answer) -> bytes:
+    return json.dumps(said).encode() + b"\n"
 
 
 def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
@@ -74,7 +86,7 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
         try:
             with _short(folder) as path:
                 link.connect(path)
-            link.sendall(json.dumps({"do": what}).encode() + b"\n")
+            link.sendall(_encoded({"do": what}))
             said = json.loads(_line(link))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error

@@ -6,7 +6,8 @@ killed process leaves behind is used by the next one. An overlay keeps its layer
 an image uses it makes the next image mount it again, and breaks nothing.
 
     <runtime>/layers/<identity>         the mount point
-    <runtime>/layers/<identity>.lock    locked while somebody mounts or unmounts; its time is that of the last use
+    <runtime>/layers/<identity>.lock    locked while somebody mounts or unmounts; its time is that of the last use,
+                                        its text tells which state of which file is mounted
 
 The data is pinned in the cache as long as the mount is there. Who calls: whoever mounts images and snapshots.
 """
@@ -34,17 +35,27 @@ _IDENTITY = re.compile(r"[0-9a-f]{16,128}")
 
 
 def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *, loop: bool | None = None) -> Path:
-    """Where the layer of this identity is mounted; mounts it from `data` if it is not yet.
+    """Where the layer of this identity is mounted; mounts it from `data` if that is not what is mounted already.
 
-    `data` must be complete and trusted. `pin` is called before it is mounted, with nobody else mounting it.
+    A mount of a file that was replaced or written to since is taken away: it, or the pages that it keeps, may hold
+    other bytes than the verified file. `data` must be complete and trusted. `pin` is called before it is mounted, with
+    nobody else mounting it.
     `loop`: see `mount_erofs`.
     """
     target = _target(runtime, identity)
-    with _locked(runtime, identity):
-        if not kernel.is_mount(target):
+    with _locked(runtime, identity) as lock:
+        status = data.stat()
+        shown = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
+        mounted = kernel.is_mount(target)
+        if mounted and os.pread(lock, 2 * len(shown), 0) != shown:
+            kernel.unmount(target, lazy=True)
+            mounted = False
+        if not mounted:
             target.mkdir(mode=0o755, exist_ok=True)
             pin()
             mount_erofs(data, target, loop=loop)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, shown, 0)
     return target
 
 
@@ -70,6 +81,9 @@ def release_idle(
             continue
         with contextlib.suppress(BootseerError):  # busy: a process has a file of it open
             with _locked(runtime, identity):
+                # Whoever asked for it before we had the lock may not have put his image on it yet.
+                if runtime.is_mounting():
+                    continue
                 kernel.unmount(_target(runtime, identity))
                 unpin(identity)
                 _target(runtime, identity).rmdir()
@@ -88,8 +102,8 @@ def _lock_path(runtime: Runtime, identity: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(runtime: Runtime, identity: str) -> Iterator[None]:
-    """One process at a time; the lock falls with its holder. Notes the use."""
+def _locked(runtime: Runtime, identity: str) -> Iterator[int]:
+    """One process at a time; the lock falls with its holder. Notes the use. Yields the lock's file."""
     path = _lock_path(runtime, identity)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -103,6 +117,6 @@ def _locked(runtime: Runtime, identity: str) -> Iterator[None]:
                     raise TransientError(f"{path}: another process has held it for {_LOCK_S:g} s") from None
                 time.sleep(_POLL_S)
         os.utime(lock)
-        yield
+        yield lock
     finally:
         os.close(lock)

@@ -82,7 +82,7 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 def is_mount(target: Path) -> bool:
     """Whether something is mounted on `target` in this process's namespace. Does not touch it: it may be dead."""
-    wanted = os.path.realpath(target.parent) + "/" + target.name
+    wanted = str(Path(os.path.realpath(target.parent), target.name))
     return any(point == wanted for point in mount_points())
 
 

@@ -175,8 +175,13 @@ class _Life:
         self._recording = False
         recorder.end()
         # Merging talks to a store: questions are answered meanwhile.
-        self._handing_over = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
-        self._handing_over.start()
+        thread = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no room for another thread; the record lies on the disk still
+            self._log(f"the record was not handed over: {error}")
+        else:
+            self._handing_over = thread
 
     def _hand_over(self, recorder: Recorder) -> None:
         try:

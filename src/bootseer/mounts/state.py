@@ -53,14 +53,6 @@ class MountState:
     details: Mapping[str, str] = field(default_factory=dict)
 
 
-def default_root(environ: Mapping[str, str], uid: int) -> Path:
-    """Where the runtime folder of this user is unless somebody says otherwise."""
-    if uid == 0:
-        return Path("/run/bootseer")
-    folder = environ.get("XDG_RUNTIME_DIR", "")
-    return Path(folder, "bootseer") if folder.startswith("/") else Path(f"/tmp/bootseer-{uid}")  # noqa: S108
-
-
 class Runtime:
     """The runtime folder. It lies on a file system that is empty after a boot, if possible."""
 
@@ -105,6 +97,14 @@ class Runtime:
         for folder in sorted(self.mounts.iterdir()):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 yield _read(folder)
+
+    def is_mounting(self) -> bool:
+        """Whether somebody may be just mounting: what he uses stands in no record yet, and must not be taken away."""
+        for folder in self.mounts.iterdir():
+            with contextlib.suppress(OSError):
+                if _is_unrecorded(folder) and not _is_abandoned(folder):
+                    return True
+        return False
 
     def find(self, target: Path) -> MountState | None:
         """The mount at `target`; the newest when there were several."""
@@ -154,11 +154,19 @@ class Runtime:
                     cleaned.append(state)
         for folder in self.mounts.iterdir():
             with contextlib.suppress(BootseerError, OSError):
-                if not (folder / _RECORD).exists() and time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                if _is_unrecorded(folder) and _is_abandoned(folder):
                     with contextlib.suppress(BootseerError):
                         control.ask(folder, "stop")
                     self.clear(folder)
         return cleaned
+
+
+def _is_unrecorded(folder: Path) -> bool:
+    return not (folder / _RECORD).exists()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    return time.time() - folder.stat().st_mtime > _ABANDONED_S
 
 
 def _read(folder: Path) -> MountState:

@@ -39,7 +39,9 @@ class Credentials:
 
 def find_credentials(host: str) -> Credentials | None:
     """The login for `host[:port]`, None when there is none. Raises `AccessError` when one is there but unusable."""
-    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    # `Path.home` raises for a user without a name or a home, who has no logins.
+    folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")  # noqa: PTH111
+    path = Path(folder) / "config.json"
     config = _read(path)
     helper = _lookup(_table(config, "credHelpers"), host) or config.get("credsStore")
     if isinstance(helper, str) and helper:

@@ -208,7 +208,7 @@ class Registry:
             raise PermanentError(f"{self}: the registry names an address of http, where others could read along")
         authorization = self._authorizer.header(action, until) if mine else None
         answer = self._transport.send(method, url, until=until, headers=headers, body=body, authorization=authorization)
-        if answer.status == 401 and answer.origin == self._origin:
+        if answer.status == 401 and mine and answer.origin == self._origin:
             answer.finish()
             challenges = answer.headers.getlist("WWW-Authenticate")
             authorization = self._authorizer.renewed(action, challenges, authorization, until)

@@ -59,7 +59,8 @@ class Origin:
         """Of an absolute URL. Raises `PermanentError` for anything but http and https with a host."""
         try:
             parts = urlsplit(url)
-            port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+            usual = {"http": 80, "https": 443}.get(parts.scheme, 0)
+            port = usual and (parts.port or usual)
         except ValueError as error:
             raise PermanentError(f"{url[:200]!r} is not an address: {error}") from error
         if not port or not parts.hostname:

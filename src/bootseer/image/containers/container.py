@@ -8,6 +8,7 @@ Called by `cli.image_run` and `launch.image_stage`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import posixpath
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import edits_for, gpu_names
 from bootseer.image.containers.inroot import is_executable
 from bootseer.image.containers.process import Process, Words, process_of
@@ -110,16 +111,23 @@ class Container:
             raise PermanentError(f"the container's guard cannot be started: {error.strerror}") from error
 
     def close(self) -> None:
-        """Remove what is left of the container. The tree at its root is the caller's to unmount."""
+        """Remove what is left of the container. The tree at its root is the caller's to unmount.
+
+        Raises `TransientError` when runc does not do it in time; the guard tries once more when this process has ended.
+        """
         if self.runtime == "runc" and self._runc_state.exists() and any(self._runc_state.iterdir()):
-            subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
+            try:
+                subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise TransientError(f"runc did not remove the container {self._id}: {error}") from error
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def dismiss_guard(self) -> None:
         """All is cleaned up."""
         guard, self._guard = self._guard, None
         if guard is not None:
-            guard.communicate(b".", timeout=_END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has its word, and goes when it can
+                guard.communicate(b".", timeout=_END_S)
 
     def _delete(self) -> list[str]:
         return ["runc", "--root", str(self._runc_state), "delete", "--force", self._id]

@@ -97,15 +97,15 @@ def make_place(path: str, *, folder: bool) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
 
-def take_from_host(config: dict[str, Any]) -> dict[str, int]:
-    """Everything of the host that the container will see, by the place where it will see it."""
-    found = {}
-    for item in config["mounts"]:
-        if item["type"] == "bind":
-            found[item["destination"]] = detached(item["source"], "rbind" in item["options"])
-    for name in _DEVICES:
-        found[f"/dev/{name}"] = detached(f"/dev/{name}", False)
-    return found
+def take_from_host(config: dict[str, Any]) -> tuple[dict[int, int], dict[str, int]]:
+    """Everything of the host that the container will see: binds by their number among the mounts (two may have one
+    place, and the later one covers the other), devices by their place."""
+    binds = {
+        number: detached(item["source"], "rbind" in item["options"])
+        for number, item in enumerate(config["mounts"])
+        if item["type"] == "bind"
+    }
+    return binds, {f"/dev/{name}": detached(f"/dev/{name}", False) for name in _DEVICES}
 
 
 def change_root(root: str) -> None:
@@ -120,11 +120,11 @@ def change_root(root: str) -> None:
     os.chdir("/")
 
 
-def build_mounts(config: dict[str, Any], from_host: dict[str, int]) -> None:
-    for item in config["mounts"]:
+def build_mounts(config: dict[str, Any], binds: dict[int, int], devices: dict[str, int]) -> None:
+    for number, item in enumerate(config["mounts"]):
         place, options = item["destination"], item["options"]
         if item["type"] == "bind":
-            attach(from_host.pop(place), place)
+            attach(binds[number], place)
             if "ro" in options:
                 read_only(place, "rro" in options)
             continue
@@ -136,7 +136,7 @@ def build_mounts(config: dict[str, Any], from_host: dict[str, int]) -> None:
         if place == "/dev":
             for name, goal in _LINKS.items():
                 os.symlink(goal, f"/dev/{name}")
-    for place, fd in from_host.items():
+    for place, fd in devices.items():
         attach(fd, place)
     for node in config["linux"]["devices"]:
         os.makedirs(os.path.dirname(node["path"]), exist_ok=True)
@@ -242,9 +242,9 @@ def main() -> None:
     try:
         checked(libc.unshare(_NEWNS | _NEWIPC), "own mounts")
         mount("", "/", "", _REC | _PRIVATE)
-        from_host = take_from_host(config)
+        binds, devices = take_from_host(config)
         change_root(config["root"]["path"])
-        build_mounts(config, from_host)
+        build_mounts(config, binds, devices)
         protect(config)
     except OSError as error:
         fail(f"the container cannot be built: {error.filename or ''}: {error.strerror or error}", 125)

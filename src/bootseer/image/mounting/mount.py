@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.cache.cache import Cache
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.image.hotsets import HotSets
 from bootseer.image.mounting import show, ways
 from bootseer.image.mounting.apart import breaks_forks, do_apart
@@ -81,9 +81,11 @@ def mount_image(
                 stack.append(CachedLayer(index, file))
             bringing = Bringing(request, found, cache, folder, stack, lifeline, stage, say, progress)
             return _Mounting(bringing, runtime, target, writable).mount(facts)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
                 runtime.clear(folder)
+            if isinstance(error, OSError):
+                raise PermanentError(f"{error.filename or target}: {error.strerror or error}") from error
             raise
 
 

@@ -51,7 +51,9 @@ def runtime_root(env: Mapping[str, str], uid: int) -> Path:
         return Path(env[RUNTIME]).absolute()
     if uid == 0:
         return Path("/run/bootseer")
-    return Path(env.get("XDG_RUNTIME_DIR") or f"/tmp/bootseer-{uid}") / "bootseer"  # noqa: S108 - its owner is checked
+    folder = env.get("XDG_RUNTIME_DIR", "")
+    # Nothing below /tmp but the folder itself, whose owner `Runtime` checks: who owns one above could exchange it.
+    return Path(folder, "bootseer") if folder.startswith("/") else Path(f"/tmp/bootseer-{uid}")  # noqa: S108
 
 
 def store_uri(reference: Reference, given: str | None, env: Mapping[str, str]) -> str | None:

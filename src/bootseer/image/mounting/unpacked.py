@@ -74,19 +74,27 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[st
     folder = unpacked_folder(cache)
     if not folder.is_dir():
         return []
-    used = {state.details.get(UNPACKED) for state in runtime.all() if runtime.health(state) != "gone"}
     deleted = []
     for lock in sorted(folder.glob("*.lock")):
         tree = lock.with_suffix("")
         # The lock's time is read before the lock is taken, which sets it.
-        if tree.name in used or time.time() - lock.stat().st_mtime < idle_s:
+        if time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
             continue
         with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
+            if _is_used(tree, runtime):  # by somebody who came before we had the lock
+                continue
             _delete(tree)
             _delete(tree.with_name(f"{tree.name}.new"))
             lock.unlink()
             deleted.append(tree.name)
     return deleted
+
+
+def _is_used(tree: Path, runtime: Runtime) -> bool:
+    """Whether a mount uses the tree, or one may that is just being made."""
+    if runtime.is_mounting():  # first: the record comes when this is over
+        return True
+    return any(state.details.get(UNPACKED) == tree.name and runtime.health(state) != "gone" for state in runtime.all())
 
 
 @contextlib.contextmanager
@@ -135,6 +143,7 @@ def _delete(folder: Path) -> None:
     """Delete a tree, also where its own folders forbid it."""
     if not folder.exists():
         return
+    folder.chmod(0o700)
     for path, names, _ in os.walk(folder):
         for name in names:
             child = Path(path, name)

@@ -1,7 +1,7 @@
 """A folder as an image of one layer, without a detour through tar.
 
 Names are taken as they are, also those that would be whiteouts in a layer. Sockets are left out, as tar does. Called by
-`source` and `convert`.
+`source` and `image.conversion.convert`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stream of a layer, taken up again where it broke, and checked against both of its digests as it passes.
 
-Called by `layer_job`.
+Called by `image.conversion.layer_job`.
 """
 
 from __future__ import annotations
