@@ -40,6 +40,9 @@ class FetchSettings:
     """After so many needs, a hot set that covers less than half of them is suspended."""
     judged_window: int = 32
     """Only so many latest needs count: workloads often share a beginning and then part."""
+    parted_needs: int = 6
+    """So many uncovered needs in a row end the trust that earlier ones have earned: where 98 of 100 are covered, chance
+    alone does that once in 15 billion needs."""
     suspend_score: int = -8
     """Suspended earlier when uncovered needs outnumber covered ones by so many."""
     trust_score: int = 4

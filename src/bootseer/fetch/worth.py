@@ -3,7 +3,7 @@
 A hot set recorded from another workload is worse than none: it takes bandwidth and processor time from the readers.
 So a set starts on probation, with little in flight; each need that it covers doubles that, each need that it does not
 cover halves it. Far more hits than misses: full speed. More misses than hits: suspended, until the latest needs
-speak for it again. Called by `schedule`. Decides and touches nothing.
+speak for it again. Several misses in a row put it back on probation, however well it did before. Called by `schedule`. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Worth:
         self._settings = settings
         self._latest: deque[bool] = deque(maxlen=settings.judged_window)
         self._score = 0
+        self._missed_in_row = 0
         self.needs = 0
         """Blocks that readers needed since there is a hot set."""
         self.covered = 0
@@ -31,6 +32,11 @@ class Worth:
         """A reader needed a block for the first time; `covered`: the hot set has it."""
         self.needs += 1
         self.covered += covered
+        self._missed_in_row = 0 if covered else self._missed_in_row + 1
+        if self._missed_in_row >= self._settings.parted_needs and self._score > 0:
+            # The workload has left the path of the record: what it needed before says nothing about what comes.
+            self._latest.clear()
+            self._score = 0
         if len(self._latest) == self._settings.judged_window:
             self._score -= 1 if self._latest[0] else -1
         self._latest.append(covered)
