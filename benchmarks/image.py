@@ -181,13 +181,13 @@ def _sample(arm: _Arm, lab: _Lab) -> Sample:
     return Sample(cold, link_bytes, requests, again, hot_bytes, coverage)
 
 
-def _again(way: Way, image: str, others: set[int]) -> tuple[float, float]:
-    """Seconds of a second start on the node, and of one more with its files on the disk only."""
+def _again(way: Way, image: str, others: set[int]) -> tuple[node.Started, node.Started]:
+    """A second start on the node, and of one more with its files on the disk only."""
     os.sync()  # what the first start wrote must not slow the second down
     warm, _ = node.start(way.again(image, node.workload(node.TORCH)), way.env, others, lambda: None)
     node.drop_page_cache()
     from_disk, _ = node.start(way.again(image, node.workload(node.TORCH)), way.env, others, lambda: None)
-    return warm.ready_s, from_disk.ready_s
+    return warm, from_disk
 
 
 def _hot_bytes(way: Lazy, image: str) -> int:
@@ -206,8 +206,11 @@ def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
         "requests": [sample.requests for sample in of_arm],
         "tools_cpu_s": [sample.cold.tools_cpu_s for sample in of_arm],
         "tools_peak_mb": [sample.cold.tools_peak_bytes / 1e6 for sample in of_arm],
-        "again_warm_s": [sample.again[0] if sample.again else None for sample in of_arm],
-        "again_cold_page_cache_s": [sample.again[1] if sample.again else None for sample in of_arm],
+        "work_s": [sample.cold.work_s for sample in of_arm],
+        "again_warm_s": [sample.again[0].ready_s if sample.again else None for sample in of_arm],
+        "again_warm_work_s": [sample.again[0].work_s if sample.again else None for sample in of_arm],
+        "again_cold_page_cache_s": [sample.again[1].ready_s if sample.again else None for sample in of_arm],
+        "again_cold_page_cache_work_s": [sample.again[1].work_s if sample.again else None for sample in of_arm],
         "hot_mb": [sample.hot_bytes / 1e6 if sample.hot_bytes is not None else None for sample in of_arm],
         "coverage": [sample.coverage for sample in of_arm],
     }

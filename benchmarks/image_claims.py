@@ -46,8 +46,8 @@ class Sample:
     """What came over the link until the first useful work, with all headers."""
     requests: int
     """That the registry had ended by then."""
-    again: tuple[float, float] | None
-    """Seconds of a later start, warm, and of one with an empty page cache; None where they were not measured."""
+    again: tuple[node.Started, node.Started] | None
+    """A later start, warm, and one with an empty page cache; None where they were not measured."""
     hot_bytes: int | None
     """Stored size of the hot set that the start was given; None: it had none."""
     coverage: float | None
@@ -80,18 +80,18 @@ def _cold(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
 
 
 def _later(found: Mapping[str, Sequence[Sample]]) -> list[Must]:
-    """Everything is local: what is left is the cost of the mount and of the tool."""
+    """Everything is local: what is left is the cost of reading through the mount. The tool's own is in the details."""
     result = []
-    plain = _again_s(found[Names.FOLDER])
+    plain = _again_work_s(found[Names.FOLDER])
     for name, words in ((Names.PULL, "after a full pull"), (Names.RECORDED, "after the rest was streamed")):
-        ours = _again_s(found[f"{name}, loopback"])
+        ours = _again_work_s(found[f"{name}, loopback"])
         for state, limit, value, of_plain in zip(
             ("warm", "cold page cache"), (_AGAIN_WARM, _AGAIN_FROM_DISK), ours, plain, strict=True
         ):
-            result.append(Must(f"later start {words} / {Names.FOLDER}, {state}", value / of_plain, limit, "x"))
+            result.append(Must(f"import, later start {words} / {Names.FOLDER}, {state}", value / of_plain, limit, "x"))
     return result
 
 
-def _again_s(of_arm: Sequence[Sample]) -> tuple[float, float]:
+def _again_work_s(of_arm: Sequence[Sample]) -> tuple[float, float]:
     pairs = [sample.again for sample in of_arm if sample.again is not None]
-    return median(warm for warm, _ in pairs), median(from_disk for _, from_disk in pairs)
+    return median(warm.work_s for warm, _ in pairs), median(from_disk.work_s for _, from_disk in pairs)

@@ -1,7 +1,8 @@
 """A cold node: the page cache dropped, a start watched up to its first useful work, and what its tools cost until then.
 
-The workload tells its first useful work itself, by a line on stdout: `ready` and the CPU seconds that it used. Then it
-waits for a line on stdin, so that the node can be looked at as it is at that moment.
+The workload tells its first useful work itself, by a line on stdout: `ready`, the CPU seconds that it used and the
+seconds that the work itself took. Then it waits for a line on stdin, so that the node can be looked at as it is at that
+moment.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def workload(work: str) -> list[str]:
     """A Python program that does the work and tells that it is done."""
     program = (
-        "import sys, time\nexec(sys.argv[1])\nprint('ready', time.process_time(), flush=True)\nsys.stdin.readline()"
+        "import sys, time\nbegan = time.monotonic()\nexec(sys.argv[1])\n"
+        "print('ready', time.process_time(), time.monotonic() - began, flush=True)\nsys.stdin.readline()"
     )
     return ["python3", "-c", program, work]
 
 
 TORCH = "import torch; ones = torch.ones(64, 64); ones @ ones"
 OTHER = "import pandas, scipy.stats"
-NOTHING = ["busybox", "sh", "-c", "echo ready 0; read line"]
+NOTHING = ["busybox", "sh", "-c", "echo ready 0 0; read line"]
 """What the small image runs, which has no Python."""
 
 
@@ -85,6 +87,8 @@ class Started:
     """One start up to its first useful work."""
 
     ready_s: float
+    work_s: float
+    """Of it the work itself, from the first line of the program on."""
     tools_cpu_s: float
     """Of all but the workload and the server: clients, daemons, unpacking. The kernel's own threads are not in it."""
     tools_peak_bytes: int
@@ -138,7 +142,7 @@ def start(
         except BaseException:
             process.terminate()
             raise
-    return Started(ready_s, max(tools_s, 0.0), peak), seen
+    return Started(ready_s, float(line.split()[2]), max(tools_s, 0.0), peak), seen
 
 
 def _cpu_of_tools(others: set[int]) -> float:
