@@ -11,7 +11,7 @@ Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Stud
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -120,7 +120,7 @@ def compare(a: Report, b: Report, limits: Limits | None = None) -> Difference:
     before, after = _samples(a), _samples(b)
     num_nodes = min(len(a.nodes), len(b.nodes))
     tested = num_nodes >= MIN_TESTED
-    names = list(dict.fromkeys([*before, *after]))
+    names = _nested(dict.fromkeys([*before, *after]))
     raw = {name: mann_whitney_p(before.get(name, []), after.get(name, [])) for name in names} if tested else {}
     corrected = holm(raw)
     stages = [_moved(name, before.get(name, []), after.get(name, []), corrected.get(name), limits) for name in names]
@@ -160,6 +160,12 @@ def _samples(report: Report) -> dict[str, list[float]]:
             if name not in broken:
                 samples.setdefault(name, []).append(value)
     return samples
+
+
+def _nested(names: Iterable[str]) -> list[str]:
+    """The stages in their order, each behind the one that it is a part of, also those that one startup alone has."""
+    place = {name: number for number, name in enumerate(names)}
+    return sorted(place, key=lambda name: [place.get(outer, place[name]) for outer in enclosing(name)])
 
 
 def _moved(stage: str, a: Sequence[float], b: Sequence[float], p: float | None, limits: Limits) -> Moved:
