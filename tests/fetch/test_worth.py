@@ -50,10 +50,22 @@ def test_a_suspended_set_comes_back_when_the_latest_needs_speak_for_it():
     assert (worth.needs, worth.covered) == (58, 18)
 
 
+def test_a_workload_that_leaves_the_path_of_the_record_ends_the_trust_at_once():
+    shared = [True] * 100
+    assert judged(*shared, *[False] * (SETTINGS.parted_needs - 1)).proven
+    assert not judged(*shared, *[False] * SETTINGS.parted_needs).proven
+    assert judged(*shared, *[False] * (SETTINGS.parted_needs - 1 - SETTINGS.suspend_score)).suspended
+
+
 @given(st.lists(st.booleans(), max_size=200))
 def test_only_the_latest_needs_decide(needs):
-    latest = needs[-SETTINGS.judged_window :]
-    score = sum(1 if covered else -1 for covered in latest)
+    latest: list[int] = []
+    for number, covered in enumerate(needs):
+        row = needs[max(0, number + 1 - SETTINGS.parted_needs) : number + 1]
+        if len(row) == SETTINGS.parted_needs and not any(row) and sum(latest) > 0:
+            latest = []
+        latest = [*latest, 1 if covered else -1][-SETTINGS.judged_window :]
+    score = sum(latest)
     worth = judged(*needs)
     assert worth.proven == (score >= SETTINGS.trust_score)
     assert 0 <= worth.allowance(WINDOW) <= WINDOW

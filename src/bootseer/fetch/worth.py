@@ -3,7 +3,8 @@
 A hot set recorded from another workload is worse than none: it takes bandwidth and processor time from the readers.
 So a set starts on probation, with little in flight; each need that it covers doubles that, each need that it does not
 cover halves it. Far more hits than misses: full speed. More misses than hits: suspended, until the latest needs
-speak for it again. Several misses in a row put it back on probation, however well it did before. Called by `schedule`. Decides and touches nothing.
+speak for it again. Several misses in a row put it back on probation, however well it did before. Called by
+`schedule`. Decides and touches nothing.
 """
 
 from __future__ import annotations
