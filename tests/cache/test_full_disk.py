@@ -145,3 +145,17 @@ def test_evicting_makes_room_on_a_full_disk(disk):
     cached = cache.open(index_of(other))
     assert fetch(cached, other, 0, len(other)) == other
     cached.close()
+
+
+def test_blocks_that_fill_the_disk_leave_room_for_what_says_where_they_are(disk):
+    data = content(200, zeros=False)
+    cached = Cache(disk / "cache", boot=BOOT).open(index_of(data))
+    with pytest.raises(CacheFull, match="cache prune"):
+        put(cached, data, range(200))
+    cached.mark_hot([0])
+    cached.sync()
+    num_ready = cached.num_ready
+    cached.close()
+    cached = Cache(disk / "cache", boot="another").open(cached.index)
+    assert cached.num_ready == num_ready > 0
+    cached.close()

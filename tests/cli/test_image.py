@@ -203,3 +203,31 @@ def test_every_verb_has_help_for_itself_and_for_each_option(name: str, command: 
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert parameter.help, f"{name} {parameter.opts}"
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_mount_in_use_tells_how_to_find_who_uses_it(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target))
+    with (target / "hot").open("rb"):
+        assert f"fuser -vm {target}" in bootseer("image", "umount", str(target), code=1).stderr
+    bootseer("image", "umount", str(target))
+
+
+def test_a_store_in_memory_is_no_place_for_a_converted_image(run: Run) -> None:
+    ran = run("image", "convert", "registry.invalid/team/box:1", "memory://x")
+    assert ran.returncode == 2
+    assert "name a folder" in ran.stderr
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_registry_that_is_down_is_missed_once(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    words = ("image", "run", "--loading", "lazy", "--entrypoint", "none", node.reference, "--", "true")
+    bootseer(*words)
+    node.registry.__exit__(None, None, None)
+    ran = bootseer(*words)
+    assert ran.stderr.count("no hot set:") == 1, ran.stderr

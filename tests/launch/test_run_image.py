@@ -17,6 +17,7 @@ import pytest
 
 from bootseer.image.workload import workload_key
 from bootseer.mounts import kernel
+from bootseer.mounts.state import Runtime
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import Node
@@ -220,8 +221,43 @@ def test_an_image_that_is_not_there_ends_the_run_with_one_line(run: Run, events:
     ran = run("run", "-q", "--image", f"{node.registry.host}/no/such:1", "--", "true")
     assert ran.returncode != 0
     assert "Traceback" not in ran.stderr
+    assert f"no such tag or repository: {node.registry.host}/no/such:1" in ran.stderr
     outcomes = {event.stage: event.outcome for event in events() if event.phase == "end"}
     assert (outcomes["image_loading"], outcomes["run"]) == ("failed", "failed")
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+def test_a_mount_daemon_that_dies_under_the_command_is_told(
+    image: str, env: dict[str, str], node: Node, runtime: str
+) -> None:
+    words = ["image", "run", "--runtime", runtime, "--loading", "lazy", "--entrypoint", "none", image, "--"]
+    script = ["sh", "-c", "echo up; read line; cat /cold > /dev/null || echo failed"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*BOOTSEER, *words, *script], env=env, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "up\n"
+        (state,) = Runtime(node.runtime).all()
+        assert state.daemon is not None
+        assert Path(f"/proc/{state.daemon.pid}/comm").read_text() == "bootseer-mount\n"
+        state.daemon.signal(signal.SIGKILL)
+        until(lambda: state.daemon is not None and not state.daemon.alive)
+        _, err = process.communicate("go\n", timeout=60)
+    assert "the mount daemon died while the command ran: its reads of the image failed from then on" in err
+    assert err.count("mount daemon") == 1
+
+
+def test_a_damaged_store_is_told_at_the_end(run: Run, node: Node) -> None:
+    store = node.folder / "store"
+    assert run("image", "convert", node.reference, str(store)).returncode == 0
+    largest = max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.chmod(0o600)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(bytes(600_000))
+    words = ["image", "run", "--store", str(store), "--loading", "lazy", "--entrypoint", "none", node.reference, "--"]
+    ran = run(*words, "sh", "-c", "cat /hot /cold > /dev/null; cat /hot /cold > /dev/null; exit 3")
+    assert ran.returncode == 3
+    assert ran.stderr.count("its store has damaged blocks") == 1
+    assert str(store) in ran.stderr
 
 
 def test_interrupted_while_the_image_comes_it_ends_at_once(node: Node, env: dict[str, str]) -> None:

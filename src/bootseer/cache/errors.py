@@ -38,7 +38,8 @@ def mapped(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         message = f"cannot {action} {path}: {error.strerror or error}"
         if error.errno in NO_SPACE:
-            raise CacheFull(f"{message}; free space on this disk, or give another cache folder") from error
+            what_to_do = "free space on this disk (bootseer cache prune --to SIZE), or give another cache folder"
+            raise CacheFull(f"{message}; {what_to_do}") from error
         if error.errno in _REFUSED:
             raise AccessError(f"{message}; give a cache folder that this user may write") from error
         if error.errno in _BUSY:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bootseer.blocks.codec import Buffer, digest_of
 from bootseer.blocks.index import Index
-from bootseer.cache import layout, locks, pins, use
+from bootseer.cache import layout, locks, pins, room, use
 from bootseer.cache.errors import MissingBlocks, mapped
 from bootseer.cache.states import MISSING, READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
@@ -126,6 +126,7 @@ class CachedFile:
         if self._verified[block]:
             return
         with mapped("write to", self.path):
+            room.leave(self._data, block << self._shift, len(data))
             layout.write_all(self._data, data, block << self._shift)
             self._live.set(block, READY)
         self._verified[block] = 1

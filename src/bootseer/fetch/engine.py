@@ -21,6 +21,7 @@ from bootseer.blocks.index import Index
 from bootseer.cache.errors import MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.fetch.corrupt import CorruptBlocks
 from bootseer.fetch.elsewhere import Elsewhere
 from bootseer.fetch.file import Claim, File, ranges
 from bootseer.fetch.ledger import Fetch
@@ -62,6 +63,7 @@ class Engine:
         self._elsewhere = Elsewhere(settings.claim_s)
         self._distrusted: set[Key] = set()
         """Blocks that the cache called ready and could not give, and those whose claim is overdue."""
+        self.corrupt = CorruptBlocks()
         self._cancelled: set[int] = set()
         """Running requests that are to break off. Changed under the lock, looked at without."""
         self._urgent: set[int] = set()
@@ -174,6 +176,9 @@ class Engine:
 
     def _wait(self, ticket: Ticket, missing: list[int]) -> _ToDo:
         now = time.monotonic()
+        if error := self.corrupt.error(ticket.file, missing, now):
+            self.meter.failed_reads += 1
+            return _ToDo(failed=[(ticket, error)])
         self.scheduler.want(ticket.file, missing, Purpose.DEMAND, now)
         self._tickets.wait(ticket, missing)
         for block in missing:
@@ -190,6 +195,7 @@ class Engine:
         to_do.fetches = plan.fetches
         self._cancelled.update(plan.cancelled)
         for file, block, error in plan.given_up:
+            self.corrupt.add((file, block), error, now)
             for ticket, others in self._tickets.given_up((file, block)):
                 to_do.failed.append((ticket, error))
                 self.scheduler.cancelled(file, others)
@@ -388,6 +394,7 @@ class Engine:
                 self.scheduler.arrived(fetch.number, block, now)
                 complete = self._here((fetch.file, block), data, now)
                 self._distrusted.discard((fetch.file, block))
+                self.corrupt.forget((fetch.file, block))
                 if fetch.purpose is Purpose.HOT:
                     file.brought_hot[block] = 1
             say = problem if problem is not None and self.cache_error is None else None

@@ -190,6 +190,7 @@ class Fetcher:
             hedges=counts.hedges,
             failures=counts.failures,
             corrupt_blocks=meter.corrupt_blocks,
+            first_corrupt=self._engine.corrupt.first,
             dropped=counts.dropped,
             cache_full=self._engine.cache_error is not None,
             threads=len(self._engine.workers),

@@ -53,6 +53,8 @@ class FetchStats:
     failures: int
     """Requests that broke off."""
     corrupt_blocks: int
+    first_corrupt: str
+    """Of a block whose bytes were wrong at every attempt: where, and which. Empty when there was none."""
     dropped: int
     """Blocks whose prefetch was given up."""
     cache_full: bool

@@ -42,6 +42,9 @@ class HotSets:
 
     def load(self, workload: str) -> HotSet | None:
         """The set with the runs that this node and the store know; None when there is none."""
+        return self._load(workload, self._say)
+
+    def _load(self, workload: str, say: Say) -> HotSet | None:
         sets = []
         for store in (self._local, self._store):
             if store is None:
@@ -51,7 +54,7 @@ class HotSets:
             except NotFoundError:
                 continue
             except BootseerError as error:
-                self._say(f"no hot set: {error}")
+                say(f"no hot set: {error}")
         return united(sets) if sets else None
 
     def bring(self, workload: str) -> None:
@@ -62,7 +65,8 @@ class HotSets:
 
     def keep(self, workload: str, record: Record, *, publish: bool) -> HotSet:
         """Add a start's record to the set, on the node and (with `publish`) in the store; the set as it is now."""
-        known = self.load(workload) or HotSet(self._digest, workload)
+        # The start looked for the set before, and said what did not work.
+        known = self._load(workload, lambda line: None) or HotSet(self._digest, workload)
         merged = known.merge(record)
         self._write(self._local, merged, "kept on this node")
         if publish and self._store is not None:

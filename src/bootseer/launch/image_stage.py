@@ -196,6 +196,8 @@ class _ImageStart:
     def ended(self) -> None:
         """The command is over: what nobody told yet is told now."""
         self._tell("end")
+        if self._mounted is not None:
+            self._mounted.tell_problems()
 
     def _tell(self, until: str) -> None:
         """The start is over: say what it cost, and keep its record."""

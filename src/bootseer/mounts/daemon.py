@@ -36,6 +36,8 @@ from bootseer.mounts.process import ProcessId
 
 LOG = "log"
 FILES = "files"
+_NAME = "bootseer-mount"
+"""What `ps` and `top` show, so that nobody takes the daemon for the program that started it."""
 _MAX_REPORT = 65_536
 _GRACE_S = 1.0
 
@@ -205,6 +207,7 @@ def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: floa
         if os.fork() > 0:
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        Path("/proc/self/comm").write_text(_NAME)
         # If the parent is killed while this hangs, nobody else would end it. `serve` calls it off.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)

@@ -35,20 +35,19 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
         except BootseerError as error:
             # ENOTBLK: this kernel wants a block device. All else would fail with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
-                raise _named(error, path) from error
+                raise _named(error, path) from error.__cause__
     device, held = attach_loop(path)
     try:
         kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=MS_RDONLY), target)
     except BootseerError as error:
-        raise _named(error, path) from error
+        raise _named(error, path) from error.__cause__
     finally:
         os.close(held)
 
 
 def _named(error: BootseerError, path: Path) -> BootseerError:
-    named = type(error)(f"{path}: {error}")
-    named.__cause__ = error.__cause__
-    return named
+    """To be raised from the cause of `error`, which keeps the number."""
+    return type(error)(f"{path}: {error}")
 
 
 def mount_overlay(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.cache.cache import Cache
+from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fetch.hotset import Block
 from bootseer.image.hotsets import HotSets
 from bootseer.image.mounting.apart import breaks_forks
 from bootseer.image.mounting.forecast import CachedLayer, forecast
 from bootseer.image.mounting.found import Found
+from bootseer.image.mounting.mounted import KEPT, RECORD
 from bootseer.image.mounting.predict import PULL
 from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.room import Room
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
 from bootseer.mounts.fetched import MakeTree
 from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
-
-_FREE_SHARE = 0.1
-"""A disk with less room than this is cleaned up before more is fetched."""
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Marks a part of the work; what is put into the dict it gives are facts about it."""
@@ -54,9 +53,12 @@ class Bringing:
     stage: Stage
     say: Say
     progress: Progress | None
+    room: Room
     daemon: Daemon | None = None
     mode: str = ""
     reason: str = ""
+    full: CacheFull | None = None
+    """Why all of it cannot be here: it is not tried again for another way to show it."""
 
     def lazily(self) -> None:
         """Have what is missing served as files, for the kernel to mount. What cannot be served is fetched."""
@@ -100,6 +102,9 @@ class Bringing:
             with contextlib.suppress(BootseerError):
                 self.daemon.stop()
             self.daemon = None
+            # The next one writes a record of its own.
+            for name in (RECORD, KEPT):
+                (self.folder / name).unlink(missing_ok=True)
 
     def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
         """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
@@ -108,13 +113,19 @@ class Bringing:
         if not missing:
             self.mode, self.reason = "local", "all of it is on this node"
             return missing, None
-        self._make_room(sum(layer.missing_bytes for layer in missing))
+        if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
+            self.room.clean_up()
         plan = self._hot_set()
         prediction = forecast(self.request.loading, missing, plan)
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
-            self._pull()
+            try:
+                self._pull()
+            except CacheFull as error:
+                self.fall_back(f"not all of it fits on this node: {error}")
+                self.say(f"{self.reason}; it is served lazily")
+                missing = [layer for layer in self.stack if not layer.file.trusted]
         return missing, plan
 
     def _note_conversion(self) -> None:
@@ -126,16 +137,16 @@ class Bringing:
         for layer in self.stack:
             if layer.file.complete and not layer.file.trusted:
                 with self.stage("verify"):
-                    layer.file.verify_all(len(os.sched_getaffinity(0)))
+                    self._verify(layer)
 
-    def _make_room(self, missing_bytes: int) -> None:
-        """Evict what was not used for long when the disk gets full; images of other mounts stay."""
+    def _verify(self, layer: CachedLayer) -> None:
+        """Where a full disk keeps nobody from reading, but the result cannot be noted, the layer is served instead."""
         try:
-            usage = shutil.disk_usage(self.cache.root)
-            if usage.free - missing_bytes < _FREE_SHARE * usage.total:
-                self.cache.prune()
-        except (BootseerError, OSError) as error:
-            self.say(f"no room was made in the cache: {error}")
+            layer.file.verify_all(len(os.sched_getaffinity(0)))
+        except CacheFull:
+            self.room.clean_up()
+            with contextlib.suppress(CacheFull):
+                layer.file.sync()
 
     def _hot_set(self) -> list[Block] | None:
         if not self.request.workload:
@@ -177,7 +188,19 @@ class Bringing:
         return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
 
     def _pull(self) -> None:
-        """Fetch everything that is missing, at full speed."""
+        """Fetch everything that is missing, at full speed. Evicts for it when it does not fit. Raises `CacheFull`."""
+        if self.full is not None:
+            raise self.full
+        try:
+            self._fetch_all()
+        except CacheFull as error:
+            sizes = [(layer, layer.file.missing(0, layer.index.size_bytes)) for layer in self.stack]
+            if not self.room.make(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
+                self.full = error
+                raise
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
         from bootseer.fetch.fetcher import Fetcher
 
         with self.stage("pull") as facts:

@@ -117,7 +117,12 @@ def _asked(wanted: Wanted) -> str:
     """What the registry says that the name stands for, in one small request."""
     reference = wanted.reference
     with closing(open_registry(reference.host, reference.repository, plain_http=wanted.plain_http)) as registry:
-        return retrying(lambda left_s: registry.manifest_digest(reference.version, timeout_s=left_s), deadline_s=_ASK_S)
+        try:
+            return retrying(
+                lambda left_s: registry.manifest_digest(reference.version, timeout_s=left_s), deadline_s=_ASK_S
+            )
+        except NotFoundError as error:
+            raise NotFoundError(f"no such tag or repository: {reference}") from error
 
 
 def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:

@@ -14,12 +14,10 @@ from bootseer.blocks.index import Index
 from bootseer.fetch.hotset import Block, judge
 from bootseer.fetch.record import read_record
 from bootseer.image.hotsets import HotSets
-from bootseer.image.mounting.mounted import KEPT
+from bootseer.image.mounting.mounted import KEPT, RECORD
 from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
 from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
-
-RECORD = "record"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Called by `cli.image_mount` and `launch.image_stage`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.cache.cache import Cache
+from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.image.hotsets import HotSets
 from bootseer.image.mounting import show, ways
@@ -30,8 +32,9 @@ from bootseer.image.mounting.found import find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.places import blocks_folder
 from bootseer.image.mounting.request import Request
+from bootseer.image.mounting.room import Room
 from bootseer.image.mounting.unpacked import UNPACKED, keep_unpacked, release_unpacked, write_tree
-from bootseer.mounts import kept, user_namespace
+from bootseer.mounts import kept, kernel, user_namespace
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
@@ -64,9 +67,12 @@ def mount_image(
     ways.pick(facts, private=lifeline, writable=writable is not None)
     runtime = Runtime(request.runtime)
     cache = Cache(blocks_folder(request.cache))
+    room = Room(cache, say)
     with contextlib.suppress(BootseerError, OSError):
-        release(runtime, cache, idle_s=_IDLE_S)
-        release_unpacked(request.cache, runtime, idle_s=_IDLE_S)
+        # What is mounted cannot be evicted.
+        idle_s = 0.0 if room.is_short() else _IDLE_S
+        release(runtime, cache, idle_s=idle_s)
+        release_unpacked(request.cache, runtime, idle_s=idle_s)
     if breaks_forks(request.store):
         with stage("store"):
             do_apart(lambda: _learn(request, say))
@@ -76,10 +82,10 @@ def mount_image(
         try:
             stack = []
             for index in found.indexes:
-                file = cache.open(index)
+                file = room.open(index)
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
-            bringing = Bringing(request, found, cache, folder, stack, lifeline, stage, say, progress)
+            bringing = Bringing(request, found, cache, folder, stack, lifeline, stage, say, progress, room)
             return _Mounting(bringing, runtime, target, writable).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
@@ -174,7 +180,13 @@ class _Mounting:
                 return
             except BootseerError as error:
                 show.undo(layers.folder, self.target)
-                layers.fetch_after(error)
+                if not loop and kernel.number_of(error) == errno.ENOTBLK:
+                    # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
+                    raise _WayFailed(str(error)) from error
+                try:
+                    layers.fetch_after(error)
+                except CacheFull as full:
+                    raise _WayFailed(f"{error}; {full}") from full
         with _failing():
             mount()
 

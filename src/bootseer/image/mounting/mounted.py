@@ -16,13 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.image.mounting.places import RUNTIME
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.daemon import LOG, Daemon
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
+RECORD = "record"
+"""The file in a mount's folder that tells what its start needed."""
 KEPT = "kept"
 """The file that says that the record has become part of the hot set; it holds what did not work, as lines."""
 CHANGES = "changes"
@@ -62,9 +64,27 @@ class MountedImage:
             self._daemon.began()
             status = self._daemon.status()
         except BootseerError as error:
-            self._say(f"{error}; what this start cost is not known")
+            if self._daemon.process.alive:  # that it died is for `tell_problems`
+                self._say(f"{error}; what this start cost is not known")
             return numbers
         return numbers_of(status)
+
+    def tell_problems(self) -> None:
+        """Say what reads of the image failed for while the command ran, which itself saw I/O errors alone."""
+        daemon = self._daemon
+        if daemon is None:
+            return
+        if not daemon.process.alive:
+            said = _last_line(daemon.folder / LOG)
+            self._say(
+                "the mount daemon died while the command ran: its reads of the image failed from then on"
+                f" (log: {said or 'empty, so that it was killed'})"
+            )
+            return
+        with contextlib.suppress(BootseerError):
+            fetch = daemon.status().get("fetch")
+            if isinstance(fetch, dict) and fetch.get("first_corrupt"):
+                self._say(f"reads of the image failed, its store has damaged blocks: {fetch['first_corrupt']}")
 
     def keep_record(self) -> None:
         """Wait a moment until the record has become part of the hot set, and say what did not work."""
@@ -99,7 +119,10 @@ def unmount(runtime: Runtime, state: MountState) -> None:
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
         if may_mount():
-            kernel.unmount(Path(state.target), lazy=dead)
+            try:
+                kernel.unmount(Path(state.target), lazy=dead)
+            except TransientError as error:
+                raise TransientError(f"{error}; fuser -vm {state.target} shows who uses it") from error
         else:  # then it was mounted by a program that has the right
             from bootseer.fuse.attach import detach
 
@@ -115,6 +138,14 @@ def unmount(runtime: Runtime, state: MountState) -> None:
     changes = state.details.get(CHANGES)
     if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
         shutil.rmtree(changes, ignore_errors=True)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
 
 
 def find_mount(runtime: Runtime, target: Path) -> MountState:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 
-from bootseer.errors import PermanentError
+from bootseer.errors import NotFoundError, PermanentError
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
     MAX_MANIFEST_BYTES,
@@ -41,7 +41,12 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Sourc
     where = str(reference)
 
     def read(version: str) -> tuple[bytes, str, str]:
-        manifest = retrying(lambda left_s: registry.manifest(version, timeout_s=left_s))
+        try:
+            manifest = retrying(lambda left_s: registry.manifest(version, timeout_s=left_s))
+        except NotFoundError as error:
+            if version != reference.version:
+                raise
+            raise NotFoundError(f"no such tag or repository: {where}") from error
         if len(manifest.data) > MAX_MANIFEST_BYTES:
             raise PermanentError(f"{where}: a manifest of {len(manifest.data)} bytes")
         return manifest.data, manifest.media_type, manifest.digest
