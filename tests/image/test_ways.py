@@ -349,7 +349,7 @@ def test_streams_exit_code_and_root_of_a_plain_user_s_container(image: Image, pl
 def test_another_user_of_the_image_is_the_caller_by_another_name(
     image: Image, plain: Plain, user: str, ids: str
 ) -> None:
-    script = "echo $(id -u) $(id -g); cat /secret; echo; echo x > /work/file && stat -c '%u %g' /work/file"
+    script = "echo $(id -u) $(id -g); cat /secret; echo; echo x > file && stat -c '%u %g' file"
     home = image.folder / "home"
     script += "; echo y > /out/file"
     ran = plain(*run_of(image, "sh", "-c", script, user=user, mount=f"{home}:/out"), fuse=True)

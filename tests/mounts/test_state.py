@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.errors import AccessError, UsageError
+from bootseer.errors import AccessError, PermanentError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.kept import keep, kept, release_idle
 from bootseer.mounts.layers import mount_erofs, mount_overlay
@@ -232,3 +232,16 @@ def test_an_overlay_outlives_the_release_of_its_layer(place: Path) -> None:
 def test_an_identity_cannot_name_another_place(place: Path, identity: str) -> None:
     with pytest.raises(UsageError):
         keep(Runtime(place / "run"), identity, place / "layer", lambda: None)
+
+
+def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:
+    # The folder itself and the three below it take all the files that this file system can have.
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=4,mode=700", "tmpfs", small], check=True)
+    try:
+        runtime = Runtime(small / "bootseer")
+        with pytest.raises(PermanentError, match="No space left on device; make room there"):
+            runtime.new_folder()
+    finally:
+        subprocess.run(["umount", small], check=True)

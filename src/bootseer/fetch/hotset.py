@@ -101,23 +101,22 @@ class HotSet:
 
     def plan(self) -> list[Block]:
         """The hot blocks, those that are needed early first. The same for equal sets."""
-        times: dict[Block, list[int]] = {}
-        for record in self.records:
-            for need in record.needs:
-                times.setdefault((need.file, need.block), []).append(need.t_ms)
-        durations = [record.duration_ms for record in self.records]
-        early = {block: _early(at) for block, at in times.items()}
-        hot = [block for block, at in times.items() if _confidence(len(at), early[block], durations) >= _MIN_CONFIDENCE]
+        early = {block: _early(at) for block, at in self._times().items()}
+        hot = [block for block, share in self.confidence().items() if share >= _MIN_CONFIDENCE]
         return sorted(hot, key=lambda block: (early[block], block))
 
     def confidence(self) -> Mapping[Block, float]:
         """For each block that any run needed, the part of the runs that needed it."""
+        durations = [record.duration_ms for record in self.records]
+        return {block: _confidence(len(at), _early(at), durations) for block, at in self._times().items()}
+
+    def _times(self) -> dict[Block, list[int]]:
+        """When each block was needed, in milliseconds, once for each run that needed it."""
         times: dict[Block, list[int]] = {}
         for record in self.records:
             for need in record.needs:
                 times.setdefault((need.file, need.block), []).append(need.t_ms)
-        durations = [record.duration_ms for record in self.records]
-        return {block: _confidence(len(at), _early(at), durations) for block, at in times.items()}
+        return times
 
 
 def judge(plan: Sequence[Block], record: Record) -> Quality:

@@ -16,7 +16,7 @@ class Way(Enum):
     EROFS_FILE = "EROFS from files"
     """The kernel mounts EROFS straight from the files that FUSE serves, or from complete ones."""
     EROFS_LOOP = "EROFS from loop devices"
-    """The same with a block device between, for kernels before 6.12. Some 20 % slower on a cold start."""
+    """The same with a block device between, for kernels before 6.12."""
     FUSE_TREE = "file trees through FUSE"
     """The daemon serves the tree of all layers; an overlay for changes is mounted in a user namespace."""
     UNPACK = "unpacked files"

@@ -74,12 +74,21 @@ class Runtime:
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def new_folder(self) -> Path:
-        """A folder for a mount to be; its name is the mount's id. Nothing counts as mounted before `write`."""
+        """A folder for a mount to be; its name is the mount's id. Nothing counts as mounted before `write`.
+
+        Raises `PermanentError` when the runtime folder is full or cannot be written to.
+        """
         while True:
             folder = self.mounts / secrets.token_hex(6)
-            with contextlib.suppress(FileExistsError):
+            try:
                 folder.mkdir(mode=0o700)
                 return folder
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise PermanentError(
+                    f"{self.mounts}: {error.strerror}; make room there, or name another runtime folder"
+                ) from error
 
     def folder(self, state: MountState) -> Path:
         """The folder of a mount."""
