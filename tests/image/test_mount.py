@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.bring.apart import breaks_forks, do_apart
+from bootseer.bring.hotsets import HotSets
+from bootseer.bring.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
-from bootseer.image.hotsets import HotSets
-from bootseer.image.mounting.apart import breaks_forks, do_apart
 from bootseer.image.mounting.mount import mount_image, release
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.image.mounting.places import blocks_folder
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import open_source

@@ -119,10 +119,10 @@ def verify(folder: Path | None, as_json: bool, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
 def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
+    from bootseer.bring.places import runtime_root
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
     from bootseer.image.mounting.mount import release
-    from bootseer.image.mounting.places import runtime_root
     from bootseer.image.mounting.unpacked import release_unpacked
     from bootseer.mounts.state import Runtime
     from bootseer.units import format_bytes
@@ -148,8 +148,8 @@ def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool
 
 
 def _cache(folder: Path | None) -> Cache:
+    from bootseer.bring.places import blocks_folder, cache_root
     from bootseer.cache.cache import Cache
-    from bootseer.image.mounting.places import blocks_folder, cache_root
 
     return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))
 

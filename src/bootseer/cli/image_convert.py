@@ -42,10 +42,10 @@ def command(
     from bootseer.errors import UsageError
     from bootseer.image.conversion.convert import convert
     from bootseer.image.conversion.layer_job import ConvertOptions
-    from bootseer.image.mounting.places import store_uri
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources.manifest import Platform
     from bootseer.image.sources.source import open_source
+    from bootseer.image.store_of import store_uri
     from bootseer.launch.interrupt import interruptible
     from bootseer.store.open import open_store
     from bootseer.units import format_bytes, format_seconds

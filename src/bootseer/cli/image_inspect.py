@@ -20,11 +20,11 @@ def command(reference: str, store: str | None, plain_http: bool, as_json: bool) 
     """
     from rich.table import Table
 
+    from bootseer.bring.places import blocks_folder
     from bootseer.cache.cache import Cache
     from bootseer.cli.image_options import SOURCE, request
     from bootseer.cli.printing import print_json, terminal
     from bootseer.image.mounting.found import find
-    from bootseer.image.mounting.places import blocks_folder
     from bootseer.launch.supervise import say
     from bootseer.units import format_bytes
 

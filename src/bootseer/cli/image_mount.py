@@ -133,7 +133,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.image.mounting.places import runtime_root
+    from bootseer.bring.places import runtime_root
     from bootseer.mounts.state import Runtime
 
     return Runtime(runtime_root(os.environ, os.getuid()))

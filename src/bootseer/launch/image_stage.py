@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bootseer
+from bootseer.bring.places import CACHE, cache_root
+from bootseer.bring.publish import publishes
+from bootseer.bring.workload import workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import Words
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.image.mounting.places import CACHE, cache_root
 from bootseer.image.mounting.request import Request
-from bootseer.image.publish import publishes
-from bootseer.image.workload import workload_key
 from bootseer.launch import supervise
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.run import Options, run_command

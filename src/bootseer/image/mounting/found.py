@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bootseer.blocks.index import Index
+from bootseer.bring.places import converted_folder, metadata_folder
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
-from bootseer.image.mounting.places import converted_folder, metadata_folder
 from bootseer.image.reference import Place, Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import Source, open_source

@@ -20,19 +20,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bootseer.bring.apart import breaks_forks, do_apart
+from bootseer.bring.bringing import Bringing, Progress, Say, Stage, Subject
+from bootseer.bring.forecast import CachedLayer
+from bootseer.bring.hotsets import HotSets
+from bootseer.bring.places import blocks_folder
+from bootseer.bring.room import Room
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.image.hotsets import HotSets
 from bootseer.image.mounting import show, ways
-from bootseer.image.mounting.apart import breaks_forks, do_apart
-from bootseer.image.mounting.bring import Bringing, Progress, Say, Stage
-from bootseer.image.mounting.forecast import CachedLayer
-from bootseer.image.mounting.found import find
+from bootseer.image.mounting.found import Found, find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
-from bootseer.image.mounting.places import blocks_folder
 from bootseer.image.mounting.request import Request
-from bootseer.image.mounting.room import Room
 from bootseer.image.mounting.unpacked import UNPACKED, keep_unpacked, release_unpacked, write_tree
 from bootseer.mounts import kept, kernel, user_namespace
 from bootseer.mounts.daemon import FILES
@@ -85,14 +85,30 @@ def mount_image(
                 file = room.open(index)
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
-            bringing = Bringing(request, found, cache, folder, stack, lifeline, stage, say, progress, room)
-            return _Mounting(bringing, runtime, target, writable).mount(facts)
+            bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, progress, room)
+            return _Mounting(request, found, bringing, runtime, target, writable).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
                 runtime.clear(folder)
             if isinstance(error, OSError):
                 raise PermanentError(f"{error.filename or target}: {error.strerror or error}") from error
             raise
+
+
+def _subject(request: Request, found: Found) -> Subject:
+    return Subject(
+        name=str(request.reference),
+        digest=found.document.digest,
+        store=found.store,
+        store_uri=found.store_uri,
+        is_shared=found.is_shared,
+        plain_http=request.plain_http,
+        cache=request.cache,
+        loading=request.loading,
+        workload=request.workload,
+        publish=request.publish,
+        fallback=found.fallback,
+    )
 
 
 def _learn(request: Request, say: Say) -> None:
@@ -112,6 +128,8 @@ def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
 class _Mounting:
     """One mount in the making."""
 
+    request: Request
+    found: Found
     layers: Bringing
     runtime: Runtime
     target: Path
@@ -121,7 +139,7 @@ class _Mounting:
     def mount(self, what_works: Facts) -> MountedImage:
         """Choose the way, and go it."""
         layers = self.layers
-        request, document = layers.request, layers.found.document
+        request, document = self.request, self.found.document
         local_bytes = sum(layer.stored_bytes - layer.missing_bytes for layer in layers.stack)
         try:
             choice = self._go(what_works)
@@ -211,7 +229,7 @@ class _Mounting:
         layers = self.layers
         layers.all_of_it(f"it is shown {why}")
         with layers.stage("unpack"):
-            tree = keep_unpacked(layers.request.cache, layers.found.document.digest, layers.stack)
+            tree = keep_unpacked(self.request.cache, self.found.document.digest, layers.stack)
         if layers.lifeline:
             user_namespace.enter()
         try:
@@ -228,13 +246,13 @@ class _Mounting:
 
     def _state(self) -> MountState:
         layers = self.layers
-        details = {"digest": layers.found.document.digest, "mode": layers.mode, "workload": layers.request.workload}
+        details = {"digest": self.found.document.digest, "mode": layers.mode, "workload": self.request.workload}
         if self.writable is not None:
             details[CHANGES] = os.path.abspath(self.writable)  # noqa: PTH100 - resolving links could leave the name
         return MountState(
             id=layers.folder.name,
             target=os.path.abspath(self.target),  # noqa: PTH100 - as `Runtime.find` compares
-            what=str(layers.request.reference),
+            what=str(self.request.reference),
             boot=self.runtime.boot,
             layers=tuple(layer.index.identity for layer in layers.stack),
             daemon=layers.daemon.process if layers.daemon is not None else None,

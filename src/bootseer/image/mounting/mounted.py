@@ -16,17 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bootseer.bring.hand_over import KEPT
+from bootseer.bring.places import RUNTIME
 from bootseer.errors import BootseerError, TransientError, UsageError
-from bootseer.image.mounting.places import RUNTIME
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import LOG, Daemon
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
-RECORD = "record"
-"""The file in a mount's folder that tells what its start needed."""
-KEPT = "kept"
-"""The file that says that the record has become part of the hot set; it holds what did not work, as lines."""
 CHANGES = "changes"
 """Key of a mount's details: the folder with what was changed in it, which goes with the mount."""
 _KEEP_S = 5.0

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from bootseer.bring.forecast import Loading
 from bootseer.image.reference import Reference
 
 if TYPE_CHECKING:
     from bootseer.image.sources.manifest import Platform
 
-Loading = Literal["auto", "lazy", "pull"]
 Fallback = Literal["convert", "none"]
 
 

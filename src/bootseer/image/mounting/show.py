@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bootseer.bring.forecast import CachedLayer
 from bootseer.errors import BootseerError
-from bootseer.image.mounting.forecast import CachedLayer
 from bootseer.mounts import kept, kernel, layers
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.state import Runtime

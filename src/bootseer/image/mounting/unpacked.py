@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bootseer.bring.forecast import CachedLayer
+from bootseer.bring.places import unpacked_folder
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.image.mounting.forecast import CachedLayer
-from bootseer.image.mounting.places import unpacked_folder
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, num_owners
 

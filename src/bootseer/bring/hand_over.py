@@ -1,6 +1,6 @@
-"""What the mount daemon of an image does beside serving: record the start, and keep what it learned.
+"""What the mount daemon does beside serving: record the start, and keep what it learned.
 
-Called by `image.mounting.mount`; `HandOver` runs in the daemon, where stores are opened anew.
+Called by `bringing`; `HandOver` runs in the daemon, where stores are opened anew.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bootseer.blocks.index import Index
+from bootseer.bring.hotsets import HotSets
 from bootseer.fetch.hotset import Block, judge
 from bootseer.fetch.record import read_record
-from bootseer.image.hotsets import HotSets
-from bootseer.image.mounting.mounted import KEPT, RECORD
 from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
 from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
+
+RECORD = "record"
+"""The file in a mount's folder that tells what its start needed."""
+KEPT = "kept"
+"""The file that says that the record has become part of the hot set; it holds what did not work, as lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def layers_to_serve(
     plain_http: bool,
     make_tree: MakeTree = LazyFiles,
 ) -> Fetched:
-    """What the daemon of an image serves: these layers, from this store, the hot set first. `make_tree`: as what."""
+    """What the daemon serves: these files, from this store, the hot set first. `make_tree`: as what."""
     plan = hand_over.plan
     return Fetched(
         files=tuple(FetchedFile(index.identity, index, store, plain_http) for index in indexes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.image.mounting.predict import LAZY, PULL, Image, Link, PastStart, predict
+from bootseer.bring.predict import LAZY, PULL, Image, Link, PastStart, predict
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.bring.room import Room
 from bootseer.cache.cache import Cache
-from bootseer.image.mounting.room import Room
 from cached import BLOCK, content, index_of, put
 from image_node import Node
 

@@ -1,14 +1,12 @@
-"""Where images leave things on this machine, and which store belongs to which image.
+"""Where things that were brought to this machine lie.
 
-Called by whoever mounts images, and by the verbs that look at what was left. Touches nothing.
+Called by whoever mounts images and snapshots, and by the verbs that look at what was left. Touches nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from bootseer.image.reference import Place, Reference
 
 CACHE = "BOOTSEER_CACHE"
 RUNTIME = "BOOTSEER_RUNTIME"
@@ -54,14 +52,3 @@ def runtime_root(env: Mapping[str, str], uid: int) -> Path:
     folder = env.get("XDG_RUNTIME_DIR", "")
     # Nothing below /tmp but the folder itself, whose owner `Runtime` checks: who owns one above could exchange it.
     return Path(folder, "bootseer") if folder.startswith("/") else Path(f"/tmp/bootseer-{uid}")  # noqa: S108
-
-
-def store_uri(reference: Reference, given: str | None, env: Mapping[str, str]) -> str | None:
-    """The store of an image: what the user says, `$BOOTSEER_STORE`, else the image's own repository.
-
-    None for images that do not come from a registry: they are converted on the node, if nobody names a store.
-    """
-    uri = given or env.get(STORE)
-    if not uri and reference.place is Place.REGISTRY:
-        uri = f"oci://{reference.host}/{reference.repository}"
-    return uri or None

@@ -1,6 +1,6 @@
-"""Room for an image in the node's cache: a full disk makes a start slower, and does not keep it from starting.
+"""Room for block files in the node's cache: a full disk makes a start slower, and does not keep it from starting.
 
-What was not used for long is evicted; images that are mounted stay. Called by `mount` and `bring`.
+What was not used for long is evicted; what is mounted stays. Called by `bringing` and whoever mounts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.mounting.places import runtime_root
+from bootseer.bring.places import runtime_root
 
 
 @pytest.mark.parametrize(

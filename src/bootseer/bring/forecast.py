@@ -1,15 +1,18 @@
-"""What is here of an image and what is missing, in bytes, and which way it had better come. Called by `mount`."""
+"""What is here of block files and what is missing, in bytes, and which way it had better come. Called by `bringing`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from bootseer.blocks.index import Index
+from bootseer.bring.predict import LAZY, PULL, Image, Link, Prediction, predict
 from bootseer.cache.file import CachedFile
 from bootseer.fetch.hotset import Block
-from bootseer.image.mounting.predict import LAZY, PULL, Image, Link, Prediction, predict
-from bootseer.image.mounting.request import Loading
+
+Loading = Literal["auto", "lazy", "pull"]
+"""Lazily, all of it first, or whichever is predicted to be faster."""
 
 
 @dataclass(frozen=True, slots=True)

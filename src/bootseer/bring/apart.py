@@ -2,7 +2,7 @@
 
 The clients of object stores and of HDFS run threads of their own for as long as the process lives. A mount daemon is
 forked from this process, and would inherit their locks without their threads. So whatever must be asked of such a store
-before the fork is asked by a child, which leaves its answers in the node's cache. Called by `image.mounting.mount`.
+before the fork is asked by a child, which leaves its answers in the node's cache. Called by whoever mounts.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.bring.hotsets import HotSets, hotset_name
+from bootseer.bring.publish import publishes
 from bootseer.errors import AccessError, TransientError
 from bootseer.fetch.hotset import HotSet, Record
 from bootseer.fetch.hotset_format import encode
 from bootseer.fetch.need import Found, Need
-from bootseer.image.hotsets import HotSets, hotset_name
-from bootseer.image.publish import publishes
 from bootseer.store.file import FileStore
 from bootseer.store.store import Upload
 

@@ -1,7 +1,7 @@
-"""Bring the layers of an image to this node: all at once, or by a daemon that fetches what readers need.
+"""Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
 
-Called by `mount`, which decides how they are shown. Fork-safe stores are opened again in the daemon; this process
-has no thread of its own when the daemon is started.
+Called by `image.mounting.mount` and `env.restoring`, which decide how they are shown. Fork-safe stores are opened again
+in the daemon; this process has no thread of its own when the daemon is started.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bootseer.bring.apart import breaks_forks
+from bootseer.bring.forecast import CachedLayer, Loading, forecast
+from bootseer.bring.hand_over import KEPT, RECORD, HandOver, layers_to_serve
+from bootseer.bring.hotsets import HotSets
+from bootseer.bring.predict import PULL
+from bootseer.bring.room import Room
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fetch.hotset import Block
-from bootseer.image.hotsets import HotSets
-from bootseer.image.mounting.apart import breaks_forks
-from bootseer.image.mounting.forecast import CachedLayer, forecast
-from bootseer.image.mounting.found import Found
-from bootseer.image.mounting.mounted import KEPT, RECORD
-from bootseer.image.mounting.predict import PULL
-from bootseer.image.mounting.request import Request
-from bootseer.image.mounting.room import Room
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
 from bootseer.mounts.fetched import MakeTree
 from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
+from bootseer.store.store import Store
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Marks a part of the work; what is put into the dict it gives are facts about it."""
@@ -38,12 +37,35 @@ Progress = Callable[[int, int], None]
 """Blocks that are here, blocks in all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose block files they are, and where they come from."""
+
+    name: str
+    """For people, and in the table of mounts."""
+    digest: str
+    """Whose hot sets are used and kept."""
+    store: Store
+    store_uri: str
+    is_shared: bool
+    """Whether other nodes see the store."""
+    plain_http: bool
+    cache: Path
+    """The node's cache."""
+    loading: Loading = "auto"
+    workload: str = ""
+    """Which hot set; empty: none is used, and nothing is recorded."""
+    publish: bool = True
+    """Whether what was recorded goes to the store."""
+    fallback: str = ""
+    """Why this is a fallback already, however the files come."""
+
+
 @dataclass(slots=True)
 class Bringing:
-    """The layers of one mount on their way. `mode` and `reason` say how they come, for the report."""
+    """The block files of one mount on their way. `mode` and `reason` say how they come, for the report."""
 
-    request: Request
-    found: Found
+    subject: Subject
     cache: Cache
     folder: Path
     """The mount's own."""
@@ -116,7 +138,7 @@ class Bringing:
         if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
             self.room.clean_up()
         plan = self._hot_set()
-        prediction = forecast(self.request.loading, missing, plan)
+        prediction = forecast(self.subject.loading, missing, plan)
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
@@ -129,8 +151,8 @@ class Bringing:
         return missing, plan
 
     def _note_conversion(self) -> None:
-        if self.found.fallback:
-            self.fall_back(self.found.fallback)
+        if self.subject.fallback:
+            self.fall_back(self.subject.fallback)
 
     def _trust(self) -> None:
         """Complete layers whose word cannot be taken are compared with their digests once."""
@@ -149,11 +171,11 @@ class Bringing:
                 layer.file.sync()
 
     def _hot_set(self) -> list[Block] | None:
-        if not self.request.workload:
+        if not self.subject.workload:
             return None
         # A store that must be asked by another process was: what it knew is on this node now.
-        store = None if breaks_forks(self.found.store_uri) else self.found.store
-        hot_set = HotSets(self.request.cache, self.found.document.digest, store, self.say).load(self.request.workload)
+        store = None if breaks_forks(self.subject.store_uri) else self.subject.store
+        hot_set = HotSets(self.subject.cache, self.subject.digest, store, self.say).load(self.subject.workload)
         return hot_set.plan() if hot_set is not None and not hot_set.stale else None
 
     def _start_daemon(
@@ -164,27 +186,25 @@ class Bringing:
         make_tree: MakeTree = LazyFiles,
         at: Path | None = None,
     ) -> Daemon:
-        from bootseer.image.mounting.lazy import HandOver, layers_to_serve
-
-        request, found = self.request, self.found
+        subject = self.subject
         hand_over = HandOver(
-            store=found.store_uri if request.publish and found.is_shared else None,
-            plain_http=request.plain_http,
-            cache_root=request.cache,
-            digest=found.document.digest,
-            workload=request.workload,
+            store=subject.store_uri if subject.publish and subject.is_shared else None,
+            plain_http=subject.plain_http,
+            cache_root=subject.cache,
+            digest=subject.digest,
+            workload=subject.workload,
             plan=plan,
         )
         opened = layers_to_serve(
             [layer.index for layer in served],
-            found.store_uri,
+            subject.store_uri,
             self.cache.root,
             self.folder,
             hand_over,
-            plain_http=request.plain_http,
+            plain_http=subject.plain_http,
             make_tree=make_tree,
         )
-        label = f"bootseer:{request.reference}"
+        label = f"bootseer:{subject.name}"
         return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
 
     def _pull(self) -> None:
@@ -205,7 +225,7 @@ class Bringing:
 
         with self.stage("pull") as facts:
             facts["reason"] = self.reason
-            origin = open_store(self.found.store_uri, plain_http=self.request.plain_http)
+            origin = open_store(self.subject.store_uri, plain_http=self.subject.plain_http)
             fetcher = Fetcher(on_problem=self.say)
             try:
                 for layer in self.stack:
