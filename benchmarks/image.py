@@ -1,6 +1,6 @@
 """How long a node that has never seen the image of a PyTorch job takes until the job does useful work.
 
-The image is that of examples/moe (six layers, 0.4 GB compressed, 1.3 GB unpacked) in a real registry behind a link of
+The image is that of examples/moe (five layers, 0.4 GB compressed, 1.3 GB unpacked) in a real registry behind a link of
 known rate; useful work is `import torch` and one small matrix product in the container. What is measured, and how, is
 told in `_METHOD`, which the result file holds; what must be reached, in `image_claims`.
 """

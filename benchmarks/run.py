@@ -15,7 +15,16 @@ import harness
 
 sys.path.append(str(harness.ROOT / "tests"))  # the fleet whose truth is known
 
-NAMES = ("run_overhead", "hook_overhead", "tracing_cost", "report_fleet", "scan_foreign", "diff_noise", "image")
+NAMES = (
+    "run_overhead",
+    "hook_overhead",
+    "tracing_cost",
+    "report_fleet",
+    "scan_foreign",
+    "diff_noise",
+    "image",
+    "environment",
+)
 
 
 def main() -> int:

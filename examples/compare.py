@@ -1,4 +1,4 @@
-"""Startups side by side, from the JSON reports that three_starts.sh makes in FOLDER.
+"""Startups side by side, from the JSON reports that starts.sh makes in FOLDER.
 
 compare.py FOLDER NAME          one line: how long this one took, and what for
 compare.py FOLDER NAME NAME...  bars in the terminal, and the page FOLDER/index.html
@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 EXPLAINED = {
-    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, and only then the "
-    "job starts. All of that time is image_loading.",
+    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, pip installs what the "
+    "job needs besides, and only then the job starts.",
     "lazy": "The job starts on an image whose bytes are still in the registry: image_loading is nearly nothing. Each "
     "block is fetched when it is first read, so PyTorch's imports wait for the network again and again, and "
-    "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks.",
+    "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks. pip installs as before, "
+    "and BootSeer keeps the files that it made: the environment's snapshot.",
     "recorded": "The same on another new node, which finds that record beside the image. The hot blocks come in the "
     "order in which they were needed, ahead of the program and several requests at a time. The rest of the image "
-    "follows when the job is running.",
+    "follows when the job is running. The snapshot is mounted as one more layer: nothing is installed.",
+    "hot-update": "The same node again, as after a change of the code: image and environment are here.",
 }
 STAGES = {
     "image_loading": ("█", "#c2410c", "until the container can be started"),
+    "environment_setup": ("▓", "#a16207", "what the job needs besides the image"),
     "model_initialization": ("▒", "#1d4ed8", "imports, process group, model"),
     "first_step": ("░", "#15803d", "the first training step"),
     "other": ("·", "#78716c", "the rest"),
@@ -30,7 +33,7 @@ STAGES = {
 WIDTH = 50
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Three starts of one job</title>
+<html lang="en"><meta charset="utf-8"><title>Four starts of one job</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1917 }}
 h2 {{ margin: 2rem 0 0; font-size: 1.2rem }}
@@ -42,9 +45,9 @@ p {{ margin: .3rem 0 }}
 .key {{ font-size: .9rem }}
 .facts {{ color: #57534e; font-size: .9rem }}
 </style>
-<h1>Three starts of one job</h1>
-<p>The same container image and the same command, each time on a node that has never seen the image: from submission to
-the end of the first training step. All bars have one scale.</p>
+<h1>Four starts of one job</h1>
+<p>The same container image and the same command, three times on a node that has never seen the image, then once more on
+the last of them: from submission to the end of the first training step. All bars have one scale.</p>
 <p class="key">{key}</p>
 {starts}
 </html>

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Starts the job of examples/moe three times in a container, each time on a node that has never seen its image, and
-# shows where the startup time went: full pull, lazily, lazily with what the start before recorded.
+# Starts the job of examples/moe in a container on three nodes that have never seen its image, and shows where the startup
+# time went: full pull and pip; lazily, with a snapshot taken of what pip did; lazily with what the start before recorded,
+# and the snapshot mounted. Then once more after a change of the code.
 #
 #   examples/demo.sh [FOLDER]        FOLDER, by default demo-out/ of the checkout, is emptied first
 #
@@ -26,5 +27,6 @@ find "$out" -mindepth 1 ! -path "$out/.bootseer-demo" -delete
 
 printf '\n==> the image of the job: Debian, Python, PyTorch, the script\n' >&2
 "$here/image/build.sh" "$image"
-exec "$here/three_starts.sh" "oci:$image/oci:latest" "$out" -- \
+export REQUIREMENTS="$here/moe/requirements.txt" IN_IMAGE=/app/requirements.txt WHEELS="$image/wheels"
+exec "$here/starts.sh" "oci:$image/oci:latest" "$out" -- \
   torchrun --standalone --nproc-per-node 2 /app/train.py --steps 4 --checkpoint-mb 60 --checkpoint-dir /tmp/checkpoints

@@ -5,7 +5,8 @@
 #
 # containerd pulls and unpacks IMAGE, then runs COMMAND in it. It must run already; CONTAINERD_ADDRESS is its socket.
 # The container gets the events' folder and the hook's, at the places that they have here, and the variables that tell
-# of them: so PyTorch's part of the startup is measured as it is without a container.
+# of them: so PyTorch's part of the startup is measured as it is without a container. FULL_PULL_INSTALL, a file of
+# requirements in the image, is installed in front of COMMAND from the wheels in the folder FULL_PULL_WHEELS.
 set -euo pipefail
 image="$1"
 shift
@@ -21,14 +22,24 @@ for name in $(compgen -e); do
 done
 hook="${PYTHONPATH%%:*}"
 package="${hook%/hook/path}"
+command=("$@")
+if [[ -n ${FULL_PULL_INSTALL:-} ]]; then
+  options+=(--mount "type=bind,src=$FULL_PULL_WHEELS,dst=/wheels,options=rbind:ro")
+  pip=(python3 -m pip install --quiet --no-index --find-links /wheels -r "$FULL_PULL_INSTALL")
+  marked='import os, subprocess, sys, bootseer
+with bootseer.stage("environment_setup"):
+    subprocess.run(sys.argv[1].split(), check=True)
+os.execvp(sys.argv[2], sys.argv[2:])'
+  command=(python3 -c "$marked" "${pip[*]}" "$@")
+fi
 spool="${BOOTSEER_TRACE#spool:}"
-options+=(--env "PYTHONPATH=$hook")
+options+=(--env "PYTHONPATH=$hook:${package%/*}")
 options+=(--mount "type=bind,src=$package,dst=$package,options=rbind:ro")
 options+=(--mount "type=bind,src=$spool,dst=$spool,options=rbind:rw")
 container="full-pull-$$"
 # The command has process id 1 there, and would ignore what is to end it.
 trap 'ctr task kill --signal SIGKILL "$container"' INT TERM
-ctr run "${options[@]}" "$image" "$container" "$@" <&0 &
+ctr run "${options[@]}" "$image" "$container" "${command[@]}" <&0 &
 code=0
 # A trap ends `wait` before the container has ended.
 while wait $! && code=0 || code=$?; kill -0 $! 2>/dev/null; do :; done

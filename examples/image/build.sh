@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Builds the container image of examples/moe as an OCI layout: six layers, about 400 MB compressed, 1.3 GB unpacked.
+# Builds the container image of examples/moe as an OCI layout: five layers, about 400 MB compressed, 1.3 GB unpacked;
+# and the wheels that the job installs when it starts.
 #
-#   examples/image/build.sh [FOLDER]      FOLDER, by default .demo-cache/image of the checkout; the image is FOLDER/oci:latest
+#   examples/image/build.sh [FOLDER]      FOLDER, by default .demo-cache/image of the checkout; the image is FOLDER/oci:latest,
+#                                     the wheels are in FOLDER/wheels
 #
 # No Docker: debootstrap makes the base from the Debian mirror that apt is configured with, buildah does the rest. Needs
 # root. About four minutes; quick when the image is there and nothing that it is made of has changed.
@@ -55,22 +57,24 @@ rm -rf "$work"/base/var/cache/apt/* "$work"/base/var/lib/apt/lists/* "$work"/bas
 
 # The wheels of the image's Python. PyTorch's CPU build is where pip is configured to look, or where uv knows it to be,
 # as in scripts/setup.sh.
-pip=("$root/.venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
-  --python-version "$python_version" --implementation cp)
-for libc in 17 27 28; do pip+=(--platform "manylinux_2_${libc}_x86_64"); done
-pip+=(--platform manylinux2014_x86_64)
+pip=("$root/.venv/bin/python" -m pip --disable-pip-version-check)
+for_image=(--quiet --only-binary :all: --python-version "$python_version" --implementation cp
+  --platform manylinux2014_x86_64)
+for libc in 17 27 28; do for_image+=(--platform "manylinux_2_${libc}_x86_64"); done
+install=("${pip[@]}" install --no-compile "${for_image[@]}")
 pin="$(grep '^torch==' "$root/scripts/requirements.txt")"
 
 say "libraries, $pin and the job's requirements for Python $python_version"
-"${pip[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" >&2
-"${pip[@]}" --target "$work/context/torch" "$pin+cpu" >&2 2>/dev/null || {
+"${install[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" >&2
+"${install[@]}" --target "$work/context/torch" "$pin+cpu" >&2 2>/dev/null || {
   "$root/.venv/bin/python" -m pip install --quiet uv >&2
   "$root/.venv/bin/uv" pip install --quiet --target "$work/context/torch" --python-version "$python_version" \
     --python-platform x86_64-manylinux_2_28 --torch-backend cpu "$pin" >&2
 } || die "cannot get the CPU build of $pin"
-"${pip[@]}" --target "$work/context/requirements" --requirement "$root/examples/moe/requirements.txt" >&2
+rm -rf "$out/wheels"
+"${pip[@]}" download "${for_image[@]}" --dest "$out/wheels" --requirement "$root/examples/moe/requirements.txt" >&2
 # A package belongs to the lowest layer that brings it, and console scripts name an interpreter of this machine.
-rm -rf "$work"/context/{libraries,torch,requirements}/bin
+rm -rf "$work"/context/{libraries,torch}/bin
 above() { # layer, the layers below it
   local layer="$1" name
   shift
@@ -81,9 +85,8 @@ above() { # layer, the layers below it
   done
 }
 above torch libraries
-above requirements libraries torch
 mkdir "$work/context/job"
-cp "$root"/examples/moe/*.py "$work/context/job/"
+cp "$root"/examples/moe/{*.py,requirements.txt} "$work/context/job/"
 
 say "layers"
 base="$(buildah "${storage[@]}" from scratch)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import traceback
 from collections.abc import Callable
 from contextlib import closing
@@ -15,15 +16,17 @@ import pytest
 from bootseer.bring.apart import breaks_forks, do_apart
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.places import blocks_folder
+from bootseer.bring.release import release
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
-from bootseer.image.mounting.mount import mount_image, release
+from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import open_source
 from bootseer.mounts import kernel
+from bootseer.mounts.ladder import Facts
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from image_node import LARGE_BYTES, Node
@@ -104,6 +107,36 @@ def test_what_one_start_needed_the_next_node_fetches_first(converted: Node, moun
     assert numbers["coverage"] > 0.9  # type: ignore[operator]  # the kernel may read ahead a little further
     assert numbers["hot_bytes"] + numbers["demand_bytes"] < 1.5 * LARGE_BYTES  # type: ignore[operator]
     assert said(converted) == ""
+
+
+@pytest.mark.parametrize("why", ["", "not here"])
+def test_what_lies_above_an_image_adds_replaces_and_deletes(converted: Node, why: str) -> None:
+    above = converted.folder / "above"
+    for folder in ("bin", "etc", "new"):
+        (above / folder).mkdir(parents=True)
+    (above / "new" / "file").write_text("new")
+    (above / "etc" / "passwd").write_text("replaced")
+    os.mknod(above / "hot", stat.S_IFCHR, 0)
+    for kind in ("trusted", "user"):
+        os.setxattr(above / "bin", f"{kind}.overlay.opaque", b"y")
+    mounted = mount_image(
+        request(converted),
+        converted.folder / "mnt",
+        writable=converted.folder / "changed",
+        above=[above],
+        # With a reason against every other way the files are written out.
+        facts=Facts(fuse=why, erofs_file=why, loop=why),
+    )
+    root = mounted.root
+    assert mounted.facts["way"] == ("unpacked files" if why else "EROFS from files")
+    assert (root / "new" / "file").read_text() == "new"
+    assert (root / "etc" / "passwd").read_text() == "replaced"
+    assert (root / "etc" / "group").exists()
+    assert list((root / "bin").iterdir()) == []
+    assert not (root / "hot").exists()
+    (root / "new" / "file").write_text("changed")
+    mounted.close()
+    assert (above / "new" / "file").read_text() == "new"
 
 
 def test_a_node_that_has_everything_asks_nobody_for_a_digest(converted: Node, mount: Mount) -> None:

@@ -23,12 +23,12 @@ import pytest
 from bootseer.analysis.inputs import sources
 from bootseer.analysis.scan import scan
 from bootseer.bring.places import unpacked_folder
+from bootseer.bring.unpacked import release_unpacked
 from bootseer.errors import UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting import ways
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
-from bootseer.image.mounting.unpacked import release_unpacked
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts import kernel

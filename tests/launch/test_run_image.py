@@ -177,7 +177,7 @@ def test_the_hook_s_package_and_the_spool_are_there_and_secrets_are_not(run: Run
         "-q",
         "--image",
         image,
-        "--env",
+        "--container-env",
         "PYTHONPATH=/own",
         "--",
         "sh",

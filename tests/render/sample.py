@@ -14,6 +14,7 @@ from bootseer.analysis.model import (
     WORK,
     Clock,
     Coverage,
+    EnvironmentStart,
     Fact,
     ImageStart,
     Input,
@@ -245,6 +246,10 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
         clock=Clock(nodes[0].node, 0.012, 0.0021, 1, [nodes[-1].node]),
         unobserved=["allocation", "Time in the queue: neither Slurm nor Kubernetes variables were there."],
         images=[_image(node.node, "fallback" if i == 0 and len(nodes) > 2 else "hot") for i, node in enumerate(nodes)],
+        environments=[
+            _environment(node.node, "installed" if i == 0 and len(nodes) > 2 else "restored")
+            for i, node in enumerate(nodes)
+        ],
         facts=[
             Fact(
                 "nccl",
@@ -332,6 +337,7 @@ def empty() -> Report:
         clock=Clock("", 0.0, None, 0, []),
         unobserved=["No stage was seen."],
         images=[],
+        environments=[],
         facts=[],
         share=None,
         startups=[],
@@ -355,6 +361,18 @@ def _image(node: str, mode: str) -> ImageStart:
     return ImageStart(
         *(node, "registry.example/train:7", "sha256:" + "ab" * 32, mode, reason, 0.41, "training_began"),
         *(6, 412 << 20, 0, *fetched, 41, 0.97 if mode == "hot" else None, 12, 7),
+    )
+
+
+def _environment(node: str, mode: str) -> EnvironmentStart:
+    why = ("driver", "refused: the driver here is 535, the snapshot's 550") if mode == "installed" else ("hit", "hit")
+    restored = mode == "restored"
+    return EnvironmentStart(
+        *(node, mode, *why, "c0" * 32, "sha256:" + "cd" * 32 if restored else "", "requirements.txt", "gpu-a-0001"),
+        *("observed", "erofs-file" if restored else "", 0.21 if restored else 112.4),
+        *((10_800.0, 112.2) if restored else (None, None)),
+        *((42_007, 1_760 << 20, 1, 3, 540 << 20, 0, 4 << 20, 90 << 20, 0, 33) if restored else (0,) * 10),
+        *(0.96 if restored else None, "training_began", None, ""),
     )
 
 
@@ -386,6 +404,10 @@ def hostile() -> Report:
         stragglers=[replace(one, node=script, stage=image, barrier=close) for one in report.stragglers],
         straggler_groups=[replace(group, stage=svg, nodes=list(HOSTILE)) for group in report.straggler_groups],
         images=[replace(image, image=script, reason=close, mode=svg, node=attribute) for image in report.images],
+        environments=[
+            replace(one, mode=svg, reason=close, node=attribute, builder=script, key=image, why_not=script)
+            for one in report.environments
+        ],
         facts=[replace(fact, source=script, text=image, where=close, node=attribute) for fact in report.facts],
         unobserved=list(HOSTILE),
         clock=replace(report.clock, reference_node=script, steps=list(HOSTILE)),

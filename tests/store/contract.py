@@ -20,9 +20,9 @@ from typing import Protocol
 
 import pytest
 
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.retry import read_all
-from bootseer.store.store import PIECE_BYTES, Store, Stored
+from bootseer.store.store import MAX_CREATE_BYTES, PIECE_BYTES, Store, Stored
 
 DATA = random.Random(7).randbytes(700_001)
 HOSTILE = [
@@ -79,6 +79,8 @@ def sha256(data: bytes) -> str:
 
 class StoreContract:
     """Base of the tests of each store."""
+
+    creates_in_one_step = True
 
     def test_a_content_name_is_the_sha256_of_the_bytes(self, store: Store, outside: Outside) -> None:
         stored = put(store, DATA)
@@ -211,6 +213,64 @@ class StoreContract:
         upload = store.upload()
         upload.write(memoryview(bytearray(DATA))[10:500_010])
         assert upload.commit().name == sha256(DATA[10:500_010])
+
+    def test_create_writes_a_name_that_is_free_and_no_other(self, store: Store, outside: Outside) -> None:
+        assert store.create("a/name", b"first")
+        assert not store.create("a/name", b"second")
+        assert get(store, "a/name") == outside.get("a/name") == b"first"
+        assert store.stat("a/name") == Stored("a/name", 5)
+        put(store, b"uploaded", "b/name")
+        assert not store.create("b/name", b"created")
+        assert get(store, "b/name") == b"uploaded"
+        assert sorted(found.name for found in store.list()) == ["a/name", "b/name"]
+        assert outside.unfinished() == []
+
+    def test_the_same_bytes_are_created_once(self, store: Store) -> None:
+        data = b"the same"
+        assert store.create("name", data)
+        assert not store.create("name", data)
+
+    def test_what_was_created_can_be_replaced_deleted_and_created_again(self, store: Store) -> None:
+        assert store.create("a/name", b"first")
+        put(store, b"second", "a/name")
+        assert get(store, "a/name") == b"second"
+        store.delete("a/name")
+        assert store.create("a/name", b"third")
+        assert get(store, "a/name") == b"third"
+
+    @pytest.mark.parametrize("size", [0, 1, 16 * 1024 + 1, MAX_CREATE_BYTES])
+    def test_create_takes_small_objects_with_what_they_need(self, store: Store, size: int) -> None:
+        needed = put(store, DATA)
+        data = random.Random(size).randbytes(size)
+        assert store.create("small/object", data, refs=[needed])
+        assert get(store, "small/object") == data
+
+    @pytest.mark.parametrize("name", [*HOSTILE, sha256(b"")])
+    def test_create_refuses_names_that_are_no_paths(self, store: Store, name: str) -> None:
+        with pytest.raises(UsageError):
+            store.create(name, b"")
+
+    def test_create_refuses_large_objects(self, store: Store, outside: Outside) -> None:
+        with pytest.raises(UsageError, match="too many to create at once"):
+            store.create("name", bytes(MAX_CREATE_BYTES + 1))
+        assert outside.get("name") is None
+
+    def test_of_many_that_create_one_name_one_wins_and_its_bytes_stay(self, store: Store) -> None:
+        barrier = threading.Barrier(6)
+
+        def attempt(number: int) -> bool | None:
+            barrier.wait(60)
+            try:
+                return store.create("a/name", b"%d" % number)
+            except TransientError:  # a registry that keeps tags as files stumbles over one that is being written
+                return None
+
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(attempt, range(6)))
+        stored = int(read_all(store, "a/name", 1))
+        assert answers[stored] is not False
+        if self.creates_in_one_step:
+            assert answers == [number == stored for number in range(6)]
 
     def test_list_finds_path_names_by_their_beginning(self, store: Store) -> None:
         put(store, b"content")

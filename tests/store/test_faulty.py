@@ -42,7 +42,8 @@ def inner() -> MemoryStore:
 )
 def test_a_status_is_the_error_that_a_server_means(inner: MemoryStore, status: int, kind: type[BootseerError]) -> None:
     store = FaultyStore(inner, lambda _: Fault(status=status, retry_after_s=3.0))
-    for call in (lambda: get(store, "name"), lambda: store.stat("name"), store.upload, store.list):
+    calls = (lambda: get(store, "name"), lambda: store.stat("name"), store.upload, store.list)
+    for call in (*calls, lambda: store.create("free", b"x")):
         with pytest.raises(kind, match=str(status)) as caught:
             call()
         if isinstance(caught.value, TransientError):
@@ -65,6 +66,14 @@ def test_a_function_sees_each_request(inner: MemoryStore) -> None:
     store.stat("name")
     list(store.list("na"))
     assert seen == [Request(0, "read", "name", 5, 10), Request(1, "stat", "name"), Request(2, "list", "na")]
+
+
+def test_the_answer_to_a_create_may_be_lost(inner: MemoryStore) -> None:
+    store = FaultyStore(inner, [Fault(cut_after=0)])
+    with pytest.raises(TransientError, match="before the answer"):
+        store.create("free", b"x")
+    assert get(inner, "free") == b"x"
+    assert not store.create("free", b"y")
 
 
 def test_requests_and_bytes_are_counted_by_name(inner: MemoryStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -100,6 +101,38 @@ def test_an_object_cannot_be_the_folder_of_another(tmp_path: Path) -> None:
     with pytest.raises(PermanentError, match="cannot be the folder of another"):
         put(store, b"x", "c")
     assert Outside(tmp_path).unfinished() == []
+
+
+def test_an_object_is_not_created_where_others_have_their_folder(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    assert store.create("c/d", b"x")
+    for name in ("c", "c/d/e"):
+        with pytest.raises(PermanentError, match="cannot be the folder of another"):
+            store.create(name, b"y")
+    assert Outside(tmp_path).unfinished() == []
+
+
+def test_an_object_is_created_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: object, target: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    store = FileStore(tmp_path)
+    assert store.create("a/name", b"first")
+    assert not store.create("a/name", b"second")
+    assert get(store, "a/name") == b"first"
+    assert Outside(tmp_path).unfinished() == []
+
+
+def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, target)  # as a file server does that is asked again
+
+    monkeypatch.setattr(os, "link", link_twice)
+    assert FileStore(tmp_path).create("a/name", b"first")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:

@@ -156,6 +156,29 @@ def test_an_object_cannot_be_the_folder_of_another(cluster: HdfsCluster, uri: st
     assert Outside(uri).unfinished() == []
 
 
+def test_an_object_is_not_created_where_others_have_their_folder(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri)) as store:
+        assert store.create("c/d", b"x")
+        for name in ("c", "c/d/e"):
+            with pytest.raises(PermanentError, match="cannot be the folder of another"):
+                store.create(name, b"y")
+        assert not store.create("c/d", b"y")
+    assert Outside(uri).unfinished() == []
+
+
+def test_creating_in_a_hung_cluster_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
+    assert cluster.namenode is not None
+    with closing(hdfs.HdfsStore(uri)) as store:
+        put(store, DATA)
+        cluster.namenode.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TransientError, match="no complete answer"):
+                store.create("a/name", b"x", timeout_s=0.5)
+        finally:
+            resume(cluster.namenode)
+        store.create("a/other", b"x")
+
+
 def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster, uri: str) -> None:
     outside = Outside(uri)
     with closing(hdfs.HdfsStore(uri)) as store:

@@ -160,6 +160,36 @@ def test_an_object_that_could_not_be_copied_is_refused_while_it_is_written(
     assert server.keys(bucket) == []
 
 
+def test_create_is_one_request_that_only_takes_a_free_name(store: Store, proxy: FaultProxy) -> None:
+    assert store.create("a/name", b"first")
+    assert [request.headers.get("if-none-match") for request in proxy.requests] == ["*"]
+    assert not store.create("a/name", b"second")
+    assert get(store, "a/name") == b"first"
+
+
+def test_where_the_condition_is_not_known_create_looks_before_it_writes(store: Store, proxy: FaultProxy) -> None:
+    unknown = Fault(status=501, body=b"<Error><Code>NotImplemented</Code></Error>")
+    proxy.plan = lambda request: unknown if "if-none-match" in request.headers else None
+    assert store.create("a/name", b"first")
+    assert not store.create("a/name", b"second")
+    assert get(store, "a/name") == b"first"
+
+
+def test_a_create_without_an_answer_is_transient_and_not_tried_again(store: Store, proxy: FaultProxy) -> None:
+    for fault in (Fault(drop=True), Fault(status=503), Fault(status=429)):
+        before = len(proxy.requests)
+        proxy.plan = once(fault)
+        with pytest.raises(TransientError, match="a/name"):
+            store.create("a/name", b"first")
+        assert len(proxy.requests) == before + 1
+    proxy.plan = lambda request: Fault(hang=True)
+    with pytest.raises(TransientError, match=r"no complete answer within 0\.5 s"):
+        store.create("a/name", b"first", timeout_s=0.5)
+    proxy.plan = lambda request: Fault(status=403)
+    with pytest.raises(AccessError):
+        store.create("a/name", b"first")
+
+
 def test_a_bucket_that_is_not_there_is_not_found(bucket: str) -> None:
     with pytest.raises(NotFoundError):
         get(object_store.ObjectStore("s3://no-such-bucket/x"), "name")

@@ -69,6 +69,8 @@ def outside(registry: Registry, repository: str) -> Outside:
 
 
 class TestOciStore(SharedStoreContract):
+    creates_in_one_step = False
+
     @pytest.fixture
     def store(self, store: OciStore) -> Store:
         return store
@@ -100,6 +102,23 @@ def test_the_manifest_is_laid_out_as_specified(store: OciStore, outside: Outside
     assert ref["digest"] == block.name
     assert ref["size"] == len(DATA)
     assert tag_of("images/one") == "bootseer-" + hashlib.sha256(b"images/one").hexdigest()[:40]
+
+
+def test_a_created_object_keeps_what_it_needs(store: OciStore, outside: Outside) -> None:
+    block = put(store, DATA)
+    assert store.create("images/one", b"index", refs=[block])
+    own, ref = outside.manifest("images/one")["layers"]
+    assert (own["digest"], ref["digest"]) == (sha256(b"index"), block.name)
+
+
+def test_create_ends_with_its_deadline(registry: Registry, repository: str) -> None:
+    with FaultProxy(registry.host) as proxy, closing(OciStore(open_registry(proxy.host, repository))) as store:
+        for method in ("GET", "POST", "PUT"):
+            proxy.plan = lambda request, method=method: Fault(hang=True) if request.method == method else None
+            with pytest.raises(TransientError):
+                store.create("a/name", b"x", timeout_s=0.5)
+        proxy.plan = lambda request: None
+        assert store.create("a/name", b"x")
 
 
 def test_a_missing_ref_is_refused_by_the_registry(store: OciStore) -> None:

@@ -233,6 +233,62 @@ class ImageStart:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentStart:
+    """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
+
+    node: str
+    mode: str
+    """`restored`: a snapshot was mounted, the setup did not run; `captured`: it ran, and what it did was kept as a
+    snapshot, if possible; `installed`: it ran as it would without us; `bypassed`: the same, as the user asked."""
+    code: str
+    """Why this mode, as a stable word: `miss`, `hit`, `driver`, `store`, ..."""
+    reason: str
+    """Why this mode, in words."""
+    key: str
+    """The request key."""
+    digest: str
+    """Of the snapshot that was restored."""
+    what: str
+    """The setup's files, for people."""
+    builder: str
+    """Node that made the snapshot."""
+    trust: str
+    """`observed`, `unobserved` or `untrusted`: whether the key knows all that the setup reads."""
+    way: str
+    """How the snapshot is shown, or the setup was watched."""
+    seconds: float | None
+    """From the beginning of the stage until the command could start."""
+    age_s: float | None
+    """Of the snapshot."""
+    saved_s: float | None
+    """How long the setup took when the snapshot was made, less `seconds`."""
+    num_files: int
+    size_bytes: int
+    """Of the snapshot's files."""
+    roots: int
+    """Folders that are shown by a mount."""
+    loose: int
+    """Files outside of them, which were written as the setup would."""
+    stored_bytes: int
+    """Size of the snapshot as stored."""
+    local_bytes: int
+    """Of these, on the node already."""
+    demand_bytes: int
+    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    hot_bytes: int
+    cold_bytes: int
+    requests: int
+    coverage: float | None
+    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    until: str
+    """When the numbers were taken: `training_began` or `end` (of the command)."""
+    published: bool | None
+    """Whether a snapshot was kept; None when there was none to keep, or nobody told."""
+    why_not: str
+    """Why no snapshot was kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """One startup in a list of them."""
 
@@ -313,6 +369,8 @@ class Report:
     unobserved: list[str]
     images: list[ImageStart]
     """One for each node that `bootseer run --image` started a container on, by node."""
+    environments: list[EnvironmentStart]
+    """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview]

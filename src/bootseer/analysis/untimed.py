@@ -50,6 +50,7 @@ def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], r
         clock=model.Clock("", 0.0, None, 0, []),
         unobserved=[stage for stage in STAGES if stage not in told],
         images=[],
+        environments=[],
         facts=list(facts),
         share=None,
         startups=[],

@@ -33,6 +33,11 @@ def metadata_folder(root: Path) -> Path:
     return root / "images"
 
 
+def environments_folder(root: Path) -> Path:
+    """Where below the cache's root documents and indexes of environments are kept."""
+    return root / "environments"
+
+
 def converted_folder(root: Path) -> Path:
     """The store below the cache's root for images that were converted on this node."""
     return root / "converted"

@@ -120,10 +120,10 @@ def verify(folder: Path | None, as_json: bool, threads: int) -> None:
 def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
     from bootseer.bring.places import runtime_root
+    from bootseer.bring.release import release
+    from bootseer.bring.unpacked import release_unpacked
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
-    from bootseer.image.mounting.mount import release
-    from bootseer.image.mounting.unpacked import release_unpacked
     from bootseer.mounts.state import Runtime
     from bootseer.units import format_bytes
 

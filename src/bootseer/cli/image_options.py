@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from bootseer.launch.image_stage import Wanted
 
 SOURCE = (
-    Option("store", ("--store",), "Where the converted image is (default: its own repository).", metavar="URI"),
+    Option(
+        "store",
+        ("--store",),
+        "Where converted images (default: the image's own repository) and environments (default: this node) are kept.",
+        metavar="URI",
+    ),
     Option("plain_http", ("--plain-http",), "Speak to the registry without encryption.", FLAG, default=False),
     Option(
         "loading",
@@ -75,7 +80,11 @@ CONTAINER = (
 IMAGE = (
     Option("image", ("--image",), "Run the command in this container image, loaded lazily.", metavar="REF"),
     *SOURCE,
-    *CONTAINER,
+    # `--env` of `run` is about the environment's snapshots.
+    *(
+        option._replace(flags=("--container-env", "-e")) if option.flags[0] == "--env" else option
+        for option in CONTAINER
+    ),
     Option(
         "container_gpus",
         ("--container-gpus",),
@@ -86,13 +95,20 @@ IMAGE = (
 """The image's part of the options of `run`."""
 
 
-def split(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
-    """The values without the image's, and the image's. Raises `UsageError` for the latter without an image."""
+_SHARED = ("store", "plain_http", "loading")
+"""Options of `SOURCE` that tell how snapshots of environments come, too."""
+
+
+def split(values: Mapping[str, object], *, has_setup: bool) -> tuple[dict[str, object], dict[str, Any]]:
+    """The values without the image's, and the image's. Raises `UsageError` for the latter without an image.
+
+    `has_setup`: there is an environment setup, which has some of these options for itself.
+    """
     names = {option.name for option in IMAGE}
     ours = {option.name: values[option.name] for option in IMAGE}
     if ours["image"] is None:
         for option in IMAGE:
-            if ours[option.name] != option.start:
+            if ours[option.name] != option.start and not (has_setup and option.name in _SHARED):
                 raise UsageError(f"{option.flags[0]} is about a container", hint="give --image REF too")
     return {name: value for name, value in values.items() if name not in names}, ours
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from bootseer.cli.image_options import IMAGE, split, wanted
+from bootseer.cli import env_options, image_options
+from bootseer.cli.env_options import ENVIRONMENT
+from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
@@ -18,7 +20,7 @@ OPTIONS = (
     Option("num_nodes", ("--num-nodes",), "Nodes of the job, to notice those that stay silent.", COUNT, least=1),
     Option("gpus", ("--gpus",), "GPUs of this node that the job uses.", COUNT),
     Option("setup", ("--setup",), "Run this first, as the stage environment_setup.", metavar="SCRIPT"),
-    Option("requirements", ("--requirements", "-r"), "Install these first with pip.", metavar="FILE", many=True),
+    Option("requirements", ("--requirements", "-r"), "Install these first.", metavar="FILE", many=True),
     Option("spool", ("--spool",), "Where events are kept; a folder that nodes share is fine.", metavar="DIR"),
     Option(
         "sinks",
@@ -38,6 +40,7 @@ OPTIONS = (
         metavar="REGEX",
     ),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
+    *ENVIRONMENT,
     *IMAGE,
 )
 
@@ -56,7 +59,9 @@ def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these values; the exit code. Raises `UsageError`."""
     from bootseer.launch.run import Options, run
 
-    values, image = split(values)
+    has_setup = bool(values["setup"] or values["requirements"])
+    values, image = image_options.split(values, has_setup=has_setup)
+    values, environment = env_options.split(values, has_setup=has_setup)
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
@@ -65,7 +70,9 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["began_pattern"] = compiled(str(settings["began_pattern"]))
     _check_sinks(settings["sinks"])
     if image["image"] is not None:
-        settings["image"] = wanted(image["image"], image, image["container_gpus"])
+        settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
+    if has_setup:
+        settings["environment"] = env_options.wanted(environment, image, os.environ)
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
 
 

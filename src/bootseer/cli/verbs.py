@@ -19,6 +19,7 @@ class Verbs(Group):
         "report": Verb("report", "Show where a startup's time went."),
         "diff": Verb("diff", "Compare two startups."),
         "image": Verb("image", "Container images that start before they are here."),
+        "env": Verb("env", "Environments that are installed once and mounted everywhere."),
         "cache": Verb("cache", "What this node keeps of images."),
         "doctor": Verb("doctor", "Say what works on this machine, and why not."),
         "bench": Verb("bench", "Measure the claims on this machine."),
@@ -32,6 +33,7 @@ def cli() -> None:
 
     \b
     bootseer run -- torchrun --nproc-per-node 8 train.py
+    bootseer run --requirements requirements.txt -- torchrun train.py
     bootseer run --image registry:5000/team/train:7 -- torchrun train.py
     bootseer report train
     """

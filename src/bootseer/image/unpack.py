@@ -4,7 +4,7 @@ The layers are merged here, without the kernel. As root everything is as in a mo
 neither devices nor attributes that only root may set. Root of a user namespace stands between the two: what it may, it
 does. The folder must be empty: then no name in it can lead elsewhere.
 
-Called by `image.mounting.unpacked`; `open_merged` is for tests, which compare.
+Called by `image.mounting.mount`; `open_merged` is for tests, which compare.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
+from bootseer.bring.forecast import CachedLayer
 from bootseer.erofs.format import Attributes
+from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.block_reader import open_layer
 from bootseer.image.document import ImageDocument
@@ -27,6 +30,11 @@ from bootseer.store.store import Store
 def open_merged(document: ImageDocument, store: Store) -> MergedTree:
     """The tree of an image, read from a store as it is asked for."""
     return MergedTree([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])
+
+
+def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:
+    """Write the tree of layers that are complete on this node into an empty folder, as `unpack` does."""
+    unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
 
 
 def unpack(tree: MergedTree, folder: Path) -> None:

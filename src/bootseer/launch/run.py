@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from bootseer.launch import supervise
 from bootseer.launch.session import EXIT_FLUSH_S, Session
 from bootseer.launch.supervise import say
-from bootseer.trace.event import BEGIN, END, FAILED, OK
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK
 
 if TYPE_CHECKING:
     from bootseer.launch.environment_setup import Step
+    from bootseer.launch.environment_wanted import EnvironmentWanted
     from bootseer.launch.image_stage import Wanted
     from bootseer.trace.tracer import Tracer
 
@@ -38,6 +39,8 @@ class Options(NamedTuple):
     quiet: bool = False
     image: Wanted | None = None
     """The container image that the command runs in."""
+    environment: EnvironmentWanted | None = None
+    """How what the setup makes is to come; None: by running it."""
 
 
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
@@ -54,13 +57,21 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     session = Session.opened(command, options, env)
     tracer = session.tracer if session is not None else None
     child_env = session.child_env(env, hook=options.hook) if session is not None else dict(env)
-    code = 0
-    if steps:
-        code = _run_setup(steps, child_env, tracer, own_group=own_group)
-    if not code:
-        code = run_command(command, options, child_env, session, own_group=own_group)
-    if session is not None:
-        session.close(code)
+    code = 1
+    try:
+        if steps and options.environment is not None and options.environment.mode != "bypass":
+            from bootseer.launch.environment_stage import run_in_environment
+
+            code = run_in_environment(command, options, child_env, session, own_env=env, own_group=own_group)
+            return code
+        code = _run_setup(steps, child_env, tracer, own_group=own_group) if steps else 0
+        if not code:
+            if steps and tracer is not None:
+                tracer.emit("environment_start", INSTANT, attrs={"mode": "bypassed", "code": "bypass"})
+            code = run_command(command, options, child_env, session, own_group=own_group)
+    finally:
+        if session is not None:
+            session.close(code)
     return code
 
 
@@ -102,11 +113,12 @@ def run_command(
     own_group: bool,
     program: str = "",
     span: str = "",
+    enter: Callable[[], None] | None = None,
 ) -> int:
     """Start the command, wait for it, and write down both; returns its exit code. Signals must be blocked.
 
     `program` is what the command is called where it is not its first word; `span` is its span's id where others know
-    it already.
+    it already; `enter` leads the command's process to where it is to run.
     """
     if session is not None:
         attrs = {"program": os.path.basename(program or command[0])}
@@ -125,7 +137,7 @@ def run_command(
             follow_window_size(relays)
     try:
         stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
-        pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr)
+        pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
     except supervise.CannotStart as error:
         say(str(error))
         code = error.code

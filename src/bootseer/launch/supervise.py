@@ -44,6 +44,7 @@ NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 _PR_SET_PDEATHSIG = 1
+_MAX_REPORT = 4096  # what a pipe takes at once
 # Python ignores these two; the command must find them as we did before Python started.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -55,11 +56,14 @@ def say(message: str) -> None:
 
 
 class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
-    """The command could not be started; `code` is what a shell would return."""
+    """The command could not be started; `code` is what a shell would return.
 
-    def __init__(self, command: str, error: OSError) -> None:
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
-        super().__init__(f"{command}: {'command not found' if missing else error.strerror}")
+    `why` is told instead of the error when the command itself was not reached.
+    """
+
+    def __init__(self, command: str, error: OSError, why: str = "") -> None:
+        missing = not why and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        super().__init__(f"{command}: {'command not found' if missing else why or error.strerror}")
         self.code = NOT_FOUND if missing else NOT_EXECUTABLE
 
 
@@ -94,9 +98,11 @@ def spawn(
     own_group: bool,
     stdout: int | None = None,
     stderr: int | None = None,
+    enter: Callable[[], None] | None = None,
 ) -> int:
     """Start the command and return its pid. Raises `CannotStart`.
 
+    `enter` runs in the child before the command takes its place, to go into namespaces; what it raises is reported.
     By `fork` in a process of one thread: `posix_spawn` cannot tie the command's life to ours.
     """
     parent = os.getpid()
@@ -108,7 +114,7 @@ def spawn(
             try:
                 pid = os.fork()
                 if pid == 0:
-                    _become(command, env, parent, group, {1: stdout, 2: stderr}, report)
+                    _become(command, env, parent, group, {1: stdout, 2: stderr}, report, enter)
             finally:
                 os.close(report)
             failed = file.read()  # ends when the command has taken the child's place
@@ -117,8 +123,8 @@ def spawn(
     if failed:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
-        number = int(failed)
-        raise CannotStart(command[0], OSError(number, os.strerror(number)))
+        number, _, why = failed.decode("utf-8", "replace").partition(" ")
+        raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), why)
     return pid
 
 
@@ -139,14 +145,17 @@ def _become(
     group: int,
     streams: Mapping[int, int | None],
     report: int,
+    enter: Callable[[], None] | None,
 ) -> NoReturn:
-    """In the child: become the command, or report the error number and end."""
+    """In the child: become the command, or report the error number, why `enter` failed, and end."""
     try:
         os.setpgid(0, group)
         for target, stream in streams.items():
             if stream is not None:
                 os.dup2(stream, target)
-        _die_with(parent)
+        if enter is not None:
+            _enter(enter, report)
+        _die_with(parent)  # behind `enter`: the kernel forgets it where a process changes its rights
         # What waits behind the mask must meet the default, not a Python handler that exec would take away.
         for number in (*_PYTHON_IGNORES, signal.SIGINT, signal.SIGWINCH):
             if number in _PYTHON_IGNORES or callable(signal.getsignal(number)):
@@ -162,6 +171,17 @@ def _become(
         os.write(report, b"%d" % (error.errno or errno.EINVAL))
     finally:
         os._exit(NOT_FOUND)
+
+
+def _enter(enter: Callable[[], None], report: int) -> None:
+    """In the child: go where the command is to run, or report why that is not possible, and end."""
+    try:
+        enter()
+    except Exception as error:  # nothing may unwind into the parent's code
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EPERM
+        why = " ".join(str(error).split()) or type(error).__name__
+        os.write(report, f"{number} {why}".encode("utf-8", "replace")[:_MAX_REPORT])
+        os._exit(NOT_EXECUTABLE)
 
 
 def _die_with(parent: int) -> None:

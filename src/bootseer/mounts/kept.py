@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import time
@@ -77,7 +78,7 @@ def release_idle(
     released = []
     for identity in kept(runtime):
         # The lock's time is read before the lock is taken, which sets it.
-        if identity in used or time.time() - _lock_path(runtime, identity).stat().st_mtime < idle_s:
+        if identity in used or _unused_s(runtime, identity) < idle_s:
             continue
         with contextlib.suppress(BootseerError):  # busy: a process has a file of it open
             with _locked(runtime, identity):
@@ -99,6 +100,14 @@ def _target(runtime: Runtime, identity: str) -> Path:
 
 def _lock_path(runtime: Runtime, identity: str) -> Path:
     return runtime.layers / f"{identity}.lock"
+
+
+def _unused_s(runtime: Runtime, identity: str) -> float:
+    """For how long nobody asked for a layer; for ever, where somebody deleted what tells."""
+    try:
+        return time.time() - _lock_path(runtime, identity).stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 @contextlib.contextmanager

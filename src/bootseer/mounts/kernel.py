@@ -2,7 +2,7 @@
 
 The newer calls are used because they tell in words why a mount failed, take one option at a time instead of a page
 for all, and give a descriptor of a mount that is not attached to any folder yet. Linux 5.2 or newer.
-Who calls: `layers` and `state`; `run` verbs for `unshare_mounts`.
+Who calls: `layers`, `namespace` and `state`; `run` verbs for `unshare_mounts`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
 
@@ -28,7 +28,9 @@ _MOVE_FROM_EMPTY_PATH = 4
 _MOUNT_SETATTR, _MOUNT_ATTR_RDONLY = 442, 1
 _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
-_AT_RECURSIVE = 0x8000
+_AT_RECURSIVE, _AT_NO_AUTOMOUNT = 0x8000, 0x800
+# This one has other numbers on older architectures.
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
 _CLONE_NEWNS, _CLONE_FS = 0x0002_0000, 0x200
 MAX_STRING = 255
@@ -53,9 +55,9 @@ def create(kind: str, options: Iterable[tuple[str, str | None]], *, attributes: 
         os.close(context)
 
 
-def clone(path: Path) -> int:
-    """A copy of the mount at `path`, attached nowhere (what a bind mount is)."""
-    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+def clone(path: Path, *, recursive: bool = False) -> int:
+    """A copy of the mount at `path`, attached nowhere (what a bind mount is); `recursive` with all mounts below it."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE | _AT_NO_AUTOMOUNT if recursive else 0)
     return _call(f"bind {path}", _OPEN_TREE, _AT_FDCWD, ctypes.c_char_p(os.fsencode(path)), flags)
 
 
@@ -105,10 +107,28 @@ def unshare_mounts() -> None:
 
 def make_read_only(target: Path) -> None:
     """Let nobody write through the mount on `target`."""
-    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
+    restrict(target, _MOUNT_ATTR_RDONLY)
+
+
+def restrict(target: Path, attributes: int) -> None:
+    """Forbid what the attributes say for the mount on `target`: `MS_RDONLY`, `MS_NOSUID`, `MS_NODEV`, `MS_NOEXEC`."""
+    changes = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     path = ctypes.c_char_p(os.fsencode(target))
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _call(f"make {target} read-only", _MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_uint(0), attributes, size)
+    size = ctypes.c_size_t(ctypes.sizeof(changes))
+    _call(f"restrict the mount {target}", _MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_uint(0), changes, size)
+
+
+def change_root(folder: Path) -> None:
+    """Make a mount the root of this mount namespace; everything that is not below it is gone from here."""
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise PermanentError(f"change the root: the system call's number on {os.uname().machine} is not known")
+    os.chdir(folder)
+    dot = ctypes.c_char_p(b".")
+    _call(f"change the root to {folder}", number, dot, dot)
+    # The old root lies on top of the new one now.
+    check(libc.umount2(dot, MNT_DETACH), "leave the old root")
+    os.chdir("/")
 
 
 def own_working_folder() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
@@ -55,18 +56,42 @@ def enter() -> None:
     Only a process of one thread may; threads that are just ending are waited for. Raises `AccessError` where it is
     forbidden. There is no way back.
     """
-    if may_mount():
-        return
+    if not may_mount():
+        enter_new()
+
+
+def enter_new(map_ids: Callable[[], bool] = lambda: False) -> None:
+    """The same where mounting is open already: from now on only what belongs to this user can be changed.
+
+    `map_ids` asks a process outside for `map_all`, and tells whether that gave this one all ids.
+    """
     uid, gid = os.geteuid(), os.getegid()
     try:
         _unshare()
-        # Without this nobody may write a map of groups: it keeps groups that take rights away.
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        if not map_ids():
+            # Without this nobody may write a map of groups: it keeps groups that take rights away.
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
         kernel.unshare_mounts()
     except (BootseerError, OSError) as error:
         raise AccessError(f"cannot become root of a user namespace: {error}") from error
+
+
+def map_all(pid: int) -> bool:
+    """Give a process in a new user namespace, which is a child of ours, all ids that we have, under the same numbers.
+
+    Root may, also without the right to mount, as in most containers. False where it may not: nothing is mapped then.
+    """
+    if os.geteuid() != 0:
+        return False
+    try:
+        for name in ("gid_map", "uid_map"):
+            rows = [line.split() for line in Path("/proc/self", name).read_text().splitlines()]
+            Path(f"/proc/{pid}", name).write_text("".join(f"{inside} {inside} {count}\n" for inside, _, count in rows))
+    except OSError:
+        return False
+    return True
 
 
 def _unshare() -> None:

@@ -16,6 +16,7 @@ from bootseer import __version__
 from bootseer.analysis.model import Report
 from bootseer.render import html_sections as upper
 from bootseer.render import html_tables as lower
+from bootseer.render.html_environments import environments_section
 from bootseer.render.html_gantt import nodes_section, payload, timeline
 from bootseer.render.html_images import images_section
 from bootseer.render.html_svg import Palette, patterns, scale_of
@@ -30,6 +31,7 @@ _LINKS = (
     ("ledger", "Cost"),
     ("coverage", "Evidence"),
     ("images", "Images"),
+    ("environments", "Environments"),
     ("facts", "Other logs"),
     ("startups", "Startups"),
     ("nodes", "Nodes"),
@@ -51,6 +53,7 @@ def render(report: Report) -> str:
             lower.ledger(report, palette),
             lower.evidence(report),
             images_section(report),
+            environments_section(report),
             lower.facts(report),
             lower.startups(report),
             nodes_section(report),

@@ -6,7 +6,7 @@ from a log is cleaned of control characters first: a log must not drive the read
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootseer.analysis.images import summary
+from bootseer.analysis import environments, images
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
@@ -51,7 +51,8 @@ def render(report: Report, console: Console) -> None:
     _print_stages(report, console)
     _print_chain(report, console)
     _print_stragglers(report, console)
-    _print_images(report, console)
+    _print_lines("How the container image came", images.summary(report.images), console)
+    _print_lines("How the environment came", environments.summary(report.environments), console)
     _print_said(report, console)
     _print_foot(report, console)
 
@@ -297,11 +298,11 @@ def _print_stragglers(report: Report, console: Console) -> None:
     console.print()
 
 
-def _print_images(report: Report, console: Console) -> None:
-    if not report.images:
+def _print_lines(heading: str, lines: Sequence[str], console: Console) -> None:
+    if not lines:
         return
-    console.print(Text("How the container image came", style="bold"))
-    for line in summary(report.images):
+    console.print(Text(heading, style="bold"))
+    for line in lines:
         console.print(Text(f"  {clean(line)}"))
     console.print()
 

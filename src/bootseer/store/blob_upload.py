@@ -25,8 +25,9 @@ _REQUEST_S = 300.0
 class BlobUpload:
     """One upload session. Belongs to one thread at a time."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, request_s: float = _REQUEST_S) -> None:
         self._registry = registry
+        self._request_s = request_s
         self._hash = hashlib.sha256()
         self._buffer = bytearray()
         self._chunk_bytes = CHUNK_BYTES
@@ -109,7 +110,7 @@ class BlobUpload:
 
     def _request(self, method: str, url: str, body: bytes, headers: dict[str, str] | None = None) -> Answer:
         kind = {"Content-Type": "application/octet-stream"} if body else {}
-        until = time.monotonic() + _REQUEST_S
+        until = time.monotonic() + self._request_s
         return self._registry.request("push", method, url, until=until, headers={**kind, **(headers or {})}, body=body)
 
     def _take_location(self, answer: Answer) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
@@ -25,7 +25,7 @@ class Request:
     number: int
     """Counts all requests of the store, from 0."""
     verb: str
-    """`read`, `stat`, `list`, `delete` or `upload`."""
+    """`read`, `stat`, `list`, `delete`, `create` or `upload`."""
     name: str
     """The object, or the prefix of `list`; empty for `upload`."""
     start: int = 0
@@ -103,6 +103,16 @@ class FaultyStore:
         """See `Store.upload`. Faults strike when it begins."""
         self._begin(self._next("upload", ""), "an upload", 60.0)
         return self._inner.upload()
+
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`. With `cut_after`, the object is written and the answer lost."""
+        until = time.monotonic() + timeout_s
+        fault = self._next("create", name)
+        self._begin(fault, name, timeout_s)
+        created = self._inner.create(name, data, refs=refs, timeout_s=max(until - time.monotonic(), 0.001))
+        if fault.cut_after is not None:
+            raise TransientError(f"{self.uri}: the connection broke before the answer for {name}")
+        return created
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""

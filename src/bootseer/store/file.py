@@ -19,14 +19,16 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
     check_name,
+    check_new,
     check_range,
     content_path,
     name_of_upload,
@@ -34,11 +36,14 @@ from bootseer.store.store import (
     upload_ended,
 )
 
+T = TypeVar("T")
+
 _UPLOADS = ".uploads"
 # A killed writer leaves its file; one that nobody wrote to for a day has no writer any more.
 _ABANDONED_S = 24 * 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 
 
@@ -82,6 +87,18 @@ class FileStore:
     def upload(self) -> FileUpload:
         """See `Store.upload`."""
         return FileUpload(self._root, self._uri)
+
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`. A file system that hangs cannot be interrupted, so that `timeout_s` does not matter."""
+        check_new(name, data)
+        if self._path(name).is_file():
+            return False  # what most who ask get to know costs no write
+        upload = FileUpload(self._root, self._uri)
+        try:
+            upload.write(data)
+            return upload.commit_new(name)
+        finally:
+            upload.abort()
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
@@ -174,20 +191,46 @@ class FileUpload:
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         """See `Upload.commit`."""
+        name = name_of_upload(self._uri, name, self._hash.hexdigest())
+        self._place(name, self._path.rename)
+        self._close()
+        return Stored(name, self._size)
+
+    def commit_new(self, name: str) -> bool:
+        """Make the object visible under a path name that nothing has yet: whether it was free."""
+        made = self._place(name, self._link)
+        self.abort()
+        return made
+
+    def _place(self, name: str, put: Callable[[Path], T]) -> T:
         if self._descriptor < 0:
             raise upload_ended(self._uri)
-        name = name_of_upload(self._uri, name, self._hash.hexdigest())
         target = self._root / content_path(name)
         try:
             os.fsync(self._descriptor)
             _make_folders(self._root, target.parent)
-            self._path.rename(target)
+            done = put(target)
             _sync_folder(target.parent)
         except OSError as error:
             self.abort()
             raise mapped(error, self._uri, name) from error
-        self._close()
-        return Stored(name, self._size)
+        return done
+
+    def _link(self, target: Path) -> bool:
+        try:
+            os.link(self._path, target)
+        except FileExistsError:
+            if target.is_dir():
+                raise
+            # A file server whose answer was lost is asked again, and then finds what it had made itself.
+            return os.fstat(self._descriptor).st_nlink > 1
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(target):
+                return False
+            self._path.rename(target)
+        return True
 
     def abort(self) -> None:
         """See `Upload.abort`."""

@@ -33,6 +33,7 @@ from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
     check_name,
+    check_new,
     check_range,
     content_path,
     name_of_upload,
@@ -111,6 +112,34 @@ class HdfsStore:
         """See `Store.upload`."""
         return HdfsUpload(self)
 
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`."""
+        check_new(name, data)
+        path = self.path(name)
+
+        def make() -> bool:
+            if self._is_taken(path, name):
+                return False  # what most who ask get to know costs no write
+            client = self.client()
+            try:
+                client.mkdirs(path.rpartition("/")[0], 0o755, True)
+            except Exception as error:
+                raise (_in_the_way(self.uri, name) if _says_exists(error) else error) from error
+            temporary, writer = self._begin_file()
+            try:
+                writer.write(data)
+                writer.close()
+                client.rename(temporary, path, overwrite=False)
+            except BaseException as error:
+                with contextlib.suppress(FileNotFoundError):
+                    client.delete(temporary)
+                if _says_exists(error):
+                    return False
+                raise
+            return True
+
+        return self.call(name, make, timeout_s)
+
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
         path = self.path(name)
@@ -171,22 +200,31 @@ class HdfsStore:
 
     def begin_upload(self) -> tuple[str, FileWriter]:
         """A new file for an upload: its path and its writer."""
+        return self.call("an upload", self._begin_file)
+
+    def _begin_file(self) -> tuple[str, FileWriter]:
         folder = f"{self._root}/.uploads"
         path = f"{folder}/{secrets.token_hex(16)}"
+        client = self.client()
+        client.mkdirs(folder, 0o755, True)
+        if not self._swept:
+            self._swept = True
+            oldest = time.time() * 1000 - _ABANDONED_MS
+            for entry in client.list_status(folder):
+                # A killed writer leaves its file; one that was begun a day ago has no writer any more.
+                if entry.modification_time < oldest:
+                    client.delete(entry.path)
+        return path, client.create(path, WriteOptions())
 
-        def begin() -> FileWriter:
-            client = self.client()
-            client.mkdirs(folder, 0o755, True)
-            if not self._swept:
-                self._swept = True
-                oldest = time.time() * 1000 - _ABANDONED_MS
-                for entry in client.list_status(folder):
-                    # A killed writer leaves its file; one that was begun a day ago has no writer any more.
-                    if entry.modification_time < oldest:
-                        client.delete(entry.path)
-            return client.create(path, WriteOptions())
-
-        return path, self.call("an upload", begin)
+    def _is_taken(self, path: str, name: str) -> bool:
+        """Whether there is an object. Raises `PermanentError` for a folder of others."""
+        try:
+            found = self.client().get_file_info(path)
+        except FileNotFoundError:
+            return False
+        if found.isdir:
+            raise _in_the_way(self.uri, name)
+        return True
 
     def mapped(self, error: BaseException, name: str) -> BootseerError:
         """An error of hdfs-native as one of ours. It has no classes for most, so that its text must do."""
@@ -268,9 +306,7 @@ class HdfsUpload:
                 client.rename(self._path, target, overwrite=True)
             except Exception as error:
                 if isinstance(error, FileExistsError) or "director" in str(error):
-                    raise PermanentError(
-                        f"{store.uri}: {name}: one object's name cannot be the folder of another's"
-                    ) from error
+                    raise _in_the_way(store.uri, name) from error
                 raise
 
         try:
@@ -316,6 +352,14 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _says_exists(error: BaseException) -> bool:
+    return isinstance(error, FileExistsError) or "AlreadyExistsException" in str(error)
+
+
+def _in_the_way(where: str, name: str) -> PermanentError:
+    return PermanentError(f"{where}: {name}: one object's name cannot be the folder of another's")
 
 
 def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
     check_name,
+    check_new,
     check_range,
     is_content_name,
     name_of_upload,
@@ -54,6 +55,15 @@ class MemoryStore:
     def upload(self) -> MemoryUpload:
         """See `Store.upload`."""
         return MemoryUpload(self._objects, self._uri)
+
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`."""
+        check_new(name, data)
+        with _lock:
+            if name in self._objects:
+                return False
+            self._objects[name] = bytes(data)
+            return True
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import AlreadyExistsError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
@@ -31,6 +31,7 @@ from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
     check_name,
+    check_new,
     check_range,
     content_path,
     name_of_upload,
@@ -133,6 +134,31 @@ class ObjectStore:
     def upload(self) -> ObjectUpload:
         """See `Store.upload`."""
         return ObjectUpload(self, self._writer, _MAX_COPY_BYTES.get(self._scheme))
+
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`."""
+        check_new(name, data)
+        path = content_path(name)
+
+        def make() -> bool:
+            # Not with the client that tries again: the second attempt would find what the first one had made.
+            try:
+                obstore.put(self._reader, path, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            except Exception as error:
+                if not isinstance(error, NotSupportedError) and _status(error) != 501:
+                    raise
+            else:
+                return True
+            try:
+                obstore.head(self._reader, path)
+            except FileNotFoundError:
+                obstore.put(self._reader, path, data, use_multipart=False)
+                return bytes(obstore.get(self._reader, path).bytes()) == data
+            return False
+
+        return self.call(name, make, timeout_s)
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""

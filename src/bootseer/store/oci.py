@@ -25,10 +25,12 @@ from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.store import referrers
 from bootseer.store.blob_upload import BlobUpload
 from bootseer.store.registry import MANIFEST_TYPE, Registry, parse_object
+from bootseer.store.retry import retrying
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
     check_name,
+    check_new,
     check_range,
     is_content_name,
     name_of_upload,
@@ -44,6 +46,8 @@ _EMPTY = b"{}"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _EMPTY_DIGEST = "sha256:" + hashlib.sha256(_EMPTY).hexdigest()
 _LIST_THREADS = 8
+_SETTLE_S = 0.2
+"""How long `create` waits before its last look: longer than a write takes whose look came before ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,28 @@ class OciStore:
         """See `Store.upload`."""
         return OciUpload(self)
 
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """See `Store.create`. Registries have no such request: of those who write at once, the last gets True."""
+        check_new(name, data)
+        until = time.monotonic() + timeout_s
+        if self._is_taken(name, timeout_s):
+            return False
+        blob = BlobUpload(self.registry, request_s=timeout_s)
+        try:
+            blob.write(data)
+            stored = Stored(blob.commit(), len(data))
+        finally:
+            blob.abort()
+        self._ensure_empty()
+        # As late as possible: what another one writes between this look and our write is lost.
+        if self._is_taken(name, until - time.monotonic()):
+            return False
+        embedded = data if len(data) <= EMBEDDED_BYTES else None
+        self.put_object(name, stored, embedded, refs, None, timeout_s=until - time.monotonic())
+        time.sleep(max(min(_SETTLE_S, until - time.monotonic()), 0.0))
+        look = lambda left_s: self._find(name, left_s)  # noqa: E731
+        return retrying(look, deadline_s=max(until - time.monotonic(), 1.0)).digest == stored.name
+
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
         if is_content_name(check_name(name)):
@@ -124,7 +150,14 @@ class OciStore:
         self.registry.close()
 
     def put_object(
-        self, name: str, blob: Stored, data: bytes | None, refs: Sequence[Stored], subject: str | None
+        self,
+        name: str,
+        blob: Stored,
+        data: bytes | None,
+        refs: Sequence[Stored],
+        subject: str | None,
+        *,
+        timeout_s: float = 60.0,
     ) -> None:
         """Make a blob that is there visible under a path name; `data` are its bytes when they shall be embedded."""
         for other in refs:
@@ -147,7 +180,7 @@ class OciStore:
             about = self.registry.manifest(subject)
             manifest["subject"] = {"mediaType": about.media_type, "digest": about.digest, "size": len(about.data)}
         encoded = json.dumps(manifest).encode()
-        answer = self.registry.put_manifest(tag_of(name), encoded, MANIFEST_TYPE)
+        answer = self.registry.put_manifest(tag_of(name), encoded, MANIFEST_TYPE, timeout_s=timeout_s)
         if subject is not None and "OCI-Subject" not in answer.headers:
             entry = {
                 "mediaType": MANIFEST_TYPE,
@@ -157,6 +190,13 @@ class OciStore:
                 "annotations": {NAME: name},
             }
             referrers.add_tagged(self.registry, subject, entry, lambda other: _name_in(other) == name)
+
+    def _is_taken(self, name: str, timeout_s: float) -> bool:
+        try:
+            self._find(name, timeout_s)
+        except NotFoundError:
+            return False
+        return True
 
     def _ensure_empty(self) -> None:
         if self._has_empty:

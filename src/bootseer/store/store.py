@@ -22,6 +22,8 @@ _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*"
 MAX_NAME = 512
 PIECE_BYTES = 256 * 1024
 """Largest piece that `read` yields: bounds what a slow reader holds, and is large enough that pieces cost nothing."""
+MAX_CREATE_BYTES = 1024 * 1024
+"""Largest object that `create` takes: all places write so much in one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,16 @@ class Store(Protocol):
     def upload(self) -> Upload:
         """Begin to write an object of unknown size."""
 
+    def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
+        """Write a small object under a path name unless there is one: whether it was written; durable when it was.
+
+        One step where the place can: of many writers, one gets True. Elsewhere it is a look, a write and another look,
+        and two writers that meet may both get True: in registries, in object stores that know no `If-None-Match`, and
+        in folders of file systems without hard links. Readers see the whole object or none everywhere.
+
+        After a `TransientError` it may have been written. At most `MAX_CREATE_BYTES`; `refs` as in `Upload.commit`.
+        """
+
     def stat(self, name: str) -> Stored:
         """Size of an object."""
 
@@ -102,6 +114,14 @@ def check_name(name: str) -> str:
     if not fits or name.startswith("sha256/"):
         raise UsageError(f"{name[:MAX_NAME]!r} is not a name of an object", hint="use letters, digits, . _ - and /")
     return name
+
+
+def check_new(name: str, data: bytes) -> None:
+    """Raises `UsageError` for what `Store.create` does not take."""
+    if is_content_name(check_name(name)):
+        raise UsageError(f"{name} has a content name", hint="upload it: the same bytes may be written again")
+    if len(data) > MAX_CREATE_BYTES:
+        raise UsageError(f"{name}: {len(data)} bytes, too many to create at once", hint="upload it")
 
 
 def check_range(start: int, length: int | None) -> None:

@@ -1,9 +1,10 @@
 """Run by each Python child of `bootseer run`, before its program, because this folder leads PYTHONPATH.
 
-It stays out of the way until the program imports a module that the hook watches (`bootseer.hook.watch`), which costs
-well under a millisecond for all others. It must work in an interpreter where BootSeer is not installed: the package
-beside this file is made importable under its own name, behind whatever the environment has. Then the
-sitecustomize that would have run without us runs. A failure here may cost the trace, never the program.
+It stays out of the way until the program imports a module that the hook watches (`bootseer.hook.watch`), or ends by an
+exception (`bootseer.hook.import_errors`), which costs well under a millisecond for all others. It must work in an
+interpreter where BootSeer is not installed: the package beside this file is made importable under its own name, behind
+whatever the environment has. Then the sitecustomize that would have run without us runs. A failure here may cost the
+trace, never the program.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def _watch_imports() -> None:
+    import atexit
     import os
     import time
 
@@ -33,7 +35,7 @@ def _watch_imports() -> None:
                 return None
             try:
                 sys.meta_path.remove(cls)  # another thread may have come first: its import watches for both
-                sys.meta_path.append(Package)
+                Package.install()
                 from bootseer.hook import watch
 
                 watch.start(started_ns)
@@ -44,6 +46,11 @@ def _watch_imports() -> None:
     class Package:
         """Last on the meta path: finds `bootseer` where this file lies, if the environment has none of its own."""
 
+        @classmethod
+        def install(cls) -> None:
+            if cls not in sys.meta_path:
+                sys.meta_path.append(cls)
+
         @staticmethod
         def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
             if name != "bootseer":
@@ -53,7 +60,20 @@ def _watch_imports() -> None:
             init = os.path.join(package, "__init__.py")
             return spec_from_file_location(name, init, submodule_search_locations=[package])
 
+    def at_exit() -> None:
+        """The interpreter notes the exception that ends the program, and no other, before it comes here."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, Exception):
+            try:
+                Package.install()
+                from bootseer.hook import import_errors
+
+                import_errors.tell(error)
+            except Exception:
+                pass
+
     sys.meta_path.insert(0, Finder)
+    atexit.register(at_exit)
 
 
 def _run_next_sitecustomize() -> None:

@@ -15,15 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.blocks.index import Index
+from bootseer.bring.kept_objects import KeptObjects
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import this_platform
-from bootseer.store.file import FileStore
-from bootseer.store.retry import read_all, retrying
+from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _THREADS = 8
@@ -36,7 +35,7 @@ class Metadata:
     """What this node knows of images. `folder` is made when something is kept; a full disk costs the copy alone."""
 
     def __init__(self, folder: Path, say: Say) -> None:
-        self._kept = FileStore(folder)
+        self._kept = KeptObjects(folder, say)
         self._say = say
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:
@@ -52,7 +51,7 @@ class Metadata:
                 raise
             self._say(f"{error}; {reference} is taken to be {known}, as it was at its last start here")
             return known
-        self._keep(name, digest.encode())
+        self._kept.keep(name, digest.encode())
         return digest
 
     def chosen(self, digest: str, platform: Platform | None) -> str | None:
@@ -61,45 +60,26 @@ class Metadata:
 
     def choose(self, digest: str, platform: Platform | None, image: str) -> None:
         """Remember that: neither of the two digests will ever mean anything else."""
-        self._keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
+        self._kept.keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
 
     def document(self, digest: str, store: Store) -> ImageDocument:
         """The document of a converted image. Raises `NotFoundError` when the store has none: it is not converted."""
         with contextlib.suppress(BootseerError):
-            return read_document(self._kept, digest)
+            return read_document(self._kept.store, digest)
         document = read_document(store, digest)
-        self._keep(document.name, document.encode())
+        self._kept.keep(document.name, document.encode())
         return document
 
     def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
         """The indexes of all layers, bottom first, fetched side by side where they are not here."""
         with ThreadPoolExecutor(min(_THREADS, len(document.layers)), "bootseer-index") as pool:
-            return list(pool.map(lambda layer: self._index(layer.file, store), document.layers))
-
-    def _index(self, file: BlockFile, store: Store) -> Index:
-        try:
-            return read_index(self._kept, file)
-        except BootseerError:
-            index = retrying(lambda left_s: read_index(store, file, timeout_s=left_s))
-        self._keep(file.index_name, index.encode())
-        return index
+            return list(pool.map(lambda layer: self._kept.index(layer.file, store), document.layers))
 
     def _known(self, name: str) -> str | None:
         try:
-            return read_all(self._kept, name, _TAG_BYTES).decode("ascii")
+            return read_all(self._kept.store, name, _TAG_BYTES).decode("ascii")
         except (BootseerError, UnicodeDecodeError):
             return None
-
-    def _keep(self, name: str, data: bytes) -> None:
-        try:
-            upload = self._kept.upload()
-            try:
-                upload.write(data)
-                upload.commit(name)
-            finally:
-                upload.abort()
-        except BootseerError as error:
-            self._say(f"not kept on this node: {error}")
 
 
 def read_document(store: Store, digest: str) -> ImageDocument:

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,9 @@ from bootseer.bring.bringing import Bringing, Progress, Say, Stage, Subject
 from bootseer.bring.forecast import CachedLayer
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.places import blocks_folder
+from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
+from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
@@ -33,15 +35,11 @@ from bootseer.image.mounting import show, ways
 from bootseer.image.mounting.found import Found, find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
-from bootseer.image.mounting.unpacked import UNPACKED, keep_unpacked, release_unpacked, write_tree
-from bootseer.mounts import kept, kernel, user_namespace
+from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
-
-_IDLE_S = 7 * 86_400.0
-"""A layer that no start used for a week is unmounted: until then the next start finds its files in memory."""
 
 
 def mount_image(
@@ -49,6 +47,7 @@ def mount_image(
     target: Path,
     *,
     writable: Path | None = None,
+    above: Sequence[Path] = (),
     lifeline: bool = False,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
@@ -57,8 +56,10 @@ def mount_image(
 ) -> MountedImage:
     """Mount the image on `target`, which is made when it is not there.
 
-    With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. With `lifeline` a
-    lazy mount ends with this process; without root it is then in a user namespace, which this process enters for good.
+    With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. The folders of
+    `above` lie on top of the image's layers, the first of them lowest; deletions in them have overlayfs' marks, those
+    of both kinds of mounts; where no overlay can be mounted they are an error. With `lifeline` a lazy mount ends with
+    this process; without root it is then in a user namespace, which this process enters for good.
     `facts` says what this machine can do; None: that is found out. Raises `UsageError` where users like this one cannot
     mount, and `BootseerError` where no fallback helps.
     """
@@ -68,11 +69,7 @@ def mount_image(
     runtime = Runtime(request.runtime)
     cache = Cache(blocks_folder(request.cache))
     room = Room(cache, say)
-    with contextlib.suppress(BootseerError, OSError):
-        # What is mounted cannot be evicted.
-        idle_s = 0.0 if room.is_short() else _IDLE_S
-        release(runtime, cache, idle_s=idle_s)
-        release_unpacked(request.cache, runtime, idle_s=idle_s)
+    release_unused(runtime, room, request.cache)
     if breaks_forks(request.store):
         with stage("store"):
             do_apart(lambda: _learn(request, say))
@@ -86,7 +83,7 @@ def mount_image(
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
             bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, progress, room)
-            return _Mounting(request, found, bringing, runtime, target, writable).mount(facts)
+            return _Mounting(request, found, bringing, runtime, target, writable, tuple(above)).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
                 runtime.clear(folder)
@@ -118,12 +115,6 @@ def _learn(request: Request, say: Say) -> None:
         HotSets(request.cache, found.document.digest, found.store, say).bring(request.workload)
 
 
-def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
-    """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
-    runtime.clean()
-    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN))
-
-
 @dataclass(slots=True)
 class _Mounting:
     """One mount in the making."""
@@ -134,6 +125,7 @@ class _Mounting:
     runtime: Runtime
     target: Path
     writable: Path | None
+    above: tuple[Path, ...]
     details: dict[str, str] = field(default_factory=dict)
 
     def mount(self, what_works: Facts) -> MountedImage:
@@ -190,7 +182,8 @@ class _Mounting:
 
         def mount() -> None:
             with layers.stage("mount"):
-                show.mount_tree(self.runtime, layers.folder, layers.stack, self.target, self.writable, loop=loop)
+                lowers = show.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
+                show.mount_tree(lowers, self.above, self.target, self.writable)
 
         if layers.daemon is not None:
             try:
@@ -219,30 +212,38 @@ class _Mounting:
             if user_namespace.may_mount():
                 layers.as_tree(MergedTree, None)
                 with layers.stage("mount"):
-                    show.mount_over(layers.folder / FILES, self.target, self.writable)
+                    show.mount_over(layers.folder / FILES, self.above, self.target, self.writable)
             else:
+                if self.above:
+                    raise PermanentError("without the right to mount, nothing can lie on top of the image")
                 self.target.mkdir(parents=True, exist_ok=True)
                 layers.as_tree(MergedTree, self.target)
 
     def _unpack(self, why: str) -> None:
         """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
+        from bootseer.image.unpack import unpack_layers
+
         layers = self.layers
         layers.all_of_it(f"it is shown {why}")
+
+        def write(folder: Path) -> None:
+            unpack_layers(layers.stack, folder)
+
         with layers.stage("unpack"):
-            tree = keep_unpacked(self.request.cache, self.found.document.digest, layers.stack)
+            tree = keep_unpacked(self.request.cache, self.found.document.digest, write)
         if layers.lifeline:
             user_namespace.enter()
         try:
             with layers.stage("mount"):
-                show.mount_over(tree, self.target, self.writable)
+                show.mount_over(tree, self.above, self.target, self.writable)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
-            if self.writable is None:
+            if self.writable is None or self.above:
                 raise
             layers.say(f"no overlay: {error}; this container gets a copy of its own")
             show.undo(layers.folder, self.target)
             with layers.stage("unpack"):
-                show.mount_copy(lambda folder: write_tree(layers.stack, folder), self.target, self.writable)
+                show.mount_copy(write, self.target, self.writable)
 
     def _state(self) -> MountState:
         layers = self.layers

@@ -22,26 +22,28 @@ _COPY = "copy"
 _AT_ONCE = 8
 
 
-def mount_tree(
-    runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], target: Path, writable: Path | None, *, loop: bool
-) -> None:
-    """Mount the layers and the tree; `folder` is this mount's own, where a daemon serves what is not complete.
+def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *, loop: bool) -> list[Path]:
+    """Mount each layer; `folder` is this mount's own, where a daemon serves what is not complete. `loop`: by devices.
 
-    `loop`: by loop devices.
+    Returns where they are, the lowest first.
     """
-    target.mkdir(parents=True, exist_ok=True)
     # To mount a layer its first block must be here: side by side, all layers wait for one answer instead of one each.
     with ThreadPoolExecutor(min(len(stack), _AT_ONCE), "bootseer-mount") as pool:
-        lowers = list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
+        return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
+
+
+def mount_tree(lowers: Sequence[Path], above: Sequence[Path], target: Path, writable: Path | None) -> None:
+    """Show the layers of an image, and what lies `above` them, as one tree."""
+    target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, lowers[-1])
-    layers.mount_overlay(lowers, target, upper=upper, work=work)
+    layers.mount_overlay([*lowers, *above], target, upper=upper, work=work)
 
 
-def mount_over(tree: Path, target: Path, writable: Path | None) -> None:
-    """Show a tree that a daemon serves or that was written out on `target`. Nobody changes the tree itself."""
+def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None) -> None:
+    """The same for a tree that a daemon serves or that was written out. Nobody changes the tree itself."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, tree)
-    layers.mount_overlay([tree], target, upper=upper, work=work, userxattr=True)
+    layers.mount_overlay([tree, *above], target, upper=upper, work=work, userxattr=True)
     if writable is None:
         kernel.make_read_only(target)
 

@@ -1,12 +1,12 @@
-"""Images that are written out as files, for machines that can mount them in no other way: each once on this node.
+"""Trees that are written out as files, for machines that can mount them in no other way: each once on this node.
 
     <cache>/unpacked/<name>             the tree; it appears by a rename, when all of it is on the disk
     <cache>/unpacked/<name>.new         being written, or what a killed process left
     <cache>/unpacked/<name>.lock        locked while somebody writes or deletes; its time is that of the last use
 
-The name tells the image's digest, and whose files these are where not everybody's owner could be kept. Nobody writes
-into a finished tree: containers put their changes on top, or get a copy of their own. Called by `mount` and
-`cli.cache`.
+The name tells the digest of the image or snapshot, and whose files these are where not everybody's owner could be kept.
+Nobody writes into a finished tree: changes are put on top, or into a copy. Called by `image.mounting.mount`,
+`env.restoring.layer` and `cli.cache`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.bring.forecast import CachedLayer
 from bootseer.bring.places import unpacked_folder
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.mounts.state import Runtime
@@ -29,18 +28,18 @@ from bootseer.mounts.user_namespace import ALL_IDS, num_owners
 UNPACKED = "unpacked"
 """Key of a mount's details: the name of the tree that it uses."""
 _LOCK_S = 1800.0
-"""How long to wait for another process that writes the same image."""
+"""How long to wait for another process that writes the same tree."""
 _POLL_S = 0.05
 
 
 def name_of(digest: str) -> str:
-    """The name of an image's tree, as this process may write it."""
+    """The name of a tree, as this process may write it."""
     owners = num_owners()
     return digest.replace(":", "-") + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
 
 
-def keep_unpacked(cache: Path, digest: str, stack: Sequence[CachedLayer]) -> Path:
-    """The image's tree, which is written if it is not there. All layers must be complete.
+def keep_unpacked(cache: Path, digest: str, write: Callable[[Path], None]) -> Path:
+    """The tree of this digest; where it is not there, `write` writes it into a folder that it makes.
 
     Raises `PermanentError` when the disk cannot hold it, `TransientError` when somebody else writes it for too long.
     """
@@ -49,24 +48,15 @@ def keep_unpacked(cache: Path, digest: str, stack: Sequence[CachedLayer]) -> Pat
     with _locked(tree, _LOCK_S):
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
-            _delete(new)
+            delete_tree(new)
             try:
-                write_tree(stack, new)
+                write(new)
                 _sync(new)
                 new.rename(tree)
             except BaseException:
-                _delete(new)
+                delete_tree(new)
                 raise
     return tree
-
-
-def write_tree(stack: Sequence[CachedLayer], folder: Path) -> None:
-    """Write the tree of complete layers into a new folder."""
-    from bootseer.erofs.reader import ErofsReader
-    from bootseer.image.merged import Layer, MergedTree
-    from bootseer.image.unpack import unpack
-
-    unpack(MergedTree([Layer(ErofsReader(layer.file.read), layer.index.identity) for layer in stack]), folder)
 
 
 def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[str]:
@@ -83,8 +73,8 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[st
         with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
             if _is_used(tree, runtime):  # by somebody who came before we had the lock
                 continue
-            _delete(tree)
-            _delete(tree.with_name(f"{tree.name}.new"))
+            delete_tree(tree)
+            delete_tree(tree.with_name(f"{tree.name}.new"))
             lock.unlink()
             deleted.append(tree.name)
     return deleted
@@ -139,8 +129,8 @@ def _sync(folder: Path) -> None:
         os.close(opened)
 
 
-def _delete(folder: Path) -> None:
-    """Delete a tree, also where its own folders forbid it."""
+def delete_tree(folder: Path) -> None:
+    """Delete a tree, also where its own folders forbid it. Nothing happens when it is not there."""
     if not folder.exists():
         return
     folder.chmod(0o700)

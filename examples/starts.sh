@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Starts a command in a container three times, each time on a node that has never seen the image: with containerd, which
-# pulls and unpacks all of it first; lazily; and lazily with what that start recorded. Leaves reports in FOLDER.
+# pulls and unpacks all of it first; lazily; and lazily with what that start recorded. Then a fourth time on that last
+# node, as after a change of the code. Leaves reports in FOLDER.
 #
-#   examples/three_starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
+#   examples/starts.sh IMAGE FOLDER [OPTION...] -- COMMAND...
 #
-# IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. Called by demo.sh. Needs root. The
-# nodes are this machine: caches and page cache are emptied in front of each start. All that it starts and mounts ends
-# with it, also when it is interrupted.
+# IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
+# IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
+# packages. Called by demo.sh. Needs root. The nodes are this machine: caches and page cache are emptied in front of each
+# of the three starts. All that it starts and mounts ends with it, also when it is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"
@@ -104,7 +106,6 @@ forget_memory() {
 start() { # name, options of `bootseer run`..., --, command...
   local name="$1"
   shift
-  forget_memory
   # Whoever submits a job can say when; a scheduler would.
   BOOTSEER_SUBMITTED="$(date +%s.%N)" \
     "$BOOTSEER" run --quiet --job "$name" --spool "$out/$name" ${options[@]+"${options[@]}"} "$@" 2>&1 |
@@ -119,29 +120,49 @@ start() { # name, options of `bootseer run`..., --, command...
 say "a registry on this machine, and the image in it" \
   "bootseer image convert attaches the image's layers as block files; the image itself stays as it is."
 start_registry
+setup=()
+if [[ -n ${REQUIREMENTS:-} ]]; then
+  export FULL_PULL_INSTALL="$IN_IMAGE" FULL_PULL_WHEELS="$WHEELS"
+  setup=(--requirements "$REQUIREMENTS" --mount "$WHEELS:/wheels:ro" --env PIP_NO_INDEX=1 --env PIP_FIND_LINKS=/wheels)
+fi
+in_image() { # name, more options..., -- command...
+  local name="$1"
+  shift
+  start "$name" --image "$reference" --loading lazy --entrypoint none ${setup[@]+"${setup[@]}"} "$@"
+}
 reference="$host/team/job:1"
 skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
 "$BOOTSEER" image convert "$reference" >&2
 
-say "start 1 of 3, full-pull: as nodes start containers today" \
-  "containerd downloads every layer and unpacks it, then the job starts. The node knows nothing of the image."
+say "start 1, full-pull: as nodes start containers today" \
+  "containerd downloads every layer and unpacks it${REQUIREMENTS:+, pip installs what the job needs}, then the job starts." \
+  "The node knows nothing of the image."
 start_containerd
+forget_memory
 start full-pull -- "$here/full_pull.sh" "$reference" "${command[@]}"
 stop_containerd
 empty_node
 
-say "start 2 of 3, lazy: another node, the same image and job" \
-  "The job starts at once. What it reads is fetched when it reads it, so it waits for the registry again and again." \
-  "BootSeer records which blocks those were: 'hot blocks'."
-start lazy --image "$reference" --loading lazy --entrypoint none -- "${command[@]}"
+say "start 2, lazy: another node, the same image and job" \
+  "The container is there at once. What it reads is fetched when it is read, so it waits for the registry again and again." \
+  "BootSeer records which blocks those were: 'hot blocks'." \
+  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed: the environment's snapshot."}
+forget_memory
+in_image lazy -- "${command[@]}"
 empty_node
 
-say "start 3 of 3, recorded: one more node" \
-  "It finds that record beside the image, and fetches the hot blocks ahead of the job, the earliest first."
-start recorded --image "$reference" --loading lazy --entrypoint none -- "${command[@]}"
+say "start 3, recorded: one more node" \
+  "It finds that record beside the image, and fetches the hot blocks ahead of the job, the earliest first." \
+  ${REQUIREMENTS:+"It finds the snapshot too, and mounts it: nothing is installed any more."}
+forget_memory
+in_image recorded -- "${command[@]}"
 
-"$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded
+say "start 4, hot-update: the same node, when somebody has changed the code" \
+  "Image and environment are here."
+in_image hot-update --kind hot_update -- "${command[@]}"
+
+"$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded hot-update
 say "more of it" \
-  "$out/index.html        the three side by side, and a page for each" \
+  "$out/index.html        the four side by side, and a page for each" \
   "$out/recorded.txt      the report of a start, as bootseer report shows it" \
   "bootseer diff $out/full-pull $out/recorded"

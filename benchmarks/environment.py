@@ -1,0 +1,183 @@
+"""How long until a job with a large Python environment can run on a node that does not have it.
+
+The environment is that of environment.lock.txt (115 packages with PyTorch), served by an index behind a network link.
+What is measured, and how, is told in `_METHOD`, which the result file holds; what must be reached, in
+`environment_claims`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from environment_claims import Names, claims
+from environment_node import WORK, Node, Sample
+from environment_tools import LOCK, Tools
+from harness import ROOT, Benchmark, Outcome
+from image_registry import Registry
+from link import THERE, Link
+from node import drop_page_cache
+
+from hdfs_cluster import HdfsCluster
+
+_ROUNDS = 2
+_GBIT = 1000
+_METHOD = (
+    "a cold node has an interpreter in a new venv and nothing else: no package cache, no snapshot, an empty page "
+    "cache. The index (wheels with their metadata, as a public one serves them), HDFS and the registry run on the "
+    "same processors, and what they serve is in memory; the index is near (a link without a limit) unless the arm "
+    "names one. Time is from the first command until the job's Python runs (usable), then for two runs of the same "
+    "imports; the samples are the sum of the first two. 'installed' has the environment on its disk, behind an "
+    "emptied page cache; those that install have just written it, so that it is in memory. 'uv, warm cache' has uv's "
+    "cache on the same file system. 'tar.zst' unpacks an archive (zstd -3) that is on the disk. 'capture' is the "
+    "first start anywhere; all other 'bootseer' are starts on cold nodes, with the record of one start on another "
+    "node, but 'again': the same node later, with all of the snapshot here, behind an emptied page cache. Arms turn "
+    "their order around every round; other programs may use the machine meanwhile, so judge by the median"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One way to the environment."""
+
+    name: str
+    steps: Callable[[Node], Sequence[Sequence[str]]]
+    """Commands on the node; the one with `{job}` holds the job, which otherwise comes behind them."""
+    ahead: Callable[[Node], None] = lambda there: None
+    """What the node went through before."""
+    mbit_per_s: int | None = None
+
+
+def measure(quick: bool) -> Outcome:
+    if os.geteuid():
+        raise RuntimeError("the environment benchmark needs root: it makes mounts and a network namespace")
+    cache = ROOT / ".demo-cache"
+    tools = Tools(cache / "environment")
+    tools.bring()
+    found: dict[str, list[Sample]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(dir=cache) as text, ExitStack() as stack:
+        folder = Path(text)
+        link = stack.enter_context(Link())
+        stack.enter_context(tools.index(link))
+        registry = stack.enter_context(Registry(folder / "registry", THERE, inside=link.inside))
+        hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=2))
+        stores = {
+            Names.LOCAL: str(folder / "store"),
+            Names.HDFS: f"{hdfs.uri}/environments",
+            Names.LINK: f"oci://{registry.host}/environments",
+        }
+        there = Node(folder / "node", tools, registry.host)
+        archive = folder / "environment.tar.zst"
+        _pack(there, archive)
+        for store in stores.values():
+            _fill(there, store)
+        for number in range(1 if quick else _ROUNDS):
+            arms = _arms(there, archive, stores, folder / f"new-{number}")
+            for arm in arms if number % 2 else reversed(arms):
+                there.prepare()
+                try:
+                    link.shape(None)
+                    arm.ahead(there)
+                    drop_page_cache()
+                    tools.warm()
+                    registry.warm()
+                    link.shape(arm.mbit_per_s)
+                    sample = there.start(arm.steps(there), link.received_bytes)
+                finally:
+                    there.clean()
+                found[arm.name].append(sample)
+                times = f"{sample.usable_s:.2f} s, {sample.first_s:.2f} s, {sample.second_s:.2f} s"
+                print(f"  {arm.name}: {times}", flush=True)
+    samples = {name: [sample.imported_s for sample in of_arm] for name, of_arm in found.items()}
+    return Outcome(
+        parameters={"packages": tools.num_packages, "work": WORK, "link_mbit_per_s": _GBIT},
+        samples=samples,
+        unit="s",
+        baselines={name: Names.UV_COLD for name in samples if name.startswith("bootseer")},
+        must_reach=claims(found),
+        details={name: _details(of_arm) for name, of_arm in found.items()},
+        method=_METHOD,
+    )
+
+
+def _arms(there: Node, archive: Path, stores: Mapping[str, str], new_store: Path) -> list[_Arm]:
+    pip = [f"{there.venv}/bin/pip", "install", "--quiet", "--no-cache-dir", "-r", str(LOCK)]
+    unpack = ["tar", "--use-compress-program", "zstd -d", "-xf", str(archive), "-C", str(there.venv)]
+    with_uv = {"PATH": f"{there.venv}/bin:{there.tools.uv.parent}:{os.environ['PATH']}"}
+    words = ["env", *(f"{name}={value}" for name, value in with_uv.items())]
+
+    def again(there: Node) -> None:
+        there.start([there.bootseer(stores[Names.LOCAL], "--loading", "pull")])
+
+    return [
+        _Arm(Names.INSTALLED, lambda there: [], Node.install),
+        _Arm(Names.PIP, lambda there: [pip]),
+        _Arm(Names.PIP_NO_COMPILE, lambda there: [[*pip, "--no-compile"]]),
+        _Arm(Names.UV_COLD, lambda there: [there.uv()]),
+        _Arm(Names.UV_WARM, lambda there: [there.uv()], Node.fill_uv_cache),
+        _Arm(Names.TAR, lambda there: [unpack]),
+        _Arm(Names.CAPTURE, lambda there: [there.bootseer(f"{new_store}-pip")]),
+        _Arm(Names.CAPTURE_UV, lambda there: [[*words, *there.bootseer(f"{new_store}-uv")]]),
+        *(
+            _Arm(name, lambda there, store=store: [there.bootseer(store)], mbit_per_s=_mbit(name))
+            for name, store in stores.items()
+        ),
+        _Arm(Names.AGAIN, lambda there: [there.bootseer(stores[Names.LOCAL])], again),
+        _Arm(Names.UV_LINK, lambda there: [there.uv()], mbit_per_s=_GBIT),
+    ]
+
+
+def _mbit(name: str) -> int | None:
+    return _GBIT if name == Names.LINK else None
+
+
+def _pack(there: Node, archive: Path) -> None:
+    """What somebody would make who keeps environments as archives."""
+    there.prepare()
+    try:
+        there.install()
+        compress = ["--use-compress-program", f"zstd -3 -T{os.cpu_count()}"]
+        subprocess.run(["tar", *compress, "-cf", archive, "-C", there.venv, "."], check=True)
+    finally:
+        there.clean()
+
+
+def _fill(there: Node, store: str) -> None:
+    """Capture into a store, then start once on another node, so that there is a record."""
+    for _ in range(2):
+        there.prepare()
+        try:
+            there.start([there.bootseer(store)])
+        finally:
+            there.clean()
+
+
+def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:
+    """Medians of what is beside the times."""
+    return {
+        "usable_s": median(sample.usable_s for sample in of_arm),
+        "first_run_s": median(sample.first_s for sample in of_arm),
+        "second_run_s": median(sample.second_s for sample in of_arm),
+        "link_mb": median(sample.link_bytes for sample in of_arm) / 1e6,
+        "disk_mb": median(sample.disk_bytes for sample in of_arm) / 1e6,
+        **_said(of_arm),
+    }
+
+
+def _said(of_arm: Sequence[Sample]) -> Mapping[str, float]:
+    """Of BootSeer's starts what its report says."""
+    names = ("size_bytes", "stored_bytes", "num_files", "demand_bytes", "hot_bytes", "cold_bytes")
+    known = {name: [sample.said[name] for sample in of_arm if sample.said.get(name) is not None] for name in names}
+    return {name: float(median(values)) for name, values in known.items() if values}
+
+
+BENCHMARK = Benchmark(
+    "environment", "How long until a job can import what it needs on a node that does not have it?", measure
+)

@@ -1,0 +1,167 @@
+"""A node without the environment, and the ways in which its job gets it. Used by `environment`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import node
+from environment_tools import INDEX, LOCK, Tools, new_venv
+
+_BOOTSEER = str(Path(sys.executable).parent / "bootseer")
+_DEADLINE_S = 900.0
+WORK = "import torch, transformers, datasets, pandas, sklearn, accelerate"
+_JOB = f"import time\nbegan = time.monotonic()\n{WORK}\nprint('imported', began, time.monotonic(), flush=True)\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One start: seconds until the job's Python runs, and for two runs of the imports in it."""
+
+    usable_s: float
+    first_s: float
+    second_s: float
+    link_bytes: int
+    """What came over the link until the end of the first run."""
+    disk_bytes: int
+    """What the node's disk holds more than before."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """What BootSeer's report says of the environment."""
+
+    @property
+    def imported_s(self) -> float:
+        """Until the end of the first run."""
+        return self.usable_s + self.first_s
+
+
+class Node:
+    """A folder that is everything a node's disk has: interpreter, home, caches."""
+
+    def __init__(self, folder: Path, tools: Tools, registry: str) -> None:
+        self._folder = folder
+        self._template = folder.with_name("template")
+        self.tools = tools
+        self.venv = folder / "venv"
+        self.job = folder / "job.py"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "PYTHON"))}
+        self.env: Mapping[str, str] = {
+            **environ,
+            "HOME": str(folder / "home"),
+            "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
+            # The user's own settings would name other indexes.
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": INDEX,
+            "PIP_TRUSTED_HOST": INDEX.split("/")[2].partition(":")[0],
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "BOOTSEER_CACHE": str(folder / "cache"),
+            "BOOTSEER_RUNTIME": str(folder / "runtime"),
+            "BOOTSEER_PLAIN_HTTP": registry,
+        }
+        # A venv has its own path in it, so that it is made in its place.
+        new_venv(self.venv)
+        shutil.copytree(self.venv, self._template, symlinks=True)
+        shutil.rmtree(folder)
+
+    def prepare(self) -> None:
+        """A new node."""
+        shutil.copytree(self._template, self.venv, symlinks=True)
+        (self._folder / "home").mkdir()
+        self.job.write_text(_JOB)
+
+    def install(self) -> None:
+        """The whole environment, as pip makes it."""
+        self._run([f"{self.venv}/bin/pip", "install", "--quiet", "--no-cache-dir", "-r", str(LOCK)])
+
+    def fill_uv_cache(self) -> None:
+        """What an earlier installation by uv leaves on the node."""
+        target = self._folder / "elsewhere"
+        subprocess.run([sys.executable, "-m", "venv", target], check=True)
+        python = f"{target}/bin/python"
+        self._run([*self.uv(), "--python", python])
+        shutil.rmtree(target)
+
+    def uv(self) -> list[str]:
+        """uv's installation into the venv."""
+        cache = ["--cache-dir", str(self._folder / "uv-cache")]
+        return [str(self.tools.uv), "pip", "install", "--quiet", *cache, "--default-index", INDEX, "-r", str(LOCK)]
+
+    def clean(self) -> None:
+        """The node is gone."""
+        if (self._folder / "cache").exists():
+            self._run([_BOOTSEER, "cache", "prune", "--to", "0"])
+        shutil.rmtree(self._folder)
+
+    def start(self, steps: Sequence[Sequence[str]], received: Any = lambda: 0, *, twice: bool = True) -> Sample:
+        """Do the steps, then run the job's imports in what they made. The last step is the job where it has `{job}`."""
+        python = f"{self.venv}/bin/python"
+        once = f"{python} {self.job}"
+        job = ["sh", "-c", f"{once} && {once}" if twice else once]
+        filled = self.disk_bytes()
+        before, began = received(), time.monotonic()
+        for step in steps[:-1]:
+            self._run(step)
+        last = [word for part in steps[-1] for word in (job if part == "{job}" else [part])] if steps else job
+        if steps and "{job}" not in steps[-1]:
+            self._run(last)
+            last = job
+        times: list[tuple[float, float]] = []
+        link_bytes = 0
+        with subprocess.Popen(last, env=self.env, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                word, *numbers = line.split()
+                if word == "imported":
+                    times.append((float(numbers[0]), float(numbers[1])))
+                    link_bytes = link_bytes or received() - before
+        if process.returncode or not times:
+            raise RuntimeError(f"{' '.join(last[:3])} ended with exit code {process.returncode}")
+        (first_began, first_ended), (second_began, second_ended) = times[0], times[-1]
+        return Sample(
+            first_began - began,
+            first_ended - first_began,
+            second_ended - second_began,
+            link_bytes,
+            self.disk_bytes() - filled,
+            self._said(),
+        )
+
+    def disk_bytes(self) -> int:
+        """What the node's files take on its disk."""
+        seen: dict[int, int] = {}
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - a hundred thousand of them
+                seen[status.st_ino] = status.st_blocks * 512
+        return sum(seen.values())
+
+    def bootseer(self, store: str, *words: str) -> list[str]:
+        """The command line of a start by BootSeer."""
+        run = [_BOOTSEER, "run", "--quiet", "--spool", str(self._folder / "spool"), "--job", "bench"]
+        return [*run, "--store", store, "--requirements", str(LOCK), *words, "--", "{job}"]
+
+    def _said(self) -> Mapping[str, Any]:
+        if not (self._folder / "spool").exists():
+            return {}
+        command = [_BOOTSEER, "report", "--json", str(self._folder / "spool")]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=True)
+        shutil.rmtree(self._folder / "spool")
+        (said,) = json.loads(done.stdout)["environments"]
+        return dict(said)
+
+    def _run(self, command: Sequence[str]) -> None:
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command[:4])}: {done.stderr[-500:].strip()}")
+
+
+def settle() -> None:
+    """Nothing is in memory, and nothing waits to be written."""
+    node.drop_page_cache()

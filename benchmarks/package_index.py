@@ -1,0 +1,91 @@
+"""A package index of the wheels in one folder, as pip and uv know it: `package_index.py FOLDER ADDRESS PORT`.
+
+Serves names, files, their digests and the wheels' metadata beside them (PEP 503, 658), so that an installer has what a
+public index would give it. Runs until it is terminated. Called by `environment` in another network namespace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import re
+import shutil
+import sys
+import zipfile
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Wheel:
+    """One file of the index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.project = re.sub(r"[-_.]+", "-", path.name.partition("-")[0]).lower()
+
+    @cached_property
+    def digest(self) -> str:
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @cached_property
+    def metadata(self) -> bytes:
+        with zipfile.ZipFile(self.path) as archive:
+            name = next(name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+            return archive.read(name)
+
+    @property
+    def link(self) -> str:
+        name = html.escape(self.path.name)
+        known = hashlib.sha256(self.metadata).hexdigest()
+        return f'<a href="/files/{name}#sha256={self.digest}" data-core-metadata="sha256={known}">{name}</a>'
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wheels: tuple[Wheel, ...] = ()
+
+    def do_GET(self) -> None:
+        part, _, name = self.path.strip("/").partition("/")
+        if part == "simple" and (pages := [wheel.link for wheel in self.wheels if wheel.project == name]):
+            self._answer(f"<!DOCTYPE html><html><body>{''.join(pages)}</body></html>".encode(), "text/html")
+            return
+        for wheel in self.wheels if part == "files" else ():
+            if name == wheel.path.name:
+                self._answer_file(wheel.path)
+                return
+            if name == f"{wheel.path.name}.metadata":
+                self._answer(wheel.metadata, "text/plain")
+                return
+        self.send_error(404)
+
+    def _answer(self, data: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _answer_file(self, path: Path) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(path.stat().st_size))
+        self.end_headers()
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, self.wfile, 1 << 20)
+
+    def log_message(self, *words: object) -> None:
+        """Say nothing."""
+
+
+def main() -> None:
+    folder, address, port = sys.argv[1:]
+    _Handler.wheels = tuple(Wheel(path) for path in sorted(Path(folder).glob("*.whl")))
+    for wheel in _Handler.wheels:  # digests and pages are there before anybody asks
+        assert wheel.link
+    ThreadingHTTPServer((address, int(port)), _Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Options for the environment that a command runs in, for `run` and the verbs of `env`, and the step from their values
+to what `launch.environment_stage` wants.
+
+The table is read in front of every `bootseer run`, so that what only environments need is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bootseer.cli.options import Option
+from bootseer.errors import UsageError
+
+if TYPE_CHECKING:
+    from bootseer.launch.environment_wanted import EnvironmentWanted, Mode
+
+MODE = "BOOTSEER_ENV"
+_MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
+_WAIT = "BOOTSEER_ENV_WAIT"
+_PUBLISH = "BOOTSEER_ENV_PUBLISH"
+_TENANT = "BOOTSEER_ENV_TENANT"
+_MODES = ("auto", "refresh", "bypass", "require")
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_MAX_S = 3600.0 * 24 * 365 * 10
+
+SETUP = (
+    Option("setup", ("--setup",), "A setup script.", metavar="SCRIPT"),
+    Option("requirements", ("--requirements", "-r"), "Requirements of pip.", metavar="FILE", many=True),
+)
+"""What the environment is made by, where no command follows."""
+
+KEY = (
+    Option("inputs", ("--env-input",), "A file or folder that the setup depends on.", metavar="PATH", many=True),
+    Option("variables", ("--env-var",), "A variable that the setup depends on.", metavar="NAME", many=True),
+    Option(
+        "tenant",
+        ("--env-tenant",),
+        "Who shares snapshots: another name, other snapshots (default: all).",
+        metavar="NAME",
+    ),
+)
+"""What the request key is made of besides the setup itself."""
+
+CAPTURE = (
+    Option(
+        "imports",
+        ("--env-import",),
+        "A module that must import before a snapshot is kept.",
+        metavar="MODULE",
+        many=True,
+    ),
+    Option(
+        "max_age",
+        ("--env-max-age",),
+        "Snapshots older than this are made anew, as 12h or 7d (default: 7d unless all versions are pinned; none).",
+        metavar="TIME",
+    ),
+)
+"""What a snapshot must be like."""
+
+ENVIRONMENT = (
+    Option(
+        "env_mode",
+        ("--env",),
+        "Snapshots of the environment: use and make them (auto, the default), make anew (refresh), neither (bypass), "
+        "or end where none can be used (require).",
+        choices=_MODES,
+    ),
+    *KEY,
+    *CAPTURE,
+    Option(
+        "wait",
+        ("--env-wait",),
+        "How long to wait while another node makes the snapshot, as 10m (the default).",
+        metavar="TIME",
+    ),
+)
+"""The environment's part of the options of `run`."""
+
+
+def split(values: Mapping[str, object], *, has_setup: bool) -> tuple[dict[str, object], dict[str, Any]]:
+    """The values without the environment's, and the environment's. Raises `UsageError` for the latter without a setup.
+
+    `--env` alone is no mistake: a fleet's wrapper may say it to every job.
+    """
+    names = {option.name for option in ENVIRONMENT}
+    for option in ENVIRONMENT:
+        if not has_setup and option.name != "env_mode" and values[option.name] != option.start:
+            raise UsageError(
+                f"{option.flags[0]} is about an environment setup",
+                hint="give --setup SCRIPT or --requirements FILE too",
+            )
+    ours = {name: values[name] for name in names}
+    return {name: value for name, value in values.items() if name not in names}, ours
+
+
+def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
+    """What the values ask for; `source` tells of store and loading. Raises `UsageError`."""
+    from bootseer.bring.places import STORE, cache_root, runtime_root
+    from bootseer.launch.environment_wanted import EnvironmentWanted
+
+    mode: Mode = values.get("env_mode") or _mode(env)
+    return EnvironmentWanted(
+        cache=cache_root(env, os.getuid()),
+        runtime=runtime_root(env, os.getuid()),
+        mode=mode,
+        store=source.get("store") or env.get(STORE) or None,
+        plain_http=bool(source.get("plain_http")),
+        loading=source.get("loading", "auto"),
+        inputs=tuple(values["inputs"]),
+        variables=tuple(values["variables"]),
+        imports=tuple(values.get("imports", ())),
+        max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
+        wait_s=_duration(values.get("wait"), "--env-wait", env, _WAIT) or 600.0,
+        publish_s=_duration(None, "", env, _PUBLISH) or 600.0,
+        tenant=values["tenant"] or env.get(_TENANT, ""),
+    )
+
+
+def _mode(env: Mapping[str, str]) -> Mode:
+    said = env.get(MODE) or "auto"
+    from bootseer.launch.environment_wanted import MODES
+
+    for mode in MODES:
+        if mode == said:
+            return mode
+    raise UsageError(f"{MODE}={said!r} is none", hint=f"choose from {', '.join(MODES)}")
+
+
+def _duration(
+    given: str | None, option: str, env: Mapping[str, str], variable: str, *, endless: bool = False
+) -> float | None:
+    """Seconds of the option, else of the variable, else None."""
+    if given:
+        return parse_duration(given, option, endless=endless)
+    return parse_duration(env[variable], variable, endless=endless) if env.get(variable) else None
+
+
+def parse_duration(text: str, option: str, *, endless: bool = False) -> float:
+    """Seconds of `90`, `90s`, `10m`, `12h`, `7d`, `2w`; of `none`, where there may be no end. Raises `UsageError`."""
+    import re
+
+    if endless and text.strip() == "none":
+        return math.inf
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw]?)", text.strip().lower(), re.ASCII)
+    value_s = float(match[1]) * _UNITS[match[2]] if match is not None else 0.0
+    if not 0 < value_s <= _MAX_S:
+        raise UsageError(f"{option} {text!r} is no time", hint="for example 90s, 10m, 12h or 7d")
+    return value_s

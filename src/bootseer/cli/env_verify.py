@@ -1,0 +1,81 @@
+"""`bootseer env verify`: is a snapshot what its manifest says, and what a fresh installation would give?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from bootseer.cli.command import with_options
+from bootseer.cli.env_find import STORE
+from bootseer.cli.env_options import SETUP
+
+SCHEMA = "bootseer.environment-verified/1"
+_MAX_SHOWN = 20
+
+
+@click.command("verify", short_help="Compare a snapshot with its digests, or with a fresh installation.")
+@click.argument("key", metavar="KEY")
+@with_options(STORE)
+@with_options(SETUP)
+@click.option(
+    "--tier",
+    type=click.Choice(("quick", "full", "oracle")),
+    default="full",
+    show_default=True,
+    help="Look at each path; read all files; or run the setup once more, in a capture, and compare with that.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.environment-verified/1).")
+def command(
+    key: str,
+    store: str | None,
+    plain_http: bool,
+    setup: str | None,
+    requirements: tuple[str, ...],
+    tier: str,
+    as_json: bool,
+) -> None:
+    """Verify the snapshot whose key begins with KEY. The exit code is 1 when something differs.
+
+    The oracle needs the setup: give it as to `bootseer run`, in the same folder. It leaves this machine as it is.
+
+    \b
+    bootseer env verify 3fa9
+    bootseer env verify 3fa9 --tier oracle --requirements requirements.txt
+    """
+    from bootseer.cli.env_find import cache, catalog_of, document_of
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.cli.progress import Progress
+    from bootseer.errors import UsageError
+    from bootseer.launch.environment_look import check_snapshot, compare_with_fresh
+
+    if tier == "oracle" and not setup and not requirements:
+        raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")
+    with catalog_of(store, plain_http) as catalog:
+        document = document_of(catalog, key)
+        uri = catalog.store.uri
+    where: dict[str, Any] = {"cache": cache(), "plain_http": plain_http, "env": os.environ}
+    with Progress("verifying") as progress:
+        if tier == "oracle":
+            found = compare_with_fresh(document, uri, setup, requirements, **where)
+        else:
+            found = check_snapshot(
+                document,
+                uri,
+                "quick" if tier == "quick" else "full",
+                progress=lambda done, of: progress.show(done, of, "paths"),
+                **where,
+            )
+    if as_json:
+        print_json({"schema": SCHEMA, "key": document.key, "tier": tier, **found.as_json()})
+    else:
+        with terminal() as console:
+            for path, words in found.differences[:_MAX_SHOWN]:
+                console.print(f"{path}: {words}", soft_wrap=True)
+            left = len(found.differences) - _MAX_SHOWN
+            if left > 0:
+                console.print(f"and {left} more (--json has all)")
+            console.print(f"{document.key[:12]}: {found.num_paths:,} paths compared, {len(found.differences)} differ")
+    if found.differences:
+        raise SystemExit(1)

@@ -1,0 +1,155 @@
+"""What a setup script leaves in its environment, so that the job gets it without the script being run again.
+
+A script cannot change the environment of whoever started it. But those who write `export` or `activate` in a setup mean
+the job, and so the job gets it: after the script ran as well as after a restore, by the same rules. Bash tells it by a
+hook (`shell_hooks`) that runs when the script ends; programs that are no shell scripts leave nothing behind.
+
+Kept is the difference and not the environment: `PATH=/x:$PATH` becomes "/x stands before". Secrets and what differs
+between nodes are not kept but reported: such a setup is not snapshot-safe.
+Who calls: whoever runs a setup (`command`, `read`), and whoever starts the job (`apply`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.env.capturing import shell_hooks
+from bootseer.env.capturing.leftovers import is_made_by_chance
+from bootseer.env.capturing.secrets import is_secret_variable
+from bootseer.env.document import Export
+from bootseer.env.keys.variables import search_path
+
+MAX_BYTES = 4 << 20
+_MAX_VALUE = 128 << 10  # the kernel takes no longer string of an environment
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+# Of shells and terminals, not of the job; `activate` changes some of them.
+_OF_SHELL = frozenset((
+    "_", "PWD", "OLDPWD", "SHLVL", "PS0", "PS1", "PS2", "PS3", "PS4", "PROMPT_COMMAND", "PROMPT_DIRTRIM", "COLUMNS",
+    "LINES", "OPTIND", "OPTERR", "OPTARG", "IFS", "RANDOM", "SECONDS", "LINENO", "PPID", "UID", "EUID", "SHELLOPTS",
+    "HISTFILE", "HISTSIZE", "HISTFILESIZE", "HISTCONTROL", "TERM", "TERM_PROGRAM", "COLORTERM", "LS_COLORS", "MAIL",
+    "MAILCHECK", "VIRTUAL_ENV_PROMPT", "CONDA_PROMPT_MODIFIER", "DIRSTACK", "FUNCNAME", "PIPESTATUS", "TRACEPARENT",
+    "TRACESTATE",
+))  # fmt: skip
+_OF_SHELL_PREFIXES = ("BASH", "_OLD_", "BOOTSEER_", "_CE_", "__")
+# What a node, a rank or an attempt is called.
+_OF_NODE = re.compile(
+    r"(LOCAL_|NODE_|GROUP_|GLOBAL_)?RANK|MASTER_(ADDR|PORT)|HOST|HOSTNAME|(HOST|POD|NODE|MY)_(IP|NAME|ADDR|HOSTNAME)|POD_UID"
+    r"|SLURM_(NODEID|PROCID|LOCALID|JOB_ID|NODELIST|JOB_NODELIST)|DBUS_SESSION_BUS_ADDRESS|SSH_(AUTH_SOCK|AGENT_PID)"
+    r"|GPG_AGENT_INFO|CUDA_VISIBLE_DEVICES|DISPLAY"
+)
+_MIN_WORD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a script left in its environment."""
+
+    exports: tuple[Export, ...]
+    """By name; a variable that got something on both sides has two."""
+    unsafe: tuple[str, ...]
+    """Why it is not snapshot-safe, for people; empty when it is."""
+
+
+NOTHING = Left((), ())
+
+
+def command(script: str, folder: Path, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """How to run a script so that it tells its environment: the words of the command, and variables to add to `env`.
+
+    It runs as it would without: an executable file by its own interpreter, any other by bash, or sh where there is
+    none. Arguments may be appended. `folder` exists; two files are written there, by us and by the script, so it must
+    be the same folder outside and inside a capture. Raises `OSError`.
+    """
+    return shell_hooks.command(script, folder, env)
+
+
+def read(folder: Path, before: Mapping[str, str], *, node_words: Iterable[str] = ()) -> Left:
+    """What the script left. `folder` as for `command`, `before` the whole environment that it was started with.
+
+    `node_words` are names and addresses of this node: a value that holds one is wrong elsewhere. Nothing where the
+    script has told nothing: it was killed, became another program by `exec`, or is no shell script.
+    """
+    try:
+        with (folder / shell_hooks.OUTPUT).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError:
+        return NOTHING
+    if len(data) > MAX_BYTES:
+        return Left((), (f"its environment has more than {MAX_BYTES >> 20} MiB",))
+    entries, whole, _ = data.partition(b"\0\0")
+    if not whole:
+        return NOTHING
+    after = {}
+    for entry in entries.split(b"\0"):
+        name, equals, value = entry.decode("utf-8", "surrogateescape").partition("=")
+        if equals:
+            after[name] = value
+    return difference(before, after, node_words=node_words)
+
+
+def difference(before: Mapping[str, str], after: Mapping[str, str], *, node_words: Iterable[str] = ()) -> Left:
+    """The same from the two environments. Pure."""
+    words = [re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w-])") for word in node_words if len(word) >= _MIN_WORD]
+    exports: list[Export] = []
+    unsafe = []
+    for name in sorted({*before, *after}):
+        if not _NAME.fullmatch(name) or name in _OF_SHELL or name.startswith(_OF_SHELL_PREFIXES):
+            continue
+        if before.get(name) == after.get(name):
+            continue
+        if name not in after:
+            exports.append(Export(name, "unset"))
+            continue
+        found = list(_change(name, before.get(name, ""), after[name]))
+        reason = next((why for export in found if (why := _why_not(export, words))), "")
+        if reason:
+            unsafe.append(f"it exports {name}, {reason}")
+        else:
+            exports += found
+    return Left(tuple(exports), tuple(unsafe))
+
+
+def apply(exports: Iterable[Export], env: Mapping[str, str]) -> dict[str, str]:
+    """The environment `env` with what a setup left in its own. Pure."""
+    result = dict(env)
+    for export in exports:
+        present = result.get(export.name, "")
+        if export.kind == "unset":
+            result.pop(export.name, None)
+        elif export.kind == "set" or not present:
+            result[export.name] = export.value
+        else:
+            pair = (export.value, present) if export.kind == "prepend" else (present, export.value)
+            result[export.name] = ":".join(pair)
+    return result
+
+
+def _change(name: str, old: str, new: str) -> Iterator[Export]:
+    """`new` as what was put around `old`, where it was."""
+    if old and new.startswith(f"{old}:"):
+        yield Export(name, "append", new[len(old) + 1 :])
+    elif old and new.endswith(f":{old}"):
+        yield Export(name, "prepend", new[: -len(old) - 1])
+    elif old and (found := new.find(f":{old}:")) != -1:
+        yield Export(name, "prepend", new[:found])
+        yield Export(name, "append", new[found + len(old) + 2 :])
+    else:
+        yield Export(name, "set", search_path(new))
+
+
+def _why_not(export: Export, words: Sequence[re.Pattern[str]]) -> str:
+    """Why an export is not kept; empty when it is."""
+    if is_secret_variable(export.name, export.value):
+        return "which looks like a secret"
+    if _OF_NODE.fullmatch(export.name):
+        return "which differs between nodes"
+    if any(word.search(export.value) for word in words):
+        return "which holds a name or an address of this node"
+    if any(is_made_by_chance(part) for part in export.value.split(":")):
+        return f"whose value is a scratch file with a name made by chance ({export.value})"
+    if len(export.value) > _MAX_VALUE:
+        return "which is too long"
+    return ""

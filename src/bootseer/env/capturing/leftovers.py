@@ -1,0 +1,108 @@
+"""Files that a setup left in places that no capture keeps: scratch folders, and local disks beside the capture.
+
+What lies in a scratch folder is one of three things: rubbish, which no later start can count on (a random name, a log,
+the source of something that was installed from it); something that the job is known to use; or something that it may
+use. The last two make a setup not snapshot-safe: a node that is restored would miss them.
+
+Decides and touches nothing. Who calls: `effects`, with the writes that `watch` saw.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from bootseer.env.capturing.exclude import Exclusions
+
+SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - names, not files that we make
+# No later start can find these again: their names are made by chance.
+_RANDOM = re.compile(
+    r"tmp\.[A-Za-z0-9]{6,}|tmp[a-z0-9_]{8}|\.tmp\w{6}|cc[A-Za-z0-9]{6}(\..*)?|[\w-]+\.(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{10}"
+)
+_OF_TOOLS = re.compile(
+    r"(pip|npm|pymp|ssh|gpg|matplotlib|systemd-private)-.*|fileutl\.message\..*|go-build\d+|_MEI\w+|hsperfdata_.*"
+    r"|uv-[0-9a-f]+\.lock|(node|v8)-compile-cache.*|\.X.*|sem\..*|torch_\d+_\d+.*"
+)
+# What is downloaded or written to install from, and what tells of it.
+_MATERIAL = re.compile(
+    r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|zip|whl|deb|rpm|run|sh|log|out|err|pid|lock|sock|asc|gpg|key|sig|sha\d+|md5|list"
+    r"|diff|patch|swp|c|cc|cpp|cu|o|s)|(get-pip|install\w*|setup)\.py|.*(requirements|constraints).*\.(txt|in)",
+    re.IGNORECASE,
+)
+# What a folder has in which something was built or installed from.
+_SOURCE = re.compile(
+    r"setup\.(py|cfg)|pyproject\.toml|configure(\.ac)?|CMakeLists\.txt|[Mm]akefile|meson\.build|Cargo\.toml|go\.mod"
+    r"|package\.json|build\.ninja|WORKSPACE|install(\.sh)?"
+)
+_PREFIX = re.compile(r"(.*?)/(pyvenv\.cfg|conda-meta/history)")
+_MAX_NAMED = 3
+
+
+def left_in_scratch(written: Iterable[str], mentions: Sequence[str]) -> list[str]:
+    """What was left in scratch folders and matters, for people.
+
+    `written` are files that are still there; `mentions` texts of what the job will use: its command and working folder,
+    what the setup exports, where links and `.pth` files of the snapshot lead.
+    """
+    entries: dict[str, list[str]] = {}
+    for path in written:
+        if (entry := _entry(path)) is not None:
+            entries.setdefault(entry, []).append(path[len(entry) + 1 :])
+    return [reason for entry, files in sorted(entries.items()) if (reason := _why(entry, files, mentions))]
+
+
+def left_elsewhere(written: Iterable[str], exclusions: Exclusions) -> list[str]:
+    """What was written to local disks that are not captured, for people, without what no snapshot keeps anyway."""
+    lost = [path for path in written if _entry(path) is None and exclusions.why(path) is None]
+    found = [f"it wrote {path}, which is not captured" for path in lost[:_MAX_NAMED]]
+    if len(lost) > _MAX_NAMED:
+        found.append(f"it wrote {len(lost) - _MAX_NAMED:,} more files that are not captured")
+    return found
+
+
+def is_mentioned(path: str, mentions: Iterable[str]) -> bool:
+    """Whether a text names this path or one below it."""
+    name = re.compile(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])")
+    return any(name.search(text) for text in mentions)
+
+
+def is_made_by_chance(path: str) -> bool:
+    """Whether a path lies in a scratch folder under a name that no other run would choose."""
+    entry = _entry(path)
+    return entry is not None and _RANDOM.fullmatch(entry.rpartition("/")[2]) is not None
+
+
+def _entry(path: str) -> str | None:
+    """The topmost name in a scratch folder; None for a path elsewhere."""
+    for folder in SCRATCH:
+        if path.startswith(f"{folder}/"):
+            return f"{folder}/{path[len(folder) + 1 :].partition('/')[0]}"
+    return None
+
+
+def _why(entry: str, files: Sequence[str], mentions: Sequence[str]) -> str:
+    """Empty when it does not matter. `files` are relative to `entry`, one empty name if it is a file itself."""
+    if is_mentioned(entry, mentions):
+        return f"it left {entry}, which is used later but not kept: use another folder"
+    name = entry.rpartition("/")[2]
+    if _RANDOM.fullmatch(name):
+        return ""
+    prefix = next(_prefixes(entry, files), None)
+    if prefix is not None:
+        return f"it installed into {prefix}, which is not kept: use another folder"
+    if _OF_TOOLS.fullmatch(name) or _is_source(files):
+        return ""
+    if all(_MATERIAL.fullmatch(file.rpartition("/")[2] or name) for file in files):
+        return ""
+    return f"it left {entry}, which is not kept: use another folder, or remove it"
+
+
+def _prefixes(entry: str, files: Iterable[str]) -> Iterator[str]:
+    for file in files:
+        if (found := _PREFIX.fullmatch(f"{entry}/{file}")) is not None:
+            yield found[1]
+
+
+def _is_source(files: Iterable[str]) -> bool:
+    """Whether a source tree lies here, or one folder deeper."""
+    return any(file.count("/") <= 1 and _SOURCE.fullmatch(file.rpartition("/")[2]) for file in files)

@@ -1,0 +1,138 @@
+"""Find what a setup changed by two walks over the machine's disks: the last resort, without any right.
+
+A file is changed when its size, permissions, owner, inode or time of change (ctime, which no program can set) differ.
+That costs seconds for each million files, twice. It also finds what others change meanwhile; without root, files of
+other owners are none of the setup's. What a folder's own attributes (access lists) were is not compared.
+
+Called by `capture`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from bootseer.env.capturing.any_capture import Capture, Way, is_not_system
+from bootseer.env.capturing.before import Found
+from bootseer.env.capturing.exclude import Exclusions
+from bootseer.env.capturing.overlay import takes_overlay
+from bootseer.env.capturing.walk import LeftOut, join
+from bootseer.env.changes import Action, Change
+from bootseer.errors import PermanentError
+from bootseer.mounts.table import mount_table, visible
+
+MAX_ENTRIES = 20_000_000
+_MARK = struct.Struct("<Bq")
+"""Whether it is a folder; a hash of all that must stay as it is."""
+
+Folder = bytes
+"""Names and marks of what a folder holds, packed: there may be millions."""
+
+
+class ScanCapture(Capture):
+    """The setup changes the machine itself."""
+
+    way: Way = "scan"
+
+    def __init__(self, exclusions: Exclusions, *, roots: tuple[str, ...] = ("/",)) -> None:
+        super().__init__(exclusions)
+        self._mounts = {row.path: row for row in visible(mount_table())}
+        self._roots = roots
+        disks = (path for path, row in self._mounts.items() if takes_overlay(row))
+        self.points = tuple(path for path in disks if exclusions.why(path, kind="directory") is None)
+        self.notes = ("what a changed file held before the setup is not known",)
+        self._before = {path: _packed(found) for path, found in self._walk(LeftOut())}
+
+    @property
+    def root(self) -> Path:
+        return Path("/")
+
+    def enter(self) -> None:
+        """Nothing: the setup works on the machine itself."""
+
+    def source_of(self, path: str) -> Path:
+        return Path(path)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Forget the first walk."""
+        self._before = {}
+
+    def changes(self, *, wants_before: Callable[[str], bool] = is_not_system) -> list[Change]:
+        """As for all captures, but `before` of modified and deleted files is `other` where it is asked for: nobody
+        knows it any more."""
+        self.left_out = LeftOut()
+        changes: list[Change] = []
+        euid = os.geteuid()
+        for folder, found in self._walk(self.left_out):
+            was = _unpacked(self._before.get(folder, b""))
+            for name, entry in found.items():
+                path = join(folder, name)
+                mark, earlier = _mark(entry.status), was.pop(name, None)
+                if mark != earlier and euid in (0, entry.status.st_uid):
+                    changes.append(self._change(path, Action.MODIFIED if earlier else Action.ADDED, wants_before))
+            for name in was:
+                changes.append(self._change(join(folder, name), Action.DELETED, wants_before))  # noqa: PERF401
+        return sorted(changes, key=lambda change: change.path)
+
+    @staticmethod
+    def _change(path: str, action: Action, wants_before: Callable[[str], bool]) -> Change:
+        lost = "other" if action is not Action.ADDED and wants_before(path) else ""
+        return Change(path, action, "" if action is Action.DELETED else path, before=lost)
+
+    def _walk(self, left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Found]]]:
+        """All folders that count, with what they hold."""
+        waiting = list(self._roots)
+        count = 0
+        while waiting:
+            folder = waiting.pop()
+            found = self._inside(folder, left_out)
+            count += len(found)
+            if count > MAX_ENTRIES:
+                raise PermanentError(f"more than {MAX_ENTRIES} files: too many to look at for what a setup changed")
+            yield folder, found
+            waiting += [join(folder, name) for name, entry in found.items() if entry.kind == "directory"]
+
+    def _inside(self, folder: str, left_out: LeftOut) -> dict[str, Found]:
+        found: dict[str, Found] = {}
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path = join(folder, entry.name)
+                    if path in self._mounts and not takes_overlay(self._mounts[path]):
+                        continue
+                    try:
+                        here = Found(path, entry.stat(follow_symlinks=False))
+                    except FileNotFoundError:
+                        continue
+                    if not left_out.add(path, here.kind, self._exclusions, here.size):
+                        found[entry.name] = here
+        except OSError:
+            # Deleted meanwhile, or not ours to see: then the setup has not written there either.
+            return found
+        return found
+
+
+def _mark(status: os.stat_result) -> bytes:
+    """What must stay as it is. A folder's times and size follow from what is in it."""
+    owner = (status.st_mode, status.st_uid, status.st_gid)
+    if stat.S_ISDIR(status.st_mode):
+        return _MARK.pack(True, hash(owner))
+    return _MARK.pack(False, hash((*owner, status.st_size, status.st_ctime_ns, status.st_ino)))
+
+
+def _packed(found: Mapping[str, Found]) -> Folder:
+    return b"".join(os.fsencode(name) + b"\0" + _mark(entry.status) for name, entry in found.items())
+
+
+def _unpacked(folder: Folder) -> dict[str, bytes]:
+    marks: dict[str, bytes] = {}
+    start = 0
+    while start < len(folder):
+        end = folder.index(b"\0", start)
+        after = end + 1 + _MARK.size
+        marks[os.fsdecode(folder[start:end])] = folder[end + 1 : after]
+        start = after
+    return marks

@@ -1,0 +1,115 @@
+"""Compile what a setup installed, on all cores, so that nothing is compiled at a start.
+
+pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode is what pip would have
+written: it names time and size of its source, so that Python sees when somebody edits a package. A snapshot settles the
+times (ADR 16). Files that do not compile (for another Python, templates) are left out, as pip does. Called by the
+launcher behind an installation.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Sequence
+
+from bootseer.env.installing.packages import Distribution
+
+_LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:site|dist)-packages(?:/|$)")
+
+# Arguments: how many workers, then the records of distributions. For any Python 3. Forked workers, each with an equal
+# share of the bytes; they end when their parent is gone.
+_PROGRAM = r"""
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import csv, importlib.util, os, py_compile, struct
+
+def sources(records):
+    for record in records:
+        folder = os.path.dirname(record)
+        try:
+            with open(os.path.join(record, "RECORD"), encoding="utf-8", newline="") as file:
+                names = [row[0] for row in csv.reader(file) if row]
+        except (OSError, ValueError, csv.Error):
+            continue
+        for name in names:
+            if name.endswith(".py"):
+                path = os.path.normpath(os.path.join(folder, name))
+                try:
+                    yield os.stat(path).st_size, path
+                except OSError:
+                    pass
+
+def valid(source, target):
+    try:
+        with open(target, "rb") as file:
+            head = file.read(16)
+        if len(head) < 16 or head[:4] != importlib.util.MAGIC_NUMBER:
+            return False
+        if head[4:8] == bytes(4):
+            known = os.stat(source)
+            return struct.pack("<II", int(known.st_mtime) & 0xFFFFFFFF, known.st_size & 0xFFFFFFFF) == head[8:]
+        with open(source, "rb") as file:
+            return importlib.util.source_hash(file.read()) == head[8:]
+    except OSError:
+        return False
+
+def compile_all(paths, parent):
+    for path in paths:
+        if os.getppid() != parent:
+            return
+        try:
+            target = importlib.util.cache_from_source(path)
+            if not valid(path, target):
+                py_compile.compile(path, target, doraise=True)
+        except Exception:
+            pass
+
+found = sorted(set(sources(sys.argv[2:])), reverse=True)
+shares = [[0, []] for _ in range(max(1, min(int(sys.argv[1]), len(found))))]
+for size, path in found:
+    least = min(shares, key=lambda share: share[0])
+    least[0] += size + 2000
+    least[1].append(path)
+parent, workers = os.getpid(), []
+for _, share in shares:
+    worker = os.fork()
+    if worker == 0:
+        try:
+            compile_all(sorted(share), parent)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    workers.append(worker)
+sys.exit(any([os.waitpid(worker, 0)[1] for worker in workers]))
+"""
+
+
+def compile_command(python: str, distributions: Iterable[Distribution], workers: int) -> tuple[str, ...]:
+    """The command that compiles the sources which these distributions' records list, where valid bytecode is missing.
+
+    It writes nothing but bytecode, whatever PYTHONDONTWRITEBYTECODE says. Exit code 1: a worker died (no memory, a
+    crash in the compiler); what it had not compiled is compiled at its import, as ever.
+    """
+    records = sorted({each.record for each in distributions if each.record.endswith(".dist-info")})
+    # Without `site`: no start-up file of the environment has a say.
+    return python, "-S", "-W", "ignore", "-c", _PROGRAM, str(workers), *records
+
+
+def by_interpreter(
+    distributions: Iterable[Distribution], python: str, folders: Sequence[str]
+) -> dict[str, list[Distribution]]:
+    """Which Python compiles what: the job's its own folders, an environment that the setup made its own.
+
+    Distributions in a folder whose Python cannot be told (`--target`) are the job's.
+    """
+    known = {posixpath.normpath(folder) for folder in folders}
+    found: dict[str, list[Distribution]] = {}
+    for each in distributions:
+        folder = posixpath.dirname(each.record)
+        place = _LIBRARY.match(folder)
+        if place is None or posixpath.normpath(folder) in known:
+            compiler = python
+        else:
+            compiler = f"{place['prefix']}/bin/{place['python']}"
+        found.setdefault(compiler, []).append(each)
+    return found

@@ -1,0 +1,145 @@
+"""With which commands requirement files are installed: uv where it does what pip would, else pip.
+
+uv is an order of magnitude faster and resolves to the same versions for all that was tried (docs/adr/0019). It is
+taken when it is at hand and each of pip's settings in force can be told to it; when it fails, pip has the last word.
+Neither makes bytecode: `bytecode_compile` does, on all cores. Called by the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from bootseer.env.installing.interpreter import Interpreter
+from bootseer.env.installing.packages import installed
+from bootseer.env.installing.pip_settings import Read, requirement_files, settings
+from bootseer.env.installing.running import Run
+from bootseer.env.installing.uv_settings import Translation, translate
+
+_OLDEST_UV = (0, 5, 0)
+"""The first one that knows all the names that `uv_settings` uses; an older one would overlook an index."""
+_OLDEST_PIP = (20, 3)
+"""Older ones install what they meet first, without resolving."""
+_PROBE_DEADLINE_S = 10.0
+_MAX_TEXT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One way to install the requirements."""
+
+    installer: Literal["uv", "pip"]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """What is added to the job's environment; may hold passwords."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The commands to try, the best first: a later one runs only when the one before it has failed."""
+
+    commands: tuple[Command, ...]
+    why_pip: str = ""
+    """Why uv is not among them, for people; empty when it is."""
+
+
+def choose(
+    requirements: Sequence[str],
+    env: Mapping[str, str],
+    python: Interpreter,
+    run: Run,
+    *,
+    cwd: str,
+    constraints: Sequence[str] = (),
+    root: str = "/",
+) -> Installation:
+    """How to install these files for this Python.
+
+    `constraints` are further constraint files. `root` is where the job's `/` can be read, `cwd` its working folder,
+    `run` asks uv for its version.
+    """
+    files = [word for path in requirements for word in ("-r", path)]
+    files += [word for path in constraints for word in ("-c", path)]
+    pip = Command("pip", (python.executable, "-m", "pip", "install", "--no-compile", *files), {})
+    translation = _translated((*requirements, *constraints), env, python, cwd, root)
+    reason = translation.refusals[0] if translation.refusals else ""
+    uv: tuple[str, ...] = ()
+    if not reason:
+        uv, reason = _uv(env, python, run)
+    if reason:
+        return Installation((pip,), reason)
+    words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
+    command = Command("uv", words, translation.environment)
+    return Installation((command, pip) if python.pip else (command,))
+
+
+def _translated(files: Sequence[str], env: Mapping[str, str], python: Interpreter, cwd: str, root: str) -> Translation:
+    read = _reader(root)
+    home = env.get("HOME") or str(Path("~").expanduser())
+    found = settings(env, python.prefix, home, read)
+
+    def exists(path: str) -> bool:
+        return _below(root, os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
+
+    wanted = requirement_files(files, cwd, env, read)
+    translation = translate(found, wanted, env, exists)
+    if wanted.local:
+        # What is installed from a folder looks satisfied to uv; pip builds and installs it again each time.
+        names = _installed_from_sources(python, root)
+        translation.arguments += [word for name in names for word in ("--reinstall-package", name)]
+    if not python.writable:
+        translation.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
+    old = _pip_version(python, root)
+    if old is not None and old < _OLDEST_PIP:
+        translation.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
+    return translation
+
+
+def _uv(env: Mapping[str, str], python: Interpreter, run: Run) -> tuple[tuple[str, ...], str]:
+    """The words that start a uv that works, or why there is none."""
+    beside = str(PurePosixPath(python.scripts) / "uv")
+    on_path = shutil.which("uv", path=env.get("PATH"))
+    reason = "there is no uv"
+    ways = [(place,) for place in dict.fromkeys((on_path, beside)) if place]
+    for words in [*ways, *([(python.executable, "-m", "uv")] if python.uv else [])]:
+        ran = run([*words, "--version"], env, deadline_s=_PROBE_DEADLINE_S)
+        found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.output)
+        if ran.code == 0 and found:
+            if tuple(map(int, found.groups())) >= _OLDEST_UV:
+                return words, ""
+            reason = f"uv {'.'.join(found.groups())} is too old"
+    return (), reason
+
+
+def _pip_version(python: Interpreter, root: str) -> tuple[int, ...] | None:
+    for folder in python.folders:
+        for info in _below(root, folder).glob("pip-*.dist-info"):
+            found = re.match(r"pip-(\d+)\.(\d+)", info.name)
+            if found:
+                return tuple(map(int, found.groups()))
+    return None
+
+
+def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
+    found = installed(python.folders, root=root).distributions
+    return sorted({each.name for each in found if _below(root, f"{each.record}/direct_url.json").is_file()})
+
+
+def _reader(root: str) -> Read:
+    def read(path: str) -> str | None:
+        try:
+            with _below(root, path).open(encoding="utf-8", errors="surrogateescape") as file:
+                return file.read(_MAX_TEXT_BYTES)
+        except (OSError, ValueError):
+            return None
+
+    return read
+
+
+def _below(root: str, path: str) -> Path:
+    return Path(root) / path.lstrip("/")

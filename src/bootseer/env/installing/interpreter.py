@@ -1,0 +1,75 @@
+"""What must be known of the Python that packages are installed for: asked of it once, in a process of its own.
+
+It answers as the setup would find it, with the user's own folder and PYTHONPATH, and right now; the isolated and
+remembered answer that request keys consist of is `keys.interpreter`. Called by the launcher before a setup; the other
+modules of this package take the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bootseer.env.installing.running import Run
+from bootseer.errors import PermanentError
+
+_DEADLINE_S = 20.0
+# For any Python 3: it may be older than the one that runs BootSeer.
+_QUESTION = """
+import json, os, sys, sysconfig
+from importlib.util import find_spec
+paths = sysconfig.get_paths()
+libraries = [paths["purelib"], paths["platlib"]]
+known = [entry for entry in sys.path[1:] if os.path.isdir(entry)]
+print(json.dumps({
+    "executable": sys.executable,
+    "prefix": sys.prefix,
+    "base_prefix": sys.base_prefix,
+    "scripts": paths["scripts"],
+    "folders": sorted(set(os.path.abspath(entry) for entry in libraries + known)),
+    "writable": all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry)),
+    "pip": find_spec("pip") is not None,
+    "uv": find_spec("uv") is not None,
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """One Python installation or virtual environment."""
+
+    executable: str
+    prefix: str
+    base_prefix: str
+    scripts: str
+    """Where its console scripts lie."""
+    folders: tuple[str, ...]
+    """Where its distributions may lie, absolute."""
+    writable: bool
+    """Whether packages can be installed into it; pip falls back to the user's own folder otherwise."""
+    pip: bool
+    """Whether `-m pip` is there."""
+    uv: bool
+    """Whether `-m uv` is there."""
+
+
+def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:
+    """What this Python says of itself. Raises `PermanentError` when it cannot be asked."""
+    ran = run([python, "-c", _QUESTION], env, deadline_s=_DEADLINE_S)
+    try:
+        # Behind whatever its own start-up files print.
+        said = json.loads(ran.output.strip().rpartition("\n")[2])
+        return Interpreter(
+            executable=str(said["executable"]),
+            prefix=str(said["prefix"]),
+            base_prefix=str(said["base_prefix"]),
+            scripts=str(said["scripts"]),
+            folders=tuple(str(folder) for folder in said["folders"]),
+            writable=bool(said["writable"]),
+            pip=bool(said["pip"]),
+            uv=bool(said["uv"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        last = ran.errors.strip().rpartition("\n")[2]
+        raise PermanentError(f"{python}: does not answer as a Python (exit code {ran.code}): {last}") from error

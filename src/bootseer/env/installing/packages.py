@@ -1,0 +1,131 @@
+"""Which packages are installed, read from their records on disk without starting anything.
+
+Python distributions by their `.dist-info` and `.egg-info`, Debian packages by dpkg's status file. Called by the
+launcher before and after a setup, by `validate` and by `verifying.oracle`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_DPKG_STATUS = "var/lib/dpkg/status"
+_MAX_STATUS_BYTES = 256 << 20
+_EGG_PYTHON = re.compile(r"-py\d+(\.\d+)*$")
+_LIBRARY = re.compile(r"(.*/(?:site|dist)-packages)/[^/]+\.(?:dist|egg)-info(?:/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One installed Python distribution."""
+
+    name: str
+    """Normalised: lower case, single hyphens."""
+    version: str
+    record: str
+    """Its `.dist-info` or `.egg-info`, absolute, as the job sees it."""
+    stamp: int
+    """When that was written, in nanoseconds: tells a reinstallation of the same version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """All that is installed at one moment."""
+
+    distributions: tuple[Distribution, ...] = ()
+    system: Mapping[str, str] | None = None
+    """Debian packages: name with architecture to version."""
+
+
+def installed(folders: Iterable[str], *, root: str = "/") -> Installed:
+    """What is installed in these folders, and on the system; `root` is where the job's `/` can be read."""
+    return Installed(tuple(sorted(_distributions(folders, root), key=_order)), _system_packages(root))
+
+
+def new_packages(before: Installed, after: Installed) -> tuple[str, ...]:
+    """What is there now and was not before, sorted: `name==version`, `deb:name==version` for the system's packages."""
+    known = {(each.name, each.version) for each in before.distributions}
+    new = {f"{each.name}=={each.version}" for each in after.distributions if (each.name, each.version) not in known}
+    old = before.system or {}
+    new |= {f"deb:{name}=={version}" for name, version in (after.system or {}).items() if old.get(name) != version}
+    return tuple(sorted(new))
+
+
+def new_distributions(before: Installed, after: Installed) -> tuple[Distribution, ...]:
+    """Distributions that a setup installed, reinstalled ones included."""
+    known = {(each.record, each.stamp) for each in before.distributions}
+    return tuple(each for each in after.distributions if (each.record, each.stamp) not in known)
+
+
+def library_folders(paths: Iterable[str]) -> set[str]:
+    """The folders of Python distributions among changed paths: those of environments that the setup made itself."""
+    return {found[1] for path in paths if (found := _LIBRARY.match(path))}
+
+
+def normalised(name: str) -> str:
+    """A distribution's name in the one spelling that all others are equal to."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _order(each: Distribution) -> tuple[str, str, str]:
+    return each.name, each.version, each.record
+
+
+def _below(root: str, path: str) -> Path:
+    return Path(root) / path.lstrip("/")
+
+
+def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
+    for folder in folders:
+        try:
+            with os.scandir(_below(root, folder)) as entries:
+                infos = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+                # An interrupted uninstallation of pip leaves names that begin with a tilde.
+                found = [(entry.name, entry.stat().st_mtime_ns) for entry in infos if not entry.name.startswith("~")]
+        except OSError:
+            continue
+        for name, stamp in found:
+            record = f"{folder.rstrip('/')}/{name}"
+            known = _named(name) or _told(_below(root, record))
+            if known is not None:
+                yield Distribution(normalised(known[0]), known[1], record, stamp)
+
+
+def _named(folder: str) -> tuple[str, str] | None:
+    """Name and version as the folder's own name gives them."""
+    stem = folder.rpartition(".")[0]
+    if folder.endswith(".egg-info"):
+        stem = _EGG_PYTHON.sub("", stem)
+    name, hyphen, version = stem.partition("-")
+    return (name, version) if hyphen and version and "-" not in version else None
+
+
+def _told(record: Path) -> tuple[str, str] | None:
+    """Name and version as the metadata has them, where the folder is called otherwise."""
+    for path in (record / "METADATA", record / "PKG-INFO", record):
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                head = file.read(65536).partition("\n\n")[0]
+        except OSError:
+            continue
+        found = dict(re.findall(r"^(Name|Version):\s*(\S+)", head, re.MULTILINE))
+        if len(found) == 2:
+            return found["Name"], found["Version"]
+    return None
+
+
+def _system_packages(root: str) -> dict[str, str]:
+    try:
+        with _below(root, _DPKG_STATUS).open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MAX_STATUS_BYTES)
+    except OSError:
+        return {}
+    found = {}
+    for paragraph in text.split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version|Architecture|Status): (.*)$", paragraph, re.MULTILINE))
+        if fields.get("Status", "").endswith(" installed") and "Package" in fields:
+            found[f"{fields['Package']}:{fields.get('Architecture', '')}"] = fields.get("Version", "")
+    return found

@@ -1,0 +1,128 @@
+"""Whether an environment is good enough to be kept for others: three questions after a setup that said it went well.
+
+Code that new distributions list and that is missing, conflicts of versions that were not there before, imports that
+the user asked for. The exit code of the setup is the launcher's to judge. Called by the launcher before a snapshot is
+published, with a `run` that sees what a restored start would see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from bootseer.env.installing.interpreter import Interpreter
+from bootseer.env.installing.packages import Installed, normalised
+from bootseer.env.installing.running import TIMED_OUT, Ran, Run
+
+_RECORDS_DEADLINE_S = 60.0
+_CHECK_DEADLINE_S = 60.0
+IMPORT_DEADLINE_S = 300.0
+"""For one import: the first one after a large installation reads gigabytes."""
+_MAX_PROBLEMS = 20
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])"
+# What pip says: "a 1.0 requires b, which is not installed." and "a 1.0 has requirement b>2, but you have b 1.0."
+_CONFLICT = re.compile(
+    r"(?P<name>\S+) (?P<version>\S+) (?:requires|has requirement) (?P<other>[\w.-]+)"
+    r".*?(?:, but you have \S+ (?P<has>\S+?))?\.?"
+)
+
+# Arguments: folders of distributions. Prints [[record, stamp, number of missing files, one of them], ...]. Only code
+# counts, and not tests and examples: setups make environments smaller by deleting the rest.
+_QUESTION = r"""
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import csv, json, os, re
+SPARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
+found = []
+for folder in sys.argv[1:]:
+    try:
+        infos = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info") and name[0] != "~")
+    except OSError:
+        continue
+    for info in infos:
+        record = os.path.join(folder, info)
+        try:
+            stamp = os.stat(record).st_mtime_ns
+            with open(os.path.join(record, "RECORD"), encoding="utf-8", newline="") as file:
+                names = [row[0] for row in csv.reader(file) if row]
+        except (OSError, ValueError, csv.Error):
+            continue
+        missing = [
+            name for name in names
+            if re.search(r"\.py$|\.so(\.[0-9.]+)?$|^\.\./.*/bin/[^/]+$", name)
+            and not SPARED.intersection(name.split("/"))
+            and not os.path.lexists(os.path.join(folder, name))
+        ]
+        if missing:
+            found.append([record, stamp, len(missing), missing[0]])
+print(json.dumps(found))
+"""
+
+
+def validate(
+    python: Interpreter, before: Installed, env: Mapping[str, str], run: Run, *, imports: Sequence[str] = ()
+) -> list[str]:
+    """What is wrong, in words, at most some twenty; empty if nothing is.
+
+    `before` is what was installed before the setup, `env` the environment in which the job will run.
+    """
+    problems = [*_missing_files(python, before, env, run), *_conflicts(python, before, env, run)]
+    for module in imports:
+        problems += _import(module, python, env, run)
+    return problems[:_MAX_PROBLEMS]
+
+
+def _missing_files(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
+    known = {(each.record, each.stamp) for each in before.distributions}
+    argv = [python.executable, "-S", "-c", _QUESTION, *python.folders]
+    ran = run(argv, env, deadline_s=_RECORDS_DEADLINE_S)
+    try:
+        found = [
+            (str(record), int(stamp), int(count), str(one)) for record, stamp, count, one in json.loads(ran.output)
+        ]
+    except (ValueError, TypeError):
+        return [f"{python.executable} does not run in the new environment: {_last(ran)}"]
+    problems = []
+    for record, stamp, count, one in found:
+        if (record, stamp) not in known:
+            name = record.rpartition("/")[2].removesuffix(".dist-info")
+            more = f" and {count - 1} more of its files are" if count > 1 else " is"
+            problems.append(f"{name} is not whole: {one}{more} missing")
+    return problems
+
+
+def _conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
+    """What `pip check` says and would not have said before. An environment without pip is not asked."""
+    if not python.pip:
+        return []
+    argv = [python.executable, "-m", "pip", "--disable-pip-version-check", "check"]
+    ran = run(argv, env, deadline_s=_CHECK_DEADLINE_S)
+    if ran.code != 1:  # a pip that is broken or hangs says nothing of conflicts
+        return []
+    old = {each.name: each.version for each in before.distributions}
+    problems = []
+    for line in ran.output.splitlines():
+        found = _CONFLICT.fullmatch(line.strip())
+        if found is None:
+            continue
+        now = {normalised(found["name"]): found["version"], normalised(found["other"]): found["has"]}
+        if any(old.get(name) != version for name, version in now.items()):
+            problems.append(line.strip().rstrip("."))
+    return problems
+
+
+def _import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:
+    """In a process of its own: one import must not hide what another one lacks."""
+    if not _MODULE.fullmatch(module):
+        return [f"{module!r} is no name of a module"]
+    ran = run([python.executable, "-c", _IMPORT, module], env, deadline_s=IMPORT_DEADLINE_S)
+    if ran.code == TIMED_OUT:
+        return [f"import {module} takes longer than {IMPORT_DEADLINE_S:g} s"]
+    return [f"import {module} fails: {_last(ran)}"] if ran.code else []
+
+
+def _last(ran: Ran) -> str:
+    """What an exception says, or what is known without one."""
+    return ran.errors.strip().rpartition("\n")[2][:300] or f"exit code {ran.code}"

@@ -1,0 +1,31 @@
+"""Addresses without what must not be told: user names, passwords, tokens in queries.
+
+A key must not change when a token is renewed, and must not hold one. Called wherever an address enters a key: options
+of installers, requirements, variables. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+# `ssh://git@host` and `git+ssh://git@host`: the user is part of the address there, a password never is.
+_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/\s'\"]*)@(?=[^/\s@])")
+_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=[^&#\s]*")
+_SECRET = re.compile(
+    r"token|secret|passw|passphrase|credential|signature|^sig$|^key$|api-?key|auth|expires|^x-amz-|^x-goog-|^se$|^sp$|^sv$",
+    re.IGNORECASE,
+)
+
+
+def without_credentials(text: str) -> str:
+    """The text, each address in it without its user and without the values of parameters that look like secrets."""
+    return _PARAMETER.sub(_parameter, _USER.sub(_user, text)) if "://" in text else text
+
+
+def _user(found: re.Match[str]) -> str:
+    name = found["user"].partition(":")[0]
+    return f"{found['scheme']}://{name}@" if found["scheme"].endswith("ssh") and name else f"{found['scheme']}://"
+
+
+def _parameter(found: re.Match[str]) -> str:
+    return f"{found[1]}=" if _SECRET.search(found[1]) else found[0]

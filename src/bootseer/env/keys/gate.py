@@ -1,0 +1,158 @@
+"""The gate: may a snapshot that was built there be used here?
+
+The key says that the same was asked for. The gate compares what the platforms are: a snapshot may come from an older
+BootSeer, from another node, or lie under a key that was computed elsewhere. Codes are stable: reports, tests and
+alerts name them. Decides and touches nothing; called before a snapshot is mounted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+FORMAT = 1
+"""Of the platform's facts and of the snapshot; a later one may mean something else by the same names."""
+
+Code = Literal[
+    "format", "architecture", "libc", "cpu", "python", "prefix", "gpu", "driver", "cuda", "base", "owner-ids"
+]
+
+
+class Refusal(NamedTuple):
+    """Why not."""
+
+    code: Code
+    message: str
+
+
+def check(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    """The first reason why a snapshot with the platform `wanted` cannot be used where the platform is `here`.
+
+    Facts that the snapshot does not name are not asked for. `wanted` comes from a store: any type may be in it.
+    """
+    for rule in (_format, _architecture, _libc, _cpu, _python, _prefix, _gpu, _driver, _cuda, _base, _owners):
+        refusal = rule(wanted, here)
+        if refusal is not None:
+            return refusal
+    return None
+
+
+def _format(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    found = wanted.get("format")
+    if found == here.get("format", FORMAT):
+        return None
+    return Refusal(
+        "format", f"the snapshot has format {_told(found)}, this BootSeer reads {here.get('format', FORMAT)}"
+    )
+
+
+def _same(wanted: Mapping[str, Any], here: Mapping[str, Any], name: str, code: Code, what: str) -> Refusal | None:
+    if wanted.get(name) is None or wanted[name] == here.get(name):
+        return None
+    return Refusal(code, f"built for {what} {_told(wanted[name])}, here is {_told(here.get(name))}")
+
+
+def _architecture(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _same(wanted, here, "architecture", "architecture", "the processor architecture")
+
+
+def _cpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    """Code that was compiled on a newer processor may end with an illegal instruction on an older one."""
+    level, ours = _level(wanted.get("cpu")), _level(here.get("cpu"))
+    if wanted.get("cpu") is None or (level is not None and ours is not None and ours >= level):
+        return None
+    if level is None and wanted.get("cpu") == here.get("cpu"):
+        return None
+    return Refusal("cpu", f"built on a processor of {_told(wanted.get('cpu'))}, this one is {_told(here.get('cpu'))}")
+
+
+def _libc(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    """The C library is compatible upwards: newer than the builder's is as good."""
+    want, have = wanted.get("libc"), here.get("libc")
+    if want is None or want == have:
+        return None
+    name, _, version = str(want).partition(" ")
+    our_name, _, our_version = str(have).partition(" ")
+    if name == our_name and (_numbers(version) or (9999,)) <= (_numbers(our_version) or (0,)):
+        return None
+    return Refusal("libc", f"built with {_told(want)}, here is {_told(have)}")
+
+
+def _python(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _same(wanted, here, "python", "python", "Python")
+
+
+def _prefix(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _same(wanted, here, "prefix", "prefix", "a Python in")
+
+
+def _gpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    """Each kind of GPU here must have been there when kernels were compiled."""
+    if wanted.get("gpus") is None:
+        return None
+    built, ours = _texts(wanted["gpus"]), _texts(here.get("gpus"))
+    if ours <= built and bool(ours) == bool(built):
+        return None
+    return Refusal("gpu", f"built for {_gpus(built)}, here: {_gpus(ours)}")
+
+
+def _driver(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _at_least(wanted, here, "driver", "NVIDIA's driver")
+
+
+def _cuda(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _at_least(wanted, here, "cuda", "a driver for CUDA")
+
+
+def _at_least(wanted: Mapping[str, Any], here: Mapping[str, Any], name: Code, what: str) -> Refusal | None:
+    want, have = wanted.get(name), here.get(name)
+    if not want:
+        return None
+    least, ours = _numbers(str(want)), _numbers(str(have or ""))
+    if least and ours and ours >= least:
+        return None
+    return Refusal(name, f"built with {what} {_told(want)}, here is {_told(have)}")
+
+
+def _base(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    return _same(wanted, here, "base", "base", "the base")
+
+
+def _owners(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+    """Owners of the snapshot's files that this user namespace does not know would all become nobody."""
+    for name, ranges, what in (("uids", "uid_ranges", "user"), ("gids", "gid_ranges", "group")):
+        known = here.get(ranges)
+        owners = wanted.get(name)
+        if not isinstance(owners, list | tuple) or not isinstance(known, list | tuple):
+            continue
+        for number in owners:
+            if not isinstance(number, int) or not any(first <= number < first + count for first, count in known):
+                return Refusal(
+                    "owner-ids", f"files belong to {what} {_told(number)}, which does not exist in this user namespace"
+                )
+    return None
+
+
+def _level(value: Any) -> int | None:
+    """The number of a level of x86-64; None for other names."""
+    found = re.fullmatch(r"x86-64-v(\d)", str(value))
+    return int(found[1]) if found else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in re.findall(r"\d{1,9}", text)[:4])
+
+
+def _texts(value: Any) -> set[str]:
+    return {str(item) for item in value} if isinstance(value, list | tuple) else set()
+
+
+def _gpus(kinds: set[str]) -> str:
+    return f"GPUs of compute capability {', '.join(sorted(kinds))}" if kinds else "no GPU"
+
+
+def _told(value: Any) -> str:
+    """A value of a document in a message: short, and on one line."""
+    text = "none" if value is None or value == "" else str(value)
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:100])

@@ -1,0 +1,134 @@
+"""The request key: what it is made of, its digest, and words about it.
+
+A key is the digest of named components. Each one is a fact that a setup's result may depend on; the names are kept with
+the snapshot, so that a later start that misses can say which of them changed. Decides and touches nothing.
+
+Called by `request_key`, which collects the components, and by the verb `env key`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+SCHEMA = "bootseer.request-key/1"
+"""Goes first into every digest: other rules, other keys."""
+_SHOWN = 72
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """What a setup asks for. Equal digests may share a snapshot."""
+
+    digest: str
+    """64 hex digits."""
+    components: Mapping[str, str]
+    """Name to value or digest, in a fixed order. Never a secret."""
+    details: Mapping[str, tuple[str, ...]]
+    """What is in a component, lines for people. Never a secret; not part of the key."""
+    accounted: tuple[str, ...]
+    """Files and folders whose content is in the key, absolute and sorted."""
+    unpinned: tuple[str, ...]
+    """What the setup takes from elsewhere in whatever version it finds: reasons for an age limit."""
+    problems: tuple[str, ...]
+    """Why no snapshot may be used for this setup, each with what to do. Empty for nearly all."""
+    platform: Mapping[str, Any]
+    """Of this node, for `gate.check`."""
+
+
+class Row(NamedTuple):
+    """A component as `env key` prints it."""
+
+    name: str
+    value: str
+    lines: tuple[str, ...]
+
+
+class Difference(NamedTuple):
+    """A component that is not what it was. `old` or `new` is empty where it was not there."""
+
+    name: str
+    old: str
+    new: str
+    words: str
+
+
+def framed(parts: Iterable[str | bytes]) -> bytes:
+    """The parts as one string of bytes that no other parts give: each one with its length before it."""
+    out = bytearray()
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        out += len(data).to_bytes(8, "big")
+        out += data
+    return bytes(out)
+
+
+def digest_of(parts: Iterable[str | bytes]) -> str:
+    """SHA-256 of the framed parts, as hex digits."""
+    return hashlib.sha256(framed(parts)).hexdigest()
+
+
+def key_digest(components: Mapping[str, str]) -> str:
+    """The key's digest. The order of the components does not matter."""
+    return digest_of([SCHEMA, *(part for name in sorted(components) for part in (name, components[name]))])
+
+
+def explain(key: RequestKey) -> list[Row]:
+    """All components, in order, with what is in them."""
+    return [Row(name, _short(value), tuple(key.details.get(name, ()))) for name, value in key.components.items()]
+
+
+def difference(
+    old: Mapping[str, str], key: RequestKey, old_details: Mapping[str, Sequence[str]] | None = None
+) -> list[Difference]:
+    """What is different from the key that had the components `old`, in the order of the names.
+
+    With the old key's details the words also name the changed entries of a component that has many.
+    """
+    found = []
+    for name in dict.fromkeys((*key.components, *old)):
+        before, now = old.get(name, ""), key.components.get(name, "")
+        if name in old and name in key.components and before == now:
+            continue
+        if name not in old:
+            words = "was not in the key"
+        elif name not in key.components:
+            words = "is not in the key any more"
+        else:
+            words = _inside((old_details or {}).get(name, ()), key.details.get(name, ())) or _changed(before, now)
+        found.append(Difference(name, _short(before), _short(now), words))
+    return found
+
+
+def _inside(old: Sequence[str], new: Sequence[str]) -> str:
+    """Which lines came, went and changed. The first word of a line names its entry."""
+    if not old or not new:
+        return ""
+    before, now = ({line.partition(" ")[0]: line for line in lines} for lines in (old, new))
+    groups = {
+        "added": [name for name in now if name not in before],
+        "removed": [name for name in before if name not in now],
+        "changed": [name for name in now if name in before and now[name] != before[name]],
+    }
+    return "; ".join(f"{word} {_named(names)}" for word, names in groups.items() if names)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _changed(old: str, new: str) -> str:
+    if old.startswith("sha256:") or new.startswith("sha256:"):
+        return "its content changed"
+    return f"{_short(old)} -> {_short(new)}"
+
+
+def _short(value: str) -> str:
+    if value.startswith("sha256:"):
+        digest, _, rest = value.partition(" ")
+        return f"{digest[:19]} {rest}".rstrip()
+    return value if len(value) <= _SHOWN else f"{value[: _SHOWN - 3]}..."

@@ -1,0 +1,301 @@
+"""The request key of a setup: everything it depends on, looked up on this node.
+
+One call collects the components (see docs/adr/0013-request-key.md for what is in and what is not). Called by whoever
+starts a job with a setup, and by the verb `env key`.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from bootseer.env.keys import gate, host, installers, interpreter, platform, repositories, trees, variables
+from bootseer.env.keys.facts import Facts
+from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.inputs import gather
+from bootseer.env.keys.key import RequestKey, digest_of, key_digest
+from bootseer.env.keys.script import Inputs
+from bootseer.errors import BootseerError
+
+_MAX_LISTED = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What the setup starts from."""
+
+    kind: Literal["image", "host"]
+    digest: str = ""
+    """Of the image's manifest; for a host it is computed."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The image's configuration; it belongs to the digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A setup that is about to run."""
+
+    setup: str | None
+    """The script, relative to `cwd` or absolute."""
+    requirements: tuple[str, ...]
+    cwd: str
+    """Absolute."""
+    env: Mapping[str, str]
+    """As the setup will find it."""
+    base: Base
+    inputs: tuple[str, ...] = ()
+    """Files and folders that the user declares."""
+    tenant: str = ""
+    salt: str = ""
+    variables: tuple[str, ...] = ()
+    """Variables that the user declares."""
+    python: str | None = None
+    """The job's interpreter on the host; None: the first python3 or python on PATH."""
+
+
+def request_key(ask: Ask, *, facts_folder: Path | None = None) -> RequestKey:
+    """Compute the key. What prevents one is among its `problems`; nothing is raised for what the setup names.
+
+    `facts_folder` is where facts about unchanged files are kept between starts, see `facts_folder_of`.
+    """
+    facts = Facts(facts_folder)
+    collector = _Collector(ask, NodeFiles(facts, _visible(ask)), facts)
+    key = collector.key()
+    facts.save()
+    return key
+
+
+def facts_folder_of(cache_root: Path) -> Path:
+    """Where below the node's cache facts are kept."""
+    return cache_root / "environments" / "facts"
+
+
+def _visible(ask: Ask) -> Callable[[str], bool]:
+    """What the setup can see of this node: inside an image only the working folder and what was declared."""
+    if ask.base.kind == "host":
+        return lambda path: True
+    shown = [ask.cwd, *(posixpath.join(ask.cwd, path) for path in (*ask.inputs, *ask.requirements))]
+    if ask.setup is not None:
+        shown.append(posixpath.dirname(posixpath.join(ask.cwd, ask.setup)))
+    folders = [posixpath.normpath(path) for path in shown if posixpath.normpath(path) != "/"]
+    return lambda path: any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+class _Collector:
+    """Collects the components of one key, each with its words."""
+
+    def __init__(self, ask: Ask, files: NodeFiles, facts: Facts) -> None:
+        self._ask = ask
+        self._files = files
+        self._facts = facts
+        self._components: dict[str, str] = {}
+        self._details: dict[str, tuple[str, ...]] = {}
+        self._accounted: set[str] = set()
+        self._problems: dict[str, None] = {}
+        self._unpinned: dict[str, None] = {}
+        self._platform: dict[str, Any] = {"format": gate.FORMAT}
+
+    def key(self) -> RequestKey:
+        ask = self._ask
+        prefix = self._base()
+        self._node()
+        inputs = gather(ask.setup, ask.requirements, ask.cwd, ask.env, self._files)
+        self._inputs(inputs)
+        self._declared()
+        self._settings(inputs, prefix)
+        self._variables(inputs)
+        if inputs.place:
+            self._add("working folder", ask.cwd, [inputs.place])
+        for name, value in (("tenant", ask.tenant), ("salt", ask.salt)):
+            if value:
+                self._add(name, value)
+        self._unpinned.update(inputs.requirements.unpinned)
+        self._problems.update(dict.fromkeys(inputs.requirements.problems))
+        return RequestKey(
+            digest=key_digest(self._components),
+            components=self._components,
+            details=self._details,
+            accounted=tuple(sorted(self._accounted)),
+            unpinned=tuple(self._unpinned)[:_MAX_LISTED],
+            problems=tuple(self._problems)[:_MAX_LISTED],
+            platform=self._platform,
+        )
+
+    def _add(self, name: str, value: str, lines: Iterable[str] = ()) -> None:
+        self._components[name] = value
+        if found := tuple(lines):
+            self._details[name] = found
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """A component that cannot be had makes the setup one without a snapshot, not one that fails."""
+        try:
+            work()
+        except BootseerError as error:
+            self._problems[str(error)] = None
+
+    # -- where the setup runs ------------------------------------------------------------------------------------------
+
+    def _base(self) -> str:
+        """What it starts from; returns the prefix of the job's Python where that is known."""
+        base = self._ask.base
+        if base.kind == "image":
+            self._add("base", f"image {base.digest}")
+            self._platform["base"] = f"image {base.digest}"
+            return ""
+        prefix = ""
+        folders: list[str] = []
+        path = interpreter.find(self._ask.env, self._ask.python)
+        if path is None:
+            self._add("python", "none")
+        else:
+            try:
+                python = interpreter.ask(path, self._ask.env, self._facts)
+            except BootseerError as error:
+                self._problems[str(error)] = None
+            else:
+                prefix = python.prefix
+                self._add("python", python.name, [path])
+                self._add("prefix", prefix)
+                self._platform |= {"python": python.name, "prefix": prefix}
+                folders = [*python.folders, *self._more_folders(python)]
+        self._try(partial(self._fingerprint, folders))
+        self._add("user", f"{os.geteuid()}:{os.getegid()} umask {platform.umask()}")
+        return prefix
+
+    def _more_folders(self, python: interpreter.Interpreter) -> list[str]:
+        """Folders of distributions that the user adds to Python's own."""
+        env = self._ask.env
+        user = env.get("PYTHONUSERBASE") or (f"{env['HOME']}/.local" if env.get("HOME") else "")
+        version = ".".join(python.version.split(".")[:2])
+        search = [path for path in variables.search_path(env.get("PYTHONPATH", "")).split(":") if path.startswith("/")]
+        return [f"{user}/lib/python{version}/site-packages", *search] if user else search
+
+    def _fingerprint(self, folders: list[str]) -> None:
+        system = host.system(self._files)
+        installed = host.distributions(folders)
+        self._add("system", f"sha256:{system.digest}", system.lines)
+        self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)
+        uv = host.tool(shutil.which("uv", path=self._ask.env.get("PATH")), self._files)
+        self._add("uv", f"sha256:{uv}" if uv else "none")
+        self._platform["base"] = f"host {digest_of([system.digest, installed.digest])}"
+
+    def _node(self) -> None:
+        gpus = platform.accelerators(self._ask.env)
+        facts = {"architecture": platform.architecture(), "cpu": platform.cpu_level()}
+        if self._ask.base.kind == "host":
+            facts["libc"] = platform.libc()
+        for name, value in facts.items():
+            self._add(name, value)
+        self._add("gpus", ", ".join(gpus.gpus) or "none")
+        # The branch decides what code can run; its last numbers differ between nodes that are alike. The gate asks.
+        self._add("driver", gpus.driver.partition(".")[0] or "none")
+        self._add("cuda", gpus.cuda or "none")
+        self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver, "cuda": gpus.cuda}
+        self._platform |= {f"{kind}_ranges": platform.id_ranges(kind) for kind in ("uid", "gid")}
+
+    # -- what it reads -------------------------------------------------------------------------------------------------
+
+    def _inputs(self, inputs: Inputs) -> None:
+        asked = inputs.requirements
+        setup = self._absolute(self._ask.setup) if self._ask.setup is not None else ""
+        requirement_files = set(asked.files)
+        if setup:
+            self._try(partial(self._file, "setup", setup, ""))
+        for path in asked.files:
+            self._try(partial(self._file, "requirements", path))
+        for path in inputs.files:
+            if path != setup and path not in requirement_files:
+                self._try(partial(self._file, "file", path))
+        for local in asked.locals.values():
+            self._place("package", local.path, [f"{'editable, ' if local.editable else ''}installed from here"])
+        for path in dict.fromkeys(inputs.folders):
+            self._place("folder", path)
+        for path in dict.fromkeys(asked.find_links):
+            self._place("find-links", path)
+        for path in inputs.environments:
+            self._try(partial(self._environment, path))
+        self._repositories(inputs)
+
+    def _absolute(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self._ask.cwd, path))
+
+    def _called(self, path: str) -> str:
+        """A name that is the same wherever the job's files lie."""
+        folders = [(self._ask.cwd, "")]
+        if self._ask.setup is not None:
+            folders.append((posixpath.dirname(self._absolute(self._ask.setup)), "beside the setup: "))
+        for folder, words in folders:
+            if path.startswith(f"{folder.rstrip('/')}/"):
+                return words + posixpath.relpath(path, folder)
+        return path
+
+    def _file(self, kind: str, path: str, called: str | None = None) -> None:
+        digest, size = self._files.digest(path)
+        name = f"{kind} {self._called(path) if called is None else called}".rstrip()
+        self._add(name, f"sha256:{digest} {size:,} bytes", [path])
+        self._accounted.add(path)
+
+    def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
+        """A file or folder; a folder's own path counts, since what is installed from it remembers where it was."""
+
+        def read() -> None:
+            if self._files.kind(path) == "file":
+                self._file(kind, path)
+                return
+            tree = trees.read_tree(path, self._files)
+            value = f"sha256:{tree.digest} {tree.num_files:,} files"
+            self._add(f"{kind} {path if kind == 'package' else self._called(path)}", value, (*lines, *tree.lines))
+            self._accounted.add(path)
+
+        self._try(read)
+
+    def _environment(self, path: str) -> None:
+        part = host.environment(path, self._files)
+        self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
+        self._accounted.add(path)
+
+    def _repositories(self, inputs: Inputs) -> None:
+        wanted = inputs.requirements.repositories
+        commits = repositories.commits(wanted.values(), self._ask.env) if wanted else {}
+        for (address, reference), item in wanted.items():
+            name = f"repository {address}{f'@{reference}' if reference else ''}"
+            commit = commits.get((address, reference))
+            self._add(name, commit or "unknown commit")
+            if commit is None:
+                self._unpinned[f"{item.words} (no commit could be told)"] = None
+
+    def _declared(self) -> None:
+        for path in self._ask.inputs:
+            whole = self._absolute(path)
+            if self._files.kind(whole):
+                self._place("input", whole)
+            else:
+                self._problems[f"{path}: a declared input that does not exist or is not a file or folder"] = None
+
+    # -- what decides beside it ----------------------------------------------------------------------------------------
+
+    def _settings(self, inputs: Inputs, prefix: str) -> None:
+        found = installers.settings(self._ask.env, self._ask.cwd, prefix, self._files)
+        lines = (*found.lines, *(f"asked {line}" for line in inputs.requirements.settings))
+        if lines:
+            self._add("installer settings", f"sha256:{digest_of(lines)} {len(lines)} settings", lines)
+        self._accounted.update(found.files)
+        self._problems.update(dict.fromkeys(found.problems))
+        for path in found.find_links:
+            if path not in inputs.requirements.find_links:
+                self._place("find-links", path)
+
+    def _variables(self, inputs: Inputs) -> None:
+        chosen = variables.choose(
+            self._ask.env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
+        )
+        for name, value in chosen.values.items():
+            self._add(f"variable {name}", value)
+        if chosen.notes:
+            self._details["variables left out"] = chosen.notes

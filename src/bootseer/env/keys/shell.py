@@ -1,0 +1,287 @@
+"""A shell script as commands and words, as far as they can be told without running it.
+
+Not a shell: control flow is cut away, substitutions are seen as commands of their own, and what cannot be told stays in
+the word as `$`. Never fails: a quote without an end closes at the end of its line. Heredocs are no commands, unless a
+shell reads them. Decides and touches nothing; called by `script`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_KEYWORDS = frozenset(
+    """
+    if then else elif fi for while until do done case esac in function select time coproc ! { }
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+_WRAPPERS = frozenset(
+    """
+    sudo exec command env nice ionice time nohup timeout retry stdbuf setsid builtin eval xargs
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\+?=(.*)", re.DOTALL)
+_HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)([A-Za-z_][A-Za-z0-9_]*)")
+_REFERENCE = re.compile(r"\$(?:\{[#!]?([A-Za-z_][A-Za-z0-9_]*)|([A-Za-z_][A-Za-z0-9_]*))")
+_GIVES = re.compile(
+    r"(?:^|[;&|(]|\b(?:export|local|declare|readonly|then|do|else))\s*([A-Za-z_]\w*)=(?:\"[^\"]*\"|[^\s;]*)"
+)
+_LOOPS = re.compile(r"\b(?:for|select)\s+([A-Za-z_]\w*)\s+in\b|\bread\s+(?:-\w+\s+)*([A-Za-z_]\w*)")
+_SHELLS = re.compile(r"(^|[\s;&|/])(ba|da|z|k)?sh(\s|$)")
+_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
+_MAX_GIVEN = 100
+_MAX_DEPTH = 20
+_EXPANDED = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^${}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
+_REDIRECTION = re.compile(r"\d*(&>>?|>>|>\||>&|<<<|<<-?|<&|>|<)")
+_OPERATORS = ";&|()\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A simple command: its program and arguments, without redirections."""
+
+    words: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    """Files that its output is written to."""
+    inputs: tuple[str, ...] = ()
+    """Files that it reads from (`< file`)."""
+
+    @property
+    def program(self) -> str:
+        """The last part of the program's path."""
+        return self.words[0].rpartition("/")[2] if self.words else ""
+
+
+@dataclass(slots=True)
+class Shell:
+    """What was found in a script."""
+
+    commands: list[Command] = field(default_factory=list)
+    assignments: dict[str, str] = field(default_factory=dict)
+    """Last value by name, quotes taken off."""
+    variables: set[str] = field(default_factory=set)
+    """Names that are read before the script has given them a value."""
+    complete: bool = True
+    """False when it is nested too deeply to be read to the end."""
+    room: int = 1 << 22
+    """Characters that may be read more than once."""
+    given: set[str] = field(default_factory=set)
+    """Names that the script gives a value, in whatever way."""
+
+
+def parse(text: str) -> Shell:
+    """Take a script apart."""
+    text = text.replace("\r\n", "\n").replace("\\\n", " ")
+    shell = Shell()
+    text = _without_heredocs(text, shell)
+    _note_variables(text, shell)
+    _Scanner(text, shell).run()
+    return shell
+
+
+def expanded(word: str, values: Mapping[str, str]) -> str:
+    """The word with `$NAME`, `${NAME}` and `${NAME:-default}` replaced where the value is known."""
+
+    def value(found: re.Match[str]) -> str:
+        known = values.get(found["braced"] or found["bare"])
+        if known is None and found["default"] is not None:
+            return found["default"]
+        return found[0] if known is None else known
+
+    for _ in range(4):  # a value may name others
+        after = _EXPANDED.sub(value, word)
+        if after == word or len(after) > 8192:
+            break
+        word = after
+    return word
+
+
+def _without_heredocs(text: str, shell: Shell) -> str:
+    """The text without the lines of heredocs; those that a shell reads are taken apart as scripts."""
+    out: list[str] = []
+    lines = iter(text.split("\n"))
+    for line in lines:
+        out.append(line)
+        if "<<" not in line or line.lstrip().startswith("#"):
+            continue
+        for found in _HEREDOC.finditer(line.replace("<<<", "   ")):
+            body = []
+            for inner in lines:
+                if inner.strip() == found[2]:
+                    break
+                body.append(inner)
+            if not found[1]:
+                _note_variables("\n".join(body), shell)
+            if _SHELLS.search(line.partition("<<")[0]):
+                _Scanner("\n".join(body), shell).run()
+    return "\n".join(out)
+
+
+def _note_variables(text: str, shell: Shell) -> None:
+    """Which variables the text reads before it has set them: a default of `${X:-1}` reads the caller's."""
+    for whole in text.split("\n"):
+        if whole.lstrip().startswith("#"):
+            continue
+        line = _QUOTED.sub(lambda found: found[0] if found[0][0] == '"' else "''", whole)
+        # (position, name): an assignment counts behind its own word, `PATH=/x:$PATH` reads first.
+        given = [(found.end(), found[1]) for found in _GIVES.finditer(line)]
+        given += [(found.end(), name) for found in _LOOPS.finditer(line) for name in found.groups() if name]
+        for found in _REFERENCE.finditer(line):
+            name = found[1] or found[2]
+            earlier = any(end <= found.start() and name == other for end, other in given[:_MAX_GIVEN])
+            if name not in shell.given and not earlier:
+                shell.variables.add(name)
+        shell.given.update(name for _, name in given)
+
+
+class _Scanner:
+    """One pass over the characters. What is inside of others is read again, as deep and as often as is bounded."""
+
+    def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
+        self._text = text
+        self._depth = depth
+        self._shell = shell
+        self._at = 0
+        self._words: list[str] = []
+        self._outputs: list[str] = []
+        self._inputs: list[str] = []
+        self._redirection = ""
+
+    def run(self) -> None:
+        text = self._text
+        while self._at < len(text):
+            if self._shell.room < 0:
+                self._shell.complete = False
+                return
+            letter = text[self._at]
+            if letter in " \t":
+                self._at += 1
+            elif letter == "#":
+                end = text.find("\n", self._at)
+                self._at = len(text) if end < 0 else end
+            elif found := _REDIRECTION.match(text, self._at):
+                self._redirection = found[1]
+                self._at = found.end()
+            elif letter in _OPERATORS:
+                self._at += 1
+                self._end_command()
+            else:
+                self._take(self._word())
+        self._end_command()
+
+    def _word(self) -> str:
+        """The word that begins here; command substitutions in it are scanned as commands of their own."""
+        text, out = self._text, []
+        while self._at < len(text):
+            letter = text[self._at]
+            if letter in " \t" or letter in _OPERATORS or letter in "<>":
+                break
+            if letter == "\\":
+                out.append(text[self._at + 1 : self._at + 2])
+                self._at += 2
+            elif letter in "'\"":
+                out.append(self._quoted(letter))
+            elif letter == "`":
+                out.append(self._backquoted())
+            elif text.startswith("$(", self._at) or text.startswith("$((", self._at):
+                out.append(self._substitution())
+            elif text.startswith("${", self._at):
+                end = text.find("}", self._at)
+                end = self._at + 2 if end < 0 else end + 1
+                out.append(text[self._at : end])
+                self._at = end
+            else:
+                out.append(letter)
+                self._at += 1
+        return "".join(out)
+
+    def _quoted(self, quote: str) -> str:
+        text, start = self._text, self._at + 1
+        self._at = start
+        out = []
+        while self._at < len(text) and text[self._at] != quote:
+            if quote == '"' and text.startswith("$(", self._at):
+                out.append(self._substitution())
+                continue
+            if quote == '"' and text[self._at] == "\\":
+                self._at += 1
+            out.append(text[self._at : self._at + 1])
+            self._at += 1
+        if self._at >= len(text):
+            # No closing quote: what follows the line is not part of it, and is read again.
+            self._shell.room -= len(text) - start
+            end = text.find("\n", start)
+            self._at = len(text) if end < 0 else end
+            return text[start : self._at]
+        self._at += 1
+        return "".join(out)
+
+    def _substitution(self) -> str:
+        """`$(...)`: its commands are noted; for the word it is `$`, or the script's own folder where it is that."""
+        text, start, depth = self._text, self._at + 2, 1
+        at = start
+        while at < len(text) and depth:
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        inner = text[start : at - 1] if not depth else text[start:at]
+        self._at = at
+        if re.search(r"\bdirname\b.*(\$0|BASH_SOURCE)", inner):
+            return "${0%/*}" if ".." not in inner else "${0%/*}/.."
+        if inner.strip() in ("pwd", "pwd -P"):
+            return "${PWD}"
+        self._inner(inner)
+        return "$"
+
+    def _backquoted(self) -> str:
+        end = self._text.find("`", self._at + 1)
+        end = len(self._text) if end < 0 else end
+        self._inner(self._text[self._at + 1 : end])
+        self._at = end + 1
+        return "$"
+
+    def _inner(self, text: str) -> None:
+        self._shell.room -= len(text)
+        if self._depth >= _MAX_DEPTH or self._shell.room < 0:
+            self._shell.complete = False
+        else:
+            _Scanner(text, self._shell, self._depth + 1).run()
+
+    def _take(self, word: str) -> None:
+        if self._redirection:
+            if self._redirection == "<":
+                self._inputs.append(word)
+            elif ">" in self._redirection and not (self._redirection == ">&" and not word.strip("0123456789-")):
+                self._outputs.append(word)
+            self._redirection = ""
+            return
+        if not self._words:
+            if word in _KEYWORDS:
+                return
+            assigned = _ASSIGNMENT.fullmatch(word)
+            if assigned:
+                self._shell.assignments[assigned[1]] = assigned[2]
+                return
+        self._words.append(word)
+
+    def _end_command(self) -> None:
+        words = self._words
+        while words and words[0].rpartition("/")[2] in _WRAPPERS:
+            words = _unwrapped(words)
+        if words and words[0] in ("export", "declare", "local", "readonly", "typeset"):
+            for word in words[1:]:
+                if assigned := _ASSIGNMENT.fullmatch(word):
+                    self._shell.assignments[assigned[1]] = assigned[2]
+        if words or self._outputs or self._inputs:
+            self._shell.commands.append(Command(tuple(words), tuple(self._outputs), tuple(self._inputs)))
+        self._words, self._outputs, self._inputs, self._redirection = [], [], [], ""
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """`sudo -E env A=1 pip ...` without what stands before the program."""
+    rest = words[1:]
+    while rest and (
+        rest[0].startswith("-") or _ASSIGNMENT.fullmatch(rest[0]) or re.fullmatch(r"[\d.]+[smh]?", rest[0])
+    ):
+        rest = rest[1:]
+    return rest

@@ -1,0 +1,223 @@
+"""The snapshots of one store: found, published and removed by their request keys.
+
+    environments/<key>/document         see `env.document`; immutable content, replaced only when somebody wants that
+    environments/<key>/lease            who is building it (`lease`)
+    environments/<key>/quarantine       why it is suspected (`quarantine`)
+    environments/trash/...              removed snapshots whose objects are still there (`tombstone`, `prune`)
+
+A document that can be read is a snapshot that can be used: it is written last. Between what a publisher writes and what
+somebody else deletes at that moment stands a second look on both sides (`publish`, `prune.prune`): a document whose
+objects are not there does not stay.
+Called by `launch.environment_stage` and `cli.env`. Safe to use from many threads, processes and nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bootseer.env.document import MAX_BYTES, EnvironmentDocument, OtherVersionError, document_name, is_key
+from bootseer.env.life.decide import Lookup
+from bootseer.env.life.tombstone import Tombstone
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.store.retry import read_all, retrying
+from bootseer.store.store import Store, Stored
+
+FOLDER = "environments/"
+FIND_S = 10.0
+"""A start waits no longer for an answer: the real setup is waiting."""
+_WRITE_S = 60.0
+_LIST_S = 600.0
+_THREADS = 8
+MAX_DOCUMENTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All snapshots of a store. One that cannot be read does not hide the others."""
+
+    documents: tuple[EnvironmentDocument, ...]
+    broken: tuple[str, ...]
+    """Documents that are none, one line each: nobody can use them."""
+    unread: tuple[str, ...]
+    """Documents that could not be read, or are of another version, one line each: somebody may use them."""
+
+
+class Catalog:
+    """The snapshots of one store. `say` gets one line for what went wrong beside the question."""
+
+    def __init__(self, store: Store, say: Callable[[str], None] = lambda line: None) -> None:
+        self.store = store
+        self._say = say
+
+    def find(self, key: str, *, timeout_s: float = FIND_S) -> EnvironmentDocument | None:
+        """The snapshot of a request key.
+
+        Raises `TransientError` or `AccessError` when the store does not say, `CorruptError` for what is no document of
+        this key, and `OtherVersionError`. `look` answers instead.
+        """
+        name = document_name(_checked(key))
+        try:
+            data = read_all(self.store, name, MAX_BYTES, timeout_s)
+        except NotFoundError:
+            return None
+        except (TransientError, CorruptError):
+            raise
+        except PermanentError as error:
+            if type(error) is PermanentError:  # larger than any document
+                raise CorruptError(str(error)) from error
+            raise
+        return _parsed(data, self.store.uri, key)
+
+    def look(self, key: str, *, timeout_s: float = FIND_S) -> Lookup:
+        """`find` without errors: what `decide` asks for."""
+        try:
+            document = self.find(key, timeout_s=timeout_s)
+        except OtherVersionError as error:
+            return Lookup("other-version", why=str(error))
+        except CorruptError as error:
+            return Lookup("broken", why=str(error))
+        except UsageError:
+            raise
+        except BootseerError as error:
+            return Lookup("unreachable", why=str(error))
+        return Lookup("none") if document is None else Lookup("found", document)
+
+    def publish(self, document: EnvironmentDocument, *, replace: bool = False, now_s: float | None = None) -> bool:
+        """Make a snapshot visible whose objects are stored: whether it is there now.
+
+        With another one there, nothing happens and the answer is no, unless it shall be replaced; the objects of the
+        one that is not used are left to `prune`. Raises what stores raise, and `PermanentError` when objects of the
+        snapshot are missing; then no document stays.
+        """
+        now_s = time.time() if now_s is None else now_s
+        data = document.encode()
+        if not replace:
+            created = retrying(
+                lambda left_s: self.store.create(document.name, data, refs=document.objects, timeout_s=left_s),
+                deadline_s=_WRITE_S,
+            )
+            # An attempt whose answer was lost may have been ours.
+            if not created and self.find(document.key, timeout_s=_WRITE_S) != document:
+                self._bury(document, now_s)
+                return False
+        else:
+            _, old = self._present(document.key)
+            if old is not None and old != document:
+                self._bury(old, now_s)
+            put(self.store, document.name, data, document.objects)
+        self._check_objects(document)
+        return True
+
+    def all(self) -> Listing:
+        """All snapshots, in the order of their keys. Raises what stores raise when they do not list."""
+        until = time.monotonic() + _LIST_S
+        keys = sorted(self.keys("document"))
+        if len(keys) > MAX_DOCUMENTS:
+            raise PermanentError(
+                f"{self.store.uri}: {len(keys)} environments, more than the {MAX_DOCUMENTS} one can list"
+            )
+        with ThreadPoolExecutor(min(_THREADS, len(keys) or 1), "bootseer-environments") as pool:
+            answers = pool.map(lambda key: self.look(key, timeout_s=max(until - time.monotonic(), 0.1)), keys)
+            found = dict(zip(keys, answers, strict=True))
+        return Listing(
+            tuple(each.document for each in found.values() if each.document is not None),
+            tuple(f"{key[:12]}: {each.why}" for key, each in found.items() if each.kind == "broken"),
+            tuple(f"{key[:12]}: {each.why}" for key, each in found.items() if each.kind in _UNREAD),
+        )
+
+    def keys(self, kind: str) -> set[str]:
+        """The request keys of which the store has an object of this kind: `document`, `lease` or `quarantine`."""
+        found = set()
+        for stored in self.store.list(FOLDER):
+            key, _, last = stored.name.removeprefix(FOLDER).partition("/")
+            if last == kind and is_key(key):
+                found.add(key)
+        return found
+
+    def remove(self, key: str, now_s: float) -> EnvironmentDocument | None:
+        """Make a snapshot invisible at once and leave its objects to `prune`; what was removed, None for nothing.
+
+        A document that nobody can read is removed too. May be repeated after it was interrupted.
+        """
+        is_there, document = self._present(key)
+        if document is not None:
+            # The tombstone first: interrupted in between, the snapshot is still there and nothing of it is deleted.
+            self._bury(document, now_s)
+        if is_there:
+            self.store.delete(document_name(key))
+        return document
+
+    def _present(self, key: str) -> tuple[bool, EnvironmentDocument | None]:
+        """Whether there is a document, and it itself if it can be read."""
+        try:
+            document = self.find(key, timeout_s=_WRITE_S)
+        except (CorruptError, OtherVersionError) as error:
+            self._say(f"what was stored for an environment that cannot be read stays: {error}")
+            return True, None
+        return document is not None, document
+
+    def _bury(self, document: EnvironmentDocument, now_s: float) -> None:
+        tombstone = Tombstone.of(document, now_s)
+        put(self.store, tombstone.name, tombstone.encode())
+
+    def _check_objects(self, document: EnvironmentDocument) -> None:
+        missing = self.missing(document.objects)
+        if not missing:
+            return
+        self.store.delete(document.name)
+        raise PermanentError(
+            f"{self.store.uri}: {missing[0].name} of the environment is not there, or not as large as it should be; "
+            "it was not published"
+        )
+
+    def missing(self, objects: Iterable[Stored]) -> list[Stored]:
+        """Those that the store does not have, or not in this size."""
+        wanted = list(dict.fromkeys(objects))
+
+        def is_missing(stored: Stored) -> bool:
+            try:
+                return retrying(lambda left_s: self.store.stat(stored.name)).size_bytes != stored.size_bytes
+            except NotFoundError:
+                return True
+
+        with ThreadPoolExecutor(min(_THREADS, len(wanted) or 1), "bootseer-environments") as pool:
+            return [stored for stored, gone in zip(wanted, pool.map(is_missing, wanted), strict=True) if gone]
+
+
+_UNREAD = ("unreachable", "other-version")
+
+
+def put(store: Store, name: str, data: bytes, refs: Iterable[Stored] = (), *, timeout_s: float = _WRITE_S) -> None:
+    """Write a small object, in place of one that may be there, with retries."""
+
+    def attempt(left_s: float) -> None:
+        upload = store.upload()
+        try:
+            upload.write(data)
+            upload.commit(name, refs=tuple(refs))
+        finally:
+            upload.abort()
+
+    refs = tuple(refs)
+    retrying(attempt, deadline_s=timeout_s)
+
+
+def _checked(key: str) -> str:
+    if not is_key(key):
+        raise UsageError(
+            f"{key[:80]!r} is no request key", hint="a key has 64 hexadecimal digits; see bootseer env list"
+        )
+    return key
+
+
+def _parsed(data: bytes, where: str, key: str) -> EnvironmentDocument:
+    try:
+        document = EnvironmentDocument.parse(data)
+    except CorruptError as error:
+        raise CorruptError(f"{where}: {document_name(key)}: {error}") from error
+    if document.key != key:
+        raise CorruptError(f"{where}: {document_name(key)} is the document of another request key")
+    return document

@@ -1,0 +1,100 @@
+"""What this node knows of environments, so that a start survives a store that does not answer.
+
+    <cache>/environments/environments/<key>/document    snapshots that were used or built here, named as in stores
+    <cache>/environments/environments/<key>/quarantine  what is held against them, where the store does not take it
+    <cache>/environments/sha256/...                     their indexes and manifests (`bring.kept_objects`)
+
+A document's content never changes, so that an old one is worth as much as it was when it was found: its age limit and
+its quarantine hold here, too. A full disk costs the copy alone.
+Called by `launch.environment_seek` and `launch.environment_stage`. Safe to use from many threads and processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.bring.kept_objects import KeptObjects
+from bootseer.bring.places import environments_folder
+from bootseer.env.document import EnvironmentDocument, document_name
+from bootseer.env.life.catalog import FIND_S, Catalog
+from bootseer.env.life.decide import Lookup
+from bootseer.errors import BootseerError
+from bootseer.store.file import FileStore
+from bootseer.store.retry import read_all
+from bootseer.store.store import Store, Stored
+
+MAX_KNOWN = 200
+"""Snapshots that a node remembers: those that were used last."""
+_OBJECT_S = 120.0
+
+
+class Local:
+    """What the node knows. `say` gets one line for what could not be kept."""
+
+    def __init__(self, cache: Path, say: Callable[[str], None]) -> None:
+        """`cache` is the root of the node's cache."""
+        self._folder = environments_folder(cache)
+        self._kept = KeptObjects(self._folder, say)
+        self._catalog = Catalog(self.store)
+
+    @property
+    def store(self) -> FileStore:
+        """Also for `quarantine.Quarantine`."""
+        return self._kept.store
+
+    def look(self, catalog: Catalog, key: str, *, timeout_s: float = FIND_S) -> Lookup:
+        """What the store says, and what this node knows where the store does not answer; remembers what it finds."""
+        found = catalog.look(key, timeout_s=timeout_s)
+        if found.kind == "unreachable":
+            return Lookup("unreachable", self._catalog.look(key).document, found.why)
+        if found.document is not None:
+            self.keep(found.document)
+        elif found.kind == "none":
+            self.forget(key)  # somebody removed it, and expects that it stays so
+        return found
+
+    def keep(self, document: EnvironmentDocument) -> None:
+        """Remember a snapshot that was found, or built here."""
+        if self._catalog.look(document.key).document == document:
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / document.name)
+            return
+        self._kept.keep(document.name, document.encode())
+        self._tidy()
+
+    def forget(self, key: str) -> None:
+        """Do not use a snapshot any more when the store is away."""
+        with contextlib.suppress(BootseerError):
+            self.store.delete(document_name(key))
+
+    def object(self, stored: Stored, origin: Store, *, timeout_s: float = _OBJECT_S) -> bytes:
+        """A small object that is named by its content, from this node or else from `origin`: the manifest.
+
+        Raises what `read_all` raises.
+        """
+        with contextlib.suppress(BootseerError):
+            return read_all(self.store, stored.name, stored.size_bytes)
+        data = read_all(origin, stored.name, stored.size_bytes, timeout_s)
+        self._kept.keep(stored.name, data)
+        return data
+
+    def _tidy(self) -> None:
+        """Forget the snapshots that were not used for the longest time, with what only they need."""
+        with contextlib.suppress(OSError, BootseerError):
+            documents = sorted(self._folder.glob("environments/*/document"), key=lambda path: path.stat().st_mtime)
+            excess = documents[:-MAX_KNOWN]
+            if not excess:
+                return
+            gone = [found for path in excess if (found := self._catalog.look(path.parent.name).document) is not None]
+            for path in excess:
+                path.unlink(missing_ok=True)
+            needed = {name for document in self._catalog.all().documents for name in _names(document)}
+            for name in {name for document in gone for name in _names(document)} - needed:
+                self.store.delete(name)
+
+
+def _names(document: EnvironmentDocument) -> tuple[str, str]:
+    return document.file.index_name, document.manifest.name

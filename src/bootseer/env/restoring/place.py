@@ -1,0 +1,228 @@
+"""Write what `loose` has planned to the files of this machine, as the setup itself would have.
+
+Each file appears whole, under its name, by one rename or link: whoever looks meanwhile sees the old one or the new one,
+and after a kill at any point the same plan made anew does the rest. No symbolic link is followed on the way. Called by
+`launch.environment_stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+from bootseer.env.restoring.inside import Inside
+from bootseer.env.restoring.loose import Plan, Step, Where, plan
+from bootseer.env.snapshot.entry import Entry
+from bootseer.errors import PermanentError
+
+_NEW = ".bootseer-new-"
+_LEFT_OVER_S = 3600.0
+_PIECE = 1 << 20
+_ZEROS = bytes(_PIECE)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
+
+
+def apply(planned: Plan, where: Where, *, threads: int = 1) -> None:
+    """Do it; contents come from `where`. Raises `Conflict` when somebody was faster, `PermanentError` for a full disk.
+
+    What was written stays after an error.
+    """
+    try:
+        _Placing(planned.root, where).run(planned.steps, threads)
+    except OSError as error:
+        place = os.fsdecode(error.filename) if error.filename else planned.root
+        raise PermanentError(f"{place}: {error.strerror}; the environment was not written") from error
+
+
+class _Placing:
+    def __init__(self, root: str, where: Where) -> None:
+        self._root = root
+        self._inside = Inside(root)
+        self._where = where
+        self._is_root = os.geteuid() == 0
+
+    def run(self, steps: Sequence[Step], threads: int) -> None:
+        folders: list[Step] = []
+        files: list[Step] = []
+        links: list[Step] = []
+        for step in steps:
+            if step.deed == "delete":
+                self._in_its_folder([step])
+            else:
+                entry = step.entry
+                (folders if entry.kind == "directory" else links if entry.link else files).append(step)
+        for step in folders:
+            self._in_its_folder([step])
+        with ThreadPoolExecutor(threads, "bootseer-place") as pool:
+            for _ in pool.map(self._in_its_folder, [list(some) for _, some in groupby(files, key=_above)]):
+                pass
+        for step in links:
+            self._in_its_folder([step])
+        # A folder may forbid what has to be written into it.
+        for step in reversed(folders):
+            with self._inside.folder(_above(step)) as folder:
+                self._dress(folder, _name(step), step.entry)
+
+    def _in_its_folder(self, steps: Sequence[Step]) -> None:
+        """Steps in one folder."""
+        with self._inside.folder(_above(steps[0])) as folder:
+            if any(step.deed in ("make", "replace") for step in steps):
+                _clean(folder)
+            for step in steps:
+                try:
+                    self._do(folder, step)
+                except FileExistsError:
+                    # Another node may restore the same files in a shared folder: equal ones are as good.
+                    again = plan([step.entry], self._where, root=self._root)
+                    if any(other.deed == "make" for other in again.steps):
+                        raise
+
+    def _do(self, folder: int, step: Step) -> None:
+        entry, name = step.entry, _name(step)
+        if step.deed == "delete":
+            _delete(folder, name)
+        elif step.deed == "dress":
+            if entry.kind != "directory":
+                self._dress(folder, name, entry)
+        elif entry.kind == "directory":
+            if step.deed == "replace":
+                _delete(folder, name)
+            os.mkdir(name, entry.mode | 0o700, dir_fd=folder)
+            self._dress(folder, name, entry, also=0o700)
+        else:
+            self._write(folder, name, step)
+
+    def _write(self, folder: int, name: str, step: Step) -> None:
+        """Under a name of our own first; then it gets its own name, if that is still free or to be replaced."""
+        new = f"{_NEW}{secrets.token_hex(8)}"
+        try:
+            if not (step.entry.link and self._link(folder, new, step.entry.link)):
+                self._create(folder, new, step.entry)
+            if step.deed == "replace":
+                if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    _delete(folder, name)
+                os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+                return
+            try:
+                os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NO_LINKS or _is_there(folder, name):
+                    raise
+                os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=folder)
+
+    def _link(self, folder: int, new: str, first: str) -> bool:
+        """One more name for a file; false where that is in another file system, or comes from a mount."""
+        above, _, name = first.rpartition("/")
+        try:
+            with self._inside.folder(above) as other:
+                os.link(name, new, src_dir_fd=other, dst_dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
+
+    def _create(self, folder: int, name: str, entry: Entry) -> None:
+        source = self._where(entry.path)
+        if entry.kind == "symlink":
+            os.symlink(entry.target, name, dir_fd=folder)
+        elif entry.kind == "fifo":
+            os.mkfifo(name, 0o600, dir_fd=folder)
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            opened = os.open(name, flags, 0o600, dir_fd=folder)
+            with os.fdopen(opened, "wb", buffering=0) as file, source.open("rb") as content:
+                size = 0
+                while piece := content.read(_PIECE):
+                    size += len(piece)
+                    if piece == _ZEROS:
+                        os.lseek(opened, len(piece), os.SEEK_CUR)  # holes stay holes
+                        continue
+                    rest = memoryview(piece)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                os.ftruncate(opened, size)
+        self._dress(folder, name, entry)
+        if entry.kind != "fifo":
+            status = source.stat(follow_symlinks=False)
+            times = (status.st_atime_ns, status.st_mtime_ns)
+            os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
+
+    def _dress(self, folder: int, name: str, entry: Entry, *, also: int = 0) -> None:
+        """In this order: a new owner takes away set-user bits and capabilities."""
+        opened = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            # The link in /proc leads to what is open, and nowhere else.
+            path = f"/proc/self/fd/{opened}"
+            if self._is_root:
+                os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
+            if entry.kind == "symlink":
+                return
+            for attribute, value in entry.xattrs.items():
+                with contextlib.ExitStack() as forbidden:
+                    if not self._is_root:
+                        forbidden.enter_context(contextlib.suppress(PermissionError))
+                    _set_xattr(path, attribute, value)
+            os.chmod(path, entry.mode | also)  # noqa: PTH101
+        finally:
+            os.close(opened)
+
+
+def _set_xattr(path: str, name: str, value: bytes) -> None:
+    try:
+        os.setxattr(path, name, value)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+
+
+def _above(step: Step) -> str:
+    return step.entry.path.rpartition("/")[0]
+
+
+def _name(step: Step) -> str:
+    return step.entry.path.rpartition("/")[2]
+
+
+def _is_there(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _delete(folder: int, name: str) -> None:
+    """Folders with what is in them, which `plan` has allowed. Links in them are not followed."""
+    try:
+        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=folder)
+        else:
+            os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+
+
+def _clean(folder: int) -> None:
+    """Delete what a killed restore left half-written."""
+    opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        for name in os.listdir(opened):  # noqa: PTH208 - names
+            if name.startswith(_NEW):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+                    if time.time() - status.st_ctime > _LEFT_OVER_S:
+                        os.unlink(name, dir_fd=opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,195 @@
+"""Compare files with what a manifest says of them.
+
+Two tiers: `quick` looks at each path, `full` reads all files, too. The tree is a snapshot's layer as it is mounted, or
+what a job sees: layers over one another, or files that were written to the node.
+
+Called by `env verify`, and wherever a restore must not be believed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from blake3 import blake3
+
+from bootseer.env.snapshot.entry import Entry, path_bytes
+from bootseer.env.snapshot.items import xattrs_of
+from bootseer.errors import PermanentError
+
+Tier = Literal["quick", "full"]
+MAX_DIFFERENCES = 1000
+_PIECE = 1 << 20
+_BATCH = 128
+_BATCHES_PER_THREAD = 4
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo"}
+_MARK = b"trusted.overlay.opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One path that is not what the manifest says."""
+
+    path: str
+    words: str
+    """What is wrong with it, for people: `mode 0644, not 0755`."""
+
+
+def verify(
+    tree: str,
+    entries: Sequence[Entry],
+    tier: Tier,
+    *,
+    layer: bool,
+    owners: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[Difference]:
+    """Where the tree below the folder `tree` differs from the entries, sorted by path, `MAX_DIFFERENCES` at most.
+
+    With `layer` it is a snapshot's own tree: it holds nothing else, deletions are whiteouts, hard links are links.
+    Otherwise what was deleted must not be there, and the tree may hold more. Without `owners` user and group are not
+    compared, as a mount of another user shows its own. `progress` gets the paths that are done, and how many there are.
+
+    What cannot be read is a difference; nothing is raised for it.
+    """
+    threads = threads or min(len(os.sched_getaffinity(0)), 8)
+    run = _Run(os.fsencode(tree).rstrip(b"/"), layer, owners, tier == "full")
+    waiting: deque[tuple[int, Future[list[Difference]]]] = deque()
+    found: list[Difference] = []
+    done = 0
+    batches = (entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH))
+    with ThreadPoolExecutor(threads, "bootseer-verify") as pool:
+        try:
+            while len(found) < MAX_DIFFERENCES:
+                while len(waiting) < threads * _BATCHES_PER_THREAD and (batch := next(batches, None)):
+                    waiting.append((len(batch), pool.submit(run.compare, batch)))
+                if not waiting:
+                    break
+                count, future = waiting.popleft()
+                found += future.result()
+                done += count
+                progress(done, len(entries))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if layer:
+        found += run.unknown(entries)
+    return sorted(found, key=lambda difference: path_bytes(difference.path))[:MAX_DIFFERENCES]
+
+
+class _Run:
+    def __init__(self, tree: bytes, layer: bool, owners: bool, full: bool) -> None:
+        self._tree = tree
+        self._layer = layer
+        self._owners = owners
+        self._full = full
+
+    def compare(self, entries: Sequence[Entry]) -> list[Difference]:
+        return [Difference(entry.path, words) for entry in entries if (words := self._words(entry))]
+
+    def unknown(self, entries: Sequence[Entry]) -> list[Difference]:
+        """What the layer holds besides the entries and the directories on their way."""
+        known = set()
+        for entry in entries:
+            path = path_bytes(entry.path)
+            while path and path not in known:
+                known.add(path)
+                path = path.rpartition(b"/")[0]
+        found: list[Difference] = []
+        for path in _walk(self._tree):
+            if path not in known:
+                found.append(Difference(os.fsdecode(path), "in no manifest"))
+                if len(found) >= MAX_DIFFERENCES:
+                    break
+        return found
+
+    def _words(self, entry: Entry) -> str:
+        path = self._tree + path_bytes(entry.path)
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return "" if entry.kind == "deleted" and not self._layer else "missing"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        try:
+            return "; ".join(self._differences(entry, path, status))
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        except PermanentError as error:
+            return str(error)
+
+    def _differences(self, entry: Entry, path: bytes, status: os.stat_result) -> Iterator[str]:
+        if entry.kind == "deleted":
+            if not self._layer:
+                yield "there, although the setup deleted it"
+            elif not (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):
+                yield "not marked as deleted"
+            return
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device or socket")
+        if kind != entry.kind:
+            yield f"a {kind}, not a {entry.kind}"
+            return
+        if kind != "symlink" and stat.S_IMODE(status.st_mode) != entry.mode:
+            yield f"mode {stat.S_IMODE(status.st_mode):04o}, not {entry.mode:04o}"
+        if self._owners and (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
+            yield f"owner {status.st_uid}:{status.st_gid}, not {entry.uid}:{entry.gid}"
+        if kind == "symlink" and (target := os.readlink(path)) != path_bytes(entry.target):  # noqa: PTH115
+            yield f"points to {os.fsdecode(target)!r}, not {entry.target!r}"
+        yield from self._xattrs(entry, path)
+        if self._layer:
+            yield from self._layer_differences(entry, path, status)
+        if kind == "file":
+            if status.st_size != entry.size:
+                yield f"{status.st_size} bytes, not {entry.size}"
+            elif self._full and not (entry.link and self._layer) and _digest(path) != entry.digest:
+                yield "other content"
+
+    def _xattrs(self, entry: Entry, path: bytes) -> Iterator[str]:
+        found = {os.fsdecode(name): value for name, value in xattrs_of(os.fsdecode(path)).items()}
+        for name in sorted(found.keys() | entry.xattrs.keys()):
+            # Only root can see those at all.
+            hidden = name.startswith("trusted.") and name not in found
+            if not hidden and found.get(name) != entry.xattrs.get(name):
+                yield f"extended attribute {name} is not what it was"
+
+    def _layer_differences(self, entry: Entry, path: bytes, status: os.stat_result) -> Iterator[str]:
+        if entry.link:
+            first = os.lstat(self._tree + path_bytes(entry.link))
+            if (first.st_dev, first.st_ino) != (status.st_dev, status.st_ino):
+                yield f"no hard link to {entry.link}"
+        if stat.S_ISDIR(status.st_mode):
+            marks = {os.fsencode(name) for name in os.listxattr(path, follow_symlinks=False)}
+            if (b"user.overlay.opaque" in marks or _MARK in marks) != entry.opaque:
+                yield "shows what lies below" if entry.opaque else "hides what lies below"
+
+
+def _walk(tree: bytes) -> Iterator[bytes]:
+    """Everything below a folder, as paths from it on. Directories that cannot be read were told of already."""
+    waiting = [b""]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(tree + folder + b"/") as found:
+                for entry in found:
+                    path = folder + b"/" + entry.name
+                    yield path
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(path)
+        except OSError:
+            continue
+
+
+def _digest(path: bytes) -> str:
+    digest = blake3()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        while piece := os.read(descriptor, _PIECE):
+            digest.update(piece)
+    finally:
+        os.close(descriptor)
+    return f"blake3:{digest.hexdigest()}"

@@ -1,0 +1,218 @@
+"""Write what a setup left behind as a snapshot: one EROFS block file and one manifest, both canonical.
+
+The same files give the same two objects, whenever, wherever and in whichever order the setup wrote them. Files are read
+and digested in a few threads, compressed in others, and stored by the caller's: nothing is kept on disk, and of the
+files no more in memory than what is on its way.
+
+Called by whoever publishes a capture (`launch.environment_stage`, `env capture`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.codec import DEFAULT_LEVEL
+from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.env.changes import Action, Change
+from bootseer.env.snapshot.bytecode import Source
+from bootseer.env.snapshot.contents import Contents, is_small, read_pieces
+from bootseer.env.snapshot.entry import Entry, path_bytes
+from bootseer.env.snapshot.items import Item, entry_of, look, mapped
+from bootseer.env.snapshot.manifest import MAX_ENTRIES, Manifest
+from bootseer.env.snapshot.stored_manifest import store_manifest
+from bootseer.env.snapshot.times import Times
+from bootseer.env.snapshot.tree import SnapshotTree
+from bootseer.erofs.format import BLOCK
+from bootseer.erofs.writer import ErofsWriter, Extent
+from bootseer.errors import PermanentError
+from bootseer.store.retry import retrying
+from bootseer.store.store import Store, Stored
+from bootseer.units import format_bytes
+
+MAX_BYTES = 256 << 30
+"""Holes count, too: a sparse file of a terabyte takes minutes to digest."""
+_ALONE = (0, 0)
+_ATTEMPTS = 3
+_DEADLINE_S = 3600.0
+Progress = Callable[[int, int], None]
+"""Gets the bytes of files that are done, and those of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A snapshot that lies in a store. No document leads to it yet."""
+
+    file: BlockFile
+    manifest: Stored
+    digest: str
+    """Of the content (`Manifest.digest`)."""
+    entries: tuple[Entry, ...]
+    num_files: int
+    size_bytes: int
+    """Of all files; a file with several names counts once."""
+    left_out: tuple[str, ...]
+    """Paths that no snapshot can hold, each with the reason."""
+
+
+def write_snapshot(
+    store: Store,
+    changes: Iterable[Change],
+    *,
+    began_s: float,
+    ended_s: float | None = None,
+    root: str = "/",
+    is_loose: Callable[[str], bool] = lambda _: False,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    num_stripes: int = 1,
+    level: int = DEFAULT_LEVEL,
+    threads: int | None = None,
+    max_bytes: int = MAX_BYTES,
+    progress: Progress = lambda _done, _total: None,
+) -> Written:
+    """Store the snapshot of these changes.
+
+    `began_s` and `ended_s` say when the setup ran, in seconds since 1970: a file that was changed later is an error.
+    `root` is a folder that shows the whole tree as the setup left it, for directories and Python sources that did not
+    change. `is_loose` says which paths are not mounted on a host. `progress` may raise to give up.
+
+    Raises `PermanentError` for what cannot be read, was changed since or is too much, and what the store raises. What
+    is raised leaves nothing behind that a reader could take for a snapshot.
+    """
+    items, left_out = look(changes, ended_s)
+    items = [item for item in items if not (item.python_source and is_loose(item.change.path))]
+    size_bytes = sum(item.size for item in items)
+    if size_bytes > max_bytes or len(items) > MAX_ENTRIES:
+        raise PermanentError(
+            f"the setup left {format_bytes(size_bytes)} in {len(items)} paths; a snapshot holds at most "
+            f"{format_bytes(max_bytes)} in {MAX_ENTRIES}"
+        )
+    threads = threads or min(len(os.sched_getaffinity(0)), 8)
+
+    def once(_left_s: float) -> tuple[BlockFile, _Run]:
+        with BlockWriter(
+            store, block_size=block_size, num_stripes=num_stripes, level=level, head_bytes=BLOCK, threads=threads
+        ) as blocks:
+            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, progress)
+            return blocks.finish(run.write(threads)), run
+
+    # An upload cannot be taken up again in the middle; all of it can.
+    file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
+    manifest = Manifest(tuple(run.entries))
+    return Written(
+        file,
+        store_manifest(store, manifest),
+        manifest.digest,
+        manifest.entries,
+        run.num_files,
+        run.size_bytes,
+        tuple(left_out),
+    )
+
+
+class _Run:
+    def __init__(
+        self,
+        writer: ErofsWriter,
+        items: list[Item],
+        began_s: float,
+        root: str,
+        is_loose: Callable[[str], bool],
+        progress: Progress,
+    ) -> None:
+        self.entries: list[Entry] = []
+        self.num_files = 0
+        self.size_bytes = 0
+        self._writer = writer
+        self._items = items
+        self._root = root.rstrip("/")
+        self._is_loose = is_loose
+        self._progress = progress
+        self._files = {item.raw: item for item in items}
+        self._times = Times(began_s, ((item.raw, item.mtime_ns) for item in items if item.kind == "file"))
+        self._tree = SnapshotTree(writer, root, self._times)
+        self._first: dict[tuple[int, int], tuple[int, Entry]] = {}  # inode and entry of files with several names
+        self._total = sum(item.size for item in items)
+
+    def write(self, threads: int) -> bytes:
+        """Everything; block 0 of the image."""
+        done, reading, names = 0, [], set()
+        for item in self._items:
+            if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
+                names.add(item.inode)
+                reading.append(item)
+        with Contents(reading, self._source_of, threads) as contents:
+            for item in self._items:
+                self._add(item, contents)
+                done += item.size
+                self._progress(done, self._total)
+        return self._writer.finish()
+
+    def _add(self, item: Item, contents: Contents) -> None:
+        known = self._first.get(item.inode) if item.inode != _ALONE else None
+        if known is not None:
+            inode, first = known
+            self._tree.link(item, inode)
+            self._keep(item, size=first.size, digest=first.digest, link=first.path)
+            return
+        extent, digest = Extent(0, 0), ""
+        if item.kind == "file":
+            if is_small(item):
+                content = contents.small(item)
+                if content.data is None:
+                    self._drop(item)
+                    return
+                self._writer.write(content.data)
+                digest = content.digest
+            else:
+                digest = mapped(
+                    item.change.path, lambda: read_pieces(item, self._writer.write, self._writer.write_zeros)
+                )
+            extent = self._writer.end_file()
+            self.num_files += 1
+            self.size_bytes += extent.size
+        inode = self._tree.add(item, extent)
+        entry = self._keep(item, size=extent.size, digest=digest)
+        if item.inode != _ALONE:
+            self._first[item.inode] = inode, entry
+
+    def _drop(self, item: Item) -> None:
+        """Leave out useless bytecode. What it replaced must not come back: Python might believe that."""
+        if item.change.action is Action.MODIFIED:
+            self._tree.hide(item)
+            self.entries.append(Entry(item.change.path, "deleted", action=Action.DELETED, before=item.change.before))
+
+    def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
+        loose = self._is_loose(item.change.path)
+        entry = entry_of(item, size=size, digest=digest, link=link, loose=loose)
+        self.entries.append(entry)
+        return entry
+
+    def _source_of(self, item: Item) -> Source | None:
+        """The source of a file in `__pycache__`, in the snapshot or below it. Called by the threads that read."""
+        known = self._files.get(path_bytes(item.python_source))
+        if known is None:
+            return _source_below(self._root + item.python_source)
+        if known.kind != "file":
+            return None
+        shown_ns = self._times.of(known.raw, known.mtime_ns)
+        return Source(known.mtime_ns, known.size, shown_ns, lambda: _read(known.change.source))
+
+
+def _source_below(path: str) -> Source | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    # A link may lead elsewhere on another node, and through `root` even here.
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return Source(status.st_mtime_ns, status.st_size, None, lambda: _read(path))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123 - a name of any bytes, thousands of times
+        return file.read()

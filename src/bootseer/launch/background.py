@@ -1,0 +1,182 @@
+"""A process of our own that works beside the command: forked, out of the command's way, and gone when we are.
+
+It has a session of its own, so that a terminal's signals do not reach it; its words go into a log; SIGTERM ends it as
+`Interrupted`, so that what was begun is undone. It tells the run what it found by lines of JSON. Fork while this
+process has one thread. Called by `environment_capture` and `environment_publish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError
+from bootseer.launch.supervise import FORWARDED
+
+Tell = Callable[[dict[str, Any]], None]
+_PR_SET_PDEATHSIG = 1
+_MAX_LINE = 65_536
+_KILL_AFTER_S = 5.0
+
+
+class Background:
+    """One such process, seen by the run that started it."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self._pipe = pipe
+        self._data = b""
+        self._said: list[dict[str, Any]] = []
+        self._open = True
+
+    def heard(self) -> list[dict[str, Any]]:
+        """All that it has told so far."""
+        self._hear(0.0)
+        return self._said
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until it has ended, no longer than this; whether it has."""
+        until = time.monotonic() + timeout_s
+        while self._open and self._hear(max(until - time.monotonic(), 0.0)):
+            pass
+        return not self._open
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next thing that it tells. Raises `TransientError` when it tells nothing in time, or has ended."""
+        until = time.monotonic() + timeout_s
+        seen = len(self._said)
+        while len(self._said) == seen:
+            if not self._hear(max(until - time.monotonic(), 0.0)):
+                raise TransientError("a helper process did not answer in time")
+            if not self._open and len(self._said) == seen:
+                raise TransientError("a helper process ended without an answer")
+        return self._said[seen]
+
+    def stop(self) -> None:
+        """Let it undo what it does and end; kill it when that takes long."""
+        if not self._open:
+            return
+        self._signal(signal.SIGTERM)
+        if not self.ended(_KILL_AFTER_S):
+            self._signal(signal.SIGKILL)
+            self.ended(_KILL_AFTER_S)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Read what is there; whether anything was, an end included."""
+        if not self._open:
+            return False
+        if not select.select([self._pipe], [], [], timeout_s)[0]:
+            return False
+        piece = os.read(self._pipe, _MAX_LINE)
+        if not piece:
+            self._open = False
+            os.close(self._pipe)
+            with contextlib.suppress(ChildProcessError):  # as process 1 we bury all orphans together
+                os.waitpid(self.pid, 0)
+            return True
+        *lines, self._data = (self._data + piece).split(b"\n")
+        self._said += [json.loads(line) for line in lines if line]
+        return True
+
+
+def start_background(work: Callable[[Tell], None], *, name: str, log: Path, niceness: int = 0) -> Background:
+    """Run `work(tell)` in a child. `name` is what `ps` shows.
+
+    It has what this process opened itself: locks, namespaces. A `BootseerError` of the work is told as
+    `{"error": ..., "kind": ...}`, any other as well.
+    Raises `PermanentError` when no process can be made.
+    """
+    parent = os.getpid()
+    try:
+        pipe, report = os.pipe2(os.O_CLOEXEC)
+    except OSError as error:
+        raise PermanentError(f"no helper process can be started: {error.strerror}") from error
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(pipe)
+        os.close(report)
+        raise PermanentError(f"no helper process can be started: {error.strerror}") from error
+    if pid == 0:
+        _become(work, name, log, niceness, report, parent)
+    os.close(report)
+    return Background(pid, pipe)
+
+
+def _become(
+    work: Callable[[Tell], None],
+    name: str,
+    log: Path,
+    niceness: int,
+    report: int,
+    parent: int,
+) -> NoReturn:
+    def tell(said: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # nobody hears: the run is over
+            os.write(report, json.dumps(said).encode() + b"\n")
+
+    code = 1
+    try:
+        os.setsid()
+        _take_leave(log)
+        _die_politely(parent)
+        with contextlib.suppress(OSError):
+            os.nice(niceness)
+        Path("/proc/self/comm").write_text(name)
+        work(tell)
+        code = 0
+    except Interrupted as interrupted:
+        tell({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
+    except BootseerError as error:
+        tell({"error": str(error), "kind": type(error).__name__})
+    except BaseException as error:  # nothing may unwind into the parent's code
+        tell({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
+    finally:
+        os._exit(code)
+
+
+def _take_leave(log: Path) -> None:
+    """Give up what came from who started us: standard streams, pipes that others wait on.
+
+    Objects of the parent may hold the numbers and close them at any time, so that these stay taken.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    for word in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        number = int(word)
+        with contextlib.suppress(OSError):  # the one that the list was read from
+            # Whatever Python opens is not inheritable.
+            if number > 2 and os.get_inheritable(number):
+                os.dup2(nowhere, number, inheritable=False)
+    os.dup2(nowhere, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _die_politely(parent: int) -> None:
+    """SIGTERM ends the work in order, and comes by itself when the run is killed."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(number, signal.Signals(number).name)
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, interrupt)
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
+    if os.getppid() != parent:
+        raise Interrupted(signal.SIGTERM, "SIGTERM")

@@ -1,0 +1,235 @@
+"""Keep what a setup did as a snapshot, beside the command: validate it, write it, let others find it.
+
+    environment_publish     what became of it: published, or why not
+
+A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
+like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
+that it reads go with the run. Called by `environment_stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bootseer import __version__
+from bootseer.env.capturing import exports, secrets
+from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.changes import Action, Change
+from bootseer.env.document import EnvironmentDocument, Trust
+from bootseer.env.installing.running import runner
+from bootseer.env.installing.validate import validate
+from bootseer.env.keys.key import RequestKey
+from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.decide import Decision
+from bootseer.env.life.local import Local
+from bootseer.env.life.quarantine import Quarantine
+from bootseer.env.restoring.host import show_on_host
+from bootseer.env.restoring.roots import Division
+from bootseer.env.snapshot.write import Written, write_snapshot
+from bootseer.errors import PermanentError
+from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.environment_install import SetUp
+from bootseer.launch.environment_task import Task
+from bootseer.launch.environment_wanted import UNPINNED_AGE_S
+from bootseer.launch.supervise import say
+from bootseer.store.open import open_store
+from bootseer.trace.event import INSTANT
+
+EVENT = "environment_publish"
+_NICENESS = 10
+_MAX_UNACCOUNTED = 20
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Everything that is known of a setup that ran well."""
+
+    key: RequestKey
+    decision: Decision
+    """Why it was built: in the place of which snapshot."""
+    capture: Capture
+    changes: Sequence[Change]
+    division: Division
+    done: SetUp
+    trust: Trust
+    unaccounted: tuple[str, ...]
+
+
+class Publishing:
+    """The work beside the command."""
+
+    def __init__(self, task: Task, background: Background) -> None:
+        self._task = task
+        self._background = background
+
+    def finish(self) -> None:
+        """Wait for it, with a word and a bound, and tell what became of it."""
+        background = self._background
+        began_s = time.monotonic()
+        if not background.ended(0.2):
+            limit_s = self._task.wanted.publish_s
+            say("the environment's snapshot is still being kept; waiting for it (Ctrl-C gives it up)")
+            if not background.ended(limit_s):
+                background.stop()
+                tell(self._task, False, f"it took longer than {limit_s:g} s behind the command (BOOTSEER_ENV_PUBLISH)")
+                return
+            say(f"waited {time.monotonic() - began_s:.1f} s for the environment's snapshot")
+        self._report()
+
+    def stop(self) -> None:
+        """Give it up."""
+        self._background.stop()
+        self._report()
+
+    def _report(self) -> None:
+        said = self._background.heard()
+        for line in (str(one["say"]) for one in said if "say" in one):
+            say(line)
+        result = next((one for one in said if "published" in one), None)
+        error = next((one["error"] for one in said if "error" in one), "the process that kept it died")
+        if result is None:
+            tell(self._task, False, str(error))
+        else:
+            tell(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
+
+
+def tell(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
+    """What became of the snapshot, for the user and the report."""
+    task.outcome.update({"published": published, "why_not": why_not, **(facts or {})})
+    if not published and why_not:
+        say(f"no snapshot of the environment was kept: {why_not}")
+    if task.session is not None:
+        task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
+
+
+def start_publishing(task: Task, publication: Publication) -> Publishing:
+    """Begin. Raises `PermanentError` when there is no process for it."""
+    background = start_background(
+        lambda tell: _publish(task, publication, tell),
+        name="bootseer-env",
+        log=task.folder.path / "publish.log",
+        niceness=_NICENESS,
+    )
+    return Publishing(task, background)
+
+
+def _publish(task: Task, publication: Publication, tell: Tell) -> None:
+    """In the child."""
+    began_s = time.monotonic()
+    _check_secrets(publication.changes)
+    _validate(task, publication)
+    with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
+        done = publication.done
+        written = write_snapshot(
+            store,
+            publication.changes,
+            began_s=done.began_s,
+            ended_s=done.ended_s,
+            root=str(publication.capture.root),
+            is_loose=publication.division.is_loose,
+        )
+        for line in written.left_out:
+            tell({"say": f"left out of the environment's snapshot: {line}"})
+        document = _document(task, publication, written)
+        catalog = Catalog(store, lambda line: tell({"say": line}))
+        published = catalog.publish(document, replace=publication.decision.replace)
+        local = Local(task.wanted.cache, lambda line: tell({"say": line}))
+        if published:
+            local.keep(document)
+            if publication.decision.replaces is not None:
+                quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
+                quarantine.rebuilt(document, publication.decision.replaces)
+        tell(
+            {
+                "published": published,
+                "why_not": "" if published else "another start kept one first",
+                "key": document.key,
+                "digest": document.digest,
+                "seconds": round(time.monotonic() - began_s, 3),
+                "num_files": document.num_files,
+                "size_bytes": document.size_bytes,
+                "stored_bytes": sum(stored.size_bytes for stored in document.objects),
+                "trust": document.trust,
+            }
+        )
+
+
+def _document(task: Task, publication: Publication, written: Written) -> EnvironmentDocument:
+    key, done = publication.key, publication.done
+    return EnvironmentDocument(
+        key=key.digest,
+        components=key.components,
+        file=written.file,
+        manifest=written.manifest,
+        digest=written.digest,
+        roots=publication.division.roots,
+        num_loose=len(publication.division.loose),
+        num_files=written.num_files,
+        size_bytes=written.size_bytes,
+        packages=done.packages,
+        exports=done.exports,
+        platform=key.platform,
+        trust=publication.trust,
+        unaccounted=publication.unaccounted[:_MAX_UNACCOUNTED],
+        builder=task.node,
+        version=__version__,
+        built_s=time.time(),
+        setup_s=done.seconds,
+        max_age_s=_max_age_s(task, key),
+        job=task.job,
+        what=task.what,
+    )
+
+
+def _check_secrets(changes: Sequence[Change]) -> None:
+    """Raise `PermanentError` when a file looks as if others should not have it."""
+    found = []
+    for change in changes:
+        if change.action is Action.DELETED:
+            continue
+        status = os.lstat(change.source)
+        if stat.S_ISREG(status.st_mode) and secrets.is_worth_reading(change.path, status.st_size):
+            with open(change.source, "rb") as file:  # noqa: PTH123 - thousands of files
+                kind = secrets.find(change.path, file.read(secrets.HEAD_BYTES))
+            if kind:
+                found.append(f"{change.path} ({kind})")
+    if found:
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+        raise PermanentError(f"the setup wrote what looks secret: {', '.join(found[:_MAX_NAMED])}{more}")
+
+
+def _validate(task: Task, publication: Publication) -> None:
+    """Raise `PermanentError` for an environment that nobody should get."""
+    capture, done = publication.capture, publication.done
+    env = exports.apply(done.exports, task.env)
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    enter = None
+    with contextlib.ExitStack() as opened:
+        if capture.way != "scan":
+            view = show_on_host(
+                capture.source_of, publication.division.roots, changes=task.changes, user=capture.way == "user"
+            )
+            opened.callback(view.close)
+            enter = view.enter
+        problems = (
+            validate(done.python, done.before, env, runner(enter), imports=task.wanted.imports)
+            if done.python is not None
+            else []
+        )
+    if problems:
+        raise PermanentError("; ".join(problems))
+
+
+def _max_age_s(task: Task, key: RequestKey) -> float | None:
+    age_s = task.wanted.max_age_s
+    if age_s is None:
+        return UNPINNED_AGE_S if key.unpinned else None
+    return None if age_s == math.inf else age_s

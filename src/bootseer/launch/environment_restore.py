@@ -1,0 +1,112 @@
+"""Show the command a snapshot instead of running the setup: the hit path. Called by `environment_stage`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from bootseer.bring.places import environments_folder
+from bootseer.bring.publish import publishes
+from bootseer.bring.workload import workload_key
+from bootseer.env.capturing import exports
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.life.decide import Decision
+from bootseer.env.life.local import Local
+from bootseer.env.restoring import loose, place
+from bootseer.env.restoring.host import show_on_host
+from bootseer.env.restoring.layer import Bring, Layer, bring_layer
+from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Manifest
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.launch.environment_shown import NotShown, Shown
+from bootseer.launch.environment_task import Task
+from bootseer.launch.supervise import say
+from bootseer.mounts.user_namespace import may_mount
+from bootseer.store.open import open_store
+from bootseer.units import format_seconds
+
+
+def restore(task: Task, decision: Decision, command: Sequence[str]) -> Shown:
+    """Mount the decision's snapshot and write what cannot be mounted. Raises `NotShown`, with nothing left behind."""
+    document = decision.document
+    if document is None:
+        raise NotShown("failed", "there is a decision for a snapshot, and no snapshot")
+    began_s = time.monotonic()
+    shown = Shown("restored", decision, exports.apply(document.exports, task.env))
+    try:
+        with task.stage("restore") as facts:
+            _restore(task, document, command, shown)
+            facts.update(key=document.key, way=shown.facts.get("way"))
+    except loose.Conflict as error:
+        shown.undo.close()
+        raise NotShown("conflict", str(error)) from error
+    except (CorruptError, NotFoundError) as error:
+        shown.undo.close()
+        raise NotShown("damaged", str(error)) from error
+    except TransientError as error:
+        shown.undo.close()
+        raise NotShown("store-down", str(error)) from error
+    except (BootseerError, OSError) as error:
+        shown.undo.close()
+        raise NotShown("cannot-mount", str(error)) from error
+    except BaseException:
+        shown.undo.close()
+        raise
+    seconds = time.monotonic() - began_s
+    age_s = max(time.time() - document.built_s, 0.0)
+    shown.facts.update(
+        key=document.key,
+        digest=document.digest,
+        builder=document.builder,
+        trust=document.trust,
+        age_s=round(age_s, 3),
+        saved_s=round(max(document.setup_s - seconds, 0.0), 3),
+        num_files=document.num_files,
+        size_bytes=document.size_bytes,
+        roots=len(document.roots),
+        loose=document.num_loose,
+    )
+    say(
+        f"environment {document.key[:12]} restored in {format_seconds(seconds)}: made {format_seconds(age_s)} ago by "
+        f"{document.builder} in {format_seconds(document.setup_s)} ({decision.words})"
+    )
+    return shown
+
+
+def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown) -> None:
+    wanted = task.wanted
+    who = task.session.tracer.identity if task.session is not None else None
+    store = open_store(task.store_uri, plain_http=wanted.plain_http)
+    shown.undo.callback(store.close)
+    entries: Sequence[Entry] = ()
+    if document.num_loose:
+        data = Local(wanted.cache, say).object(document.manifest, store)
+        entries = Manifest.parse(data).entries
+    bring = Bring(
+        cache=wanted.cache,
+        runtime=wanted.runtime,
+        workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
+        publish=who is None or publishes(who.node, who.num_nodes),
+        plain_http=wanted.plain_http,
+        loading=wanted.loading,
+    )
+    layer = bring_layer(document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say)
+    shown.undo.callback(_let_go, layer)
+    shown.layer = layer
+    shown.facts.update({name: layer.facts[name] for name in ("way", "stored_bytes", "local_bytes")})
+    with task.stage("restore.show"):
+        if entries:
+            known = environments_folder(wanted.cache) / "known" / document.key
+            place.apply(loose.plan(entries, layer.at, roots=document.roots, known=known), layer.at)
+        if document.roots:
+            user = not may_mount()
+            view = show_on_host(layer.at, document.roots, changes=task.changes, user=user, say=say)
+            shown.undo.callback(view.close)
+            shown.enter = view.enter
+
+
+def _let_go(layer: Layer) -> None:
+    try:
+        layer.close()
+    except BootseerError as error:
+        say(f"the environment was not unmounted: {error}")

@@ -1,0 +1,83 @@
+"""What the parts of one environment start share: what is asked for, where, and how its stages are marked.
+
+Made by `environment_stage`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bootseer.bring.places import environments_folder
+from bootseer.launch.environment_setup import STAGE
+from bootseer.launch.environment_wanted import EnvironmentWanted, own_store
+from bootseer.launch.run_folder import RunFolder
+from bootseer.launch.session import Session
+
+
+@dataclass(frozen=True)
+class Task:
+    """One start's environment."""
+
+    setup: str | None
+    requirements: tuple[str, ...]
+    wanted: EnvironmentWanted
+    env: Mapping[str, str]
+    """The environment that the job and its setup get."""
+    own_env: Mapping[str, str]
+    """The same without what we add: what the request key may depend on."""
+    session: Session | None
+    own_group: bool
+    """Whether what is started leads a process group of its own (`supervise`)."""
+    folder: RunFolder
+    outcome: dict[str, Any] = field(default_factory=dict)
+    """What became of the snapshot, once that is known (`environment_publish.tell`)."""
+
+    @cached_property
+    def cwd(self) -> str:
+        """The job's working folder, by name."""
+        return os.getcwd()  # noqa: PTH109 - a name
+
+    @property
+    def what(self) -> str:
+        """The setup, for people."""
+        return ", ".join(Path(path).name for path in (self.setup, *self.requirements) if path)
+
+    @property
+    def node(self) -> str:
+        """What this machine is called."""
+        return self.session.tracer.identity.node if self.session is not None else os.uname().nodename
+
+    @property
+    def job(self) -> str:
+        """What the job is called; empty when nobody knows."""
+        return self.session.tracer.identity.job if self.session is not None else ""
+
+    @property
+    def store_uri(self) -> str:
+        """The store of snapshots."""
+        return self.wanted.store or own_store(self.wanted.cache)
+
+    @property
+    def changes(self) -> Path:
+        """Where what jobs change in their environments goes."""
+        return environments_folder(self.wanted.cache) / "changes"
+
+    @contextmanager
+    def stage(self, name: str = "") -> Iterator[dict[str, Any]]:
+        """A part of the stage, or the stage itself; facts that are put into what it yields go into its end.
+
+        A fact named `error` makes it a failed one.
+        """
+        if self.session is None:
+            yield {}
+            return
+        with self.session.tracer.span(f"{STAGE}.{name}" if name else STAGE) as span:
+            yield span.attrs
+            if "error" in span.attrs:
+                span.fail(str(span.attrs["error"]))

@@ -1,0 +1,142 @@
+"""The verbs of `env`, as a user types them: what they print, their JSON, exit codes and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from bootseer.cli.env_options import parse_duration
+from bootseer.cli.verbs import cli
+from bootseer.errors import UsageError
+from environment_place import Place, made_place
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with made_place() as place:
+        yield place
+
+
+def env(place: Place, *words: str, code: int = 0) -> str:
+    ran = place.bootseer("env", *words)
+    assert ran.returncode == code, ran.stderr
+    assert "Traceback" not in ran.stderr
+    return str(ran.stdout)
+
+
+def as_json(place: Place, schema: str, *words: str, code: int = 0) -> Any:
+    value = json.loads(env(place, *words, "--json", code=code))
+    assert value["schema"] == schema
+    return value
+
+
+@pytest.mark.root
+def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\nbeta==2.0\n")
+    words = ("-r", "requirements.txt")
+    made = as_json(place, "bootseer.environment-capture/1", "capture", *words, "--env-import", "beta")
+    key = made["key"]
+    assert (made["published"], made["was_there"], made["code"]) == (True, False, 0)
+    assert as_json(place, "bootseer.environment-capture/1", "capture", *words)["was_there"] is True
+    assert as_json(place, "bootseer.environment-key/1", "key", *words)["key"] == key
+
+    (row,) = as_json(place, "bootseer.environments/1", "list")["environments"]
+    assert (row["key"], row["state"], row["builder"]) == (key, "ready", os.uname().nodename)
+    shown = as_json(place, "bootseer.environments/1", "show", key[:8])
+    assert shown["packages"] == ["alpha==1.0", "beta==2.0"]
+    assert "alpha==1.0" in env(place, "show", key[:8])
+    assert key[:12] in env(place, "list")
+
+    for tier in ("quick", "full"):
+        found = as_json(place, "bootseer.environment-verified/1", "verify", key[:8], "--tier", tier)
+        assert (found["differences"], found["paths"] > 4) == ([], True)
+    oracle = as_json(place, "bootseer.environment-verified/1", "verify", key[:8], "--tier", "oracle", *words)
+    assert oracle["differences"] == []
+
+    target = place.root / "look"
+    as_json(place, "bootseer.environment-restored/1", "restore", key[:8], str(target))
+    copied = target / place.site.relative_to("/") / "alpha.py"
+    assert "1.0" in copied.read_text()
+    ran = place.bootseer(
+        "env", "restore", key[:8], "--", "python", "-c", "import alpha; print(alpha.__file__); exit(3)"
+    )
+    assert (ran.returncode, ran.stdout) == (3, f"{place.site}/alpha.py\n")
+    assert not (place.site / "alpha.py").exists()
+
+    gone = as_json(place, "bootseer.environments-removed/1", "remove", "--package", "Alpha==1.0")
+    assert gone["removed"] == [key]
+    assert as_json(place, "bootseer.environments/1", "list")["environments"] == []
+    assert as_json(place, "bootseer.environments-removed/1", "prune")["objects"] == 0
+    place.bootseer("cache", "prune", "--to", "0")
+    assert as_json(place, "bootseer.environments-removed/1", "prune", "--grace", "0.001s")["objects"] > 0
+    assert not place.mounts()
+
+
+@pytest.mark.root
+def test_a_changed_part_of_the_key_is_named(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    before = env(place, "key", "-r", "requirements.txt", "--json")
+    place.write("key.json", before)
+    assert "nothing changed" in env(place, "key", "-r", "requirements.txt", "--diff", "key.json")
+    place.write("requirements.txt", "alpha==1.1\n")
+    assert "requirements" in env(place, "key", "-r", "requirements.txt", "--diff", "key.json")
+    changed = as_json(place, "bootseer.environment-key/1", "key", "-r", "requirements.txt", "--diff", "key.json")
+    assert [row["name"] for row in changed["changed"]] == ["requirements requirements.txt"]
+
+
+@pytest.mark.root
+def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) -> None:
+    script = place.counting_script("exit 9")
+    made = as_json(place, "bootseer.environment-capture/1", "capture", "--setup", script, code=9)
+    assert (made["published"], made["why_not"]) == (False, "the setup failed")
+    assert place.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("key",), "--setup SCRIPT or --requirements FILE"),
+        (("key", "-r", "nothing.txt"), "no such file"),
+        (("show", "abcd"), "no snapshot begins with abcd"),
+        (("show", "xyz"), "is no key"),
+        (("remove",), "nothing to remove"),
+        (("restore", "abcd"), "what shall be done with it"),
+        (("verify", "abcd", "--tier", "oracle"), "no setup to run"),
+        (("list", "--store", "gopher://x"), "is no kind of store"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path: Any, run: Any, words: tuple[str, ...], said: str) -> None:
+    ran = run("env", *words, more={"BOOTSEER_STORE": str(tmp_path), "BOOTSEER_CACHE": str(tmp_path / "cache")})
+    assert ran.returncode in (1, 2)
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value_s"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), ("7d", 604_800), ("2w", 1_209_600)]
+)
+def test_times_are_read(text: str, value_s: float) -> None:
+    assert parse_duration(text, "--env-wait") == value_s
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1y", "none", "1e9", "9999999999"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no time"):
+        parse_duration(text, "--env-wait")
+
+
+def test_every_verb_has_help_with_an_example() -> None:
+    group = cli.get_command(click.Context(cli), "env")  # type: ignore[attr-defined]
+    assert isinstance(group, click.Group)
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        assert f"bootseer env {name}" in (command.help or ""), name

@@ -1,0 +1,88 @@
+"""Captures in a process of their own (`capture_job`), and what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 120.0
+JOB = Path(__file__).with_name("capture_job.py")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the job printed."""
+
+    said: Mapping[str, Any]
+    error: str
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        return self.said["changes"]
+
+    def below(self, folder: str) -> dict[str, Any]:
+        """Changes in a folder by their relative paths: the rest of the machine is none of a test's business."""
+        return {path.removeprefix(folder): found for path, found in self.changes.items() if path.startswith(folder)}
+
+    def actions(self, folder: str) -> dict[str, str]:
+        return {path: found["action"] for path, found in self.below(folder).items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Folders of a test that the captures of the test see in place of the machine's."""
+
+    folder: Path
+    work: Path
+    """Shown at `/srv`, as a disk of its own."""
+    home: Path
+    """Shown at `/home`."""
+
+    @property
+    def captures(self) -> Path:
+        return self.folder / "captures"
+
+    def spec(self, script: str, way: str, **more: Any) -> dict[str, Any]:
+        env = {"HOME": "/home/user", "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+        return {
+            "captures": str(self.captures),
+            "way": way,
+            "binds": {"/srv": str(self.work), "/home": str(self.home)},
+            "cwd": "/srv",
+            "own": [],
+            "script": script,
+            **more,
+            "env": {**env, **more.get("env", {})},
+        }
+
+    def begin(
+        self, script: str, way: str = "overlay", *, become: Callable[[], None] | None = None, **more: Any
+    ) -> subprocess.Popen[str]:
+        job = subprocess.Popen(
+            [sys.executable, str(JOB)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=become,  # noqa: PLW1509 - no threads in tests
+        )
+        assert job.stdin is not None
+        job.stdin.write(json.dumps(self.spec(script, way, **more)) + "\n")
+        job.stdin.flush()
+        return job
+
+    def capture(self, script: str, way: str = "overlay", **more: Any) -> Ended:
+        job = self.begin(script, way, **more)
+        try:
+            output, error = job.communicate(timeout=DEADLINE_S)
+        finally:
+            job.kill()
+            job.wait()
+        assert job.returncode == 0, error
+        return Ended(json.loads(output), error)

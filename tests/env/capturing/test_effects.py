@@ -1,0 +1,142 @@
+"""What real setups do besides writing files, and what they leave in scratch folders."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.capturing.effects import Effects
+from bootseer.env.capturing.kernel_state import KernelState
+from bootseer.env.capturing.watch import unobserved
+from env.capturing.captured import Machine
+from env.capturing.watched import look_at
+
+WAITS = f"{sys.executable} -c 'import signal; signal.pause()'"
+NOBODY_WATCHED = unobserved("nobody watched")
+
+
+@pytest.fixture
+def left() -> Iterator[list[str]]:
+    """Reasons whose processes end with the test."""
+    reasons: list[str] = []
+    yield reasons
+    for reason in reasons:
+        if (found := re.fullmatch(r"it left a process running: .* \((\d+)\)", reason)) is not None:
+            os.kill(int(found[1]), signal.SIGKILL)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("start", ["setsid", "nohup", "env -i setsid", "(exec setsid"])
+def test_a_daemon_is_named_and_goes_on(machine: Machine, left: list[str], start: str) -> None:
+    end = ")" if start.startswith("(") else ""
+    said = look_at(machine, f"{start} {WAITS} {end} </dev/null >/dev/null 2>&1 &")
+    left += said["unsafe"]
+    assert len(left) == 1
+    found = re.fullmatch(r"it left a process running: python[\d.]* \((\d+)\)", left[0])
+    assert found is not None
+    assert Path("/proc", found[1]).exists()
+
+
+@pytest.mark.root
+def test_processes_of_others_and_those_that_just_end_are_not_the_setups(machine: Machine) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as other:
+        try:
+            said = look_at(machine, "sleep 0.3 </dev/null >/dev/null 2>&1 &", grace_s=20)
+        finally:
+            other.kill()
+    assert said["unsafe"] == []
+
+
+def test_without_mounts_of_its_own_a_daemon_is_known_by_its_environment() -> None:
+    effects = Effects.before(lambda: None)
+    env = {**os.environ, **effects.environment}
+    script = f"setsid {WAITS} </dev/null >/dev/null 2>&1 & echo $!"
+    pid = int(subprocess.run(["sh", "-c", script], env=env, stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        found = effects.after(NOBODY_WATCHED, grace_s=0.0)
+        assert [reason for reason in found.unsafe if "process" in reason and str(pid) in reason]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.root
+def test_mounts_of_the_setup_are_told_and_those_of_the_host_are_not(machine: Machine) -> None:
+    (machine.work / "theirs").mkdir()
+    said = look_at(
+        machine,
+        "mkdir /srv/mine; mount -t tmpfs none /srv/mine",
+        beside="mount -t tmpfs none /var/tmp",
+    )
+    assert said["unsafe"] == ["it mounted tmpfs on /srv/mine"]
+
+
+@pytest.mark.root
+def test_unmounting_is_told(machine: Machine) -> None:
+    said = look_at(machine, "umount -l /var/tmp")
+    assert said["unsafe"] == ["it unmounted /var/tmp"]
+
+
+@pytest.mark.root
+def test_a_changed_setting_of_the_kernel_is_told(machine: Machine) -> None:
+    said = look_at(machine, "hostname renamed")
+    assert said["unsafe"] == ["it changed the kernel setting kernel.hostname"]
+
+
+@pytest.mark.root
+def test_shared_memory_is_told(machine: Machine) -> None:
+    said = look_at(machine, "ipcmk -M 4096 >&2")
+    number = said["error"].split()[-1]
+    try:
+        assert said["unsafe"] == [f"it left shared memory behind (System V, id {number})"]
+    finally:
+        subprocess.run(["ipcrm", "-m", number], check=True)
+
+
+@pytest.mark.root
+def test_users_and_groups_are_notes(machine: Machine) -> None:
+    script = "echo 'made:x:4711:4712::/:/bin/sh' >> /etc/passwd; echo 'makers:x:4712:' >> /etc/group"
+    said = look_at(machine, script)
+    assert said["unsafe"] == []
+    assert said["notes"] == ["it added the user made", "it added the group makers"]
+
+
+@pytest.mark.root
+def test_an_environment_in_a_scratch_folder_is_told(machine: Machine) -> None:
+    said = look_at(machine, f"{sys.executable} -m venv --without-pip /var/tmp/env")
+    assert said["unsafe"] == ["it installed into /var/tmp/env, which is not kept: use another folder"]
+
+
+@pytest.mark.root
+def test_a_setup_that_only_writes_files_has_no_effects(machine: Machine) -> None:
+    said = look_at(machine, "echo x > /srv/x; cd $(mktemp -d -p /var/tmp); echo y > y; echo z > /var/tmp/build.log")
+    assert (said["unsafe"], said["notes"]) == ([], [])
+
+
+def test_where_nobody_watched_only_an_environment_or_what_is_used_later_counts(tmp_path: Path) -> None:
+    effects = Effects.before(lambda: None)
+    names = [Path(f"/var/tmp/bootseer-{tmp_path.name}-{number}") for number in range(3)]
+    for name in names:
+        name.mkdir()
+    (names[0] / "pyvenv.cfg").touch()
+    try:
+        found = effects.after(NOBODY_WATCHED, mentions=[f"python {names[1]}/train.py"], grace_s=0.0)
+        about = [reason for reason in found.unsafe if "bootseer-" in reason]
+        assert about == [f"it installed into {name}, which is not kept: use another folder" for name in names[:2]]
+    finally:
+        (names[0] / "pyvenv.cfg").unlink()
+        for name in names:
+            name.rmdir()
+
+
+def test_a_kernel_that_is_left_alone_does_not_change() -> None:
+    before = KernelState.now()
+    subprocess.run(["true"], check=True)
+    assert len(before.settings) > 100
+    assert KernelState.now().changes(before) == []

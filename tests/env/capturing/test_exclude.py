@@ -1,0 +1,118 @@
+"""The rules about what is left out: what they hold for, and what merely looks alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from bootseer.env.capturing.exclude import RULES, Exclusions, caches_of, is_excluded
+
+RULE = Exclusions(homes=["/root", "/data/people/me"], own=["/data/spool"], caches=["/data/pip"])
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/proc/1/status", "kernel"),
+        ("/tmp/x/y", "temporary"),
+        ("/var/log/dpkg.log", "log"),
+        ("/root/.cache/pip/http/1", "package cache"),
+        ("/home/somebody/.cache/uv/wheels", "package cache"),
+        ("/data/people/me/.npm/_cacache/x", "package cache"),
+        ("/data/pip/http", "package cache"),
+        ("/var/lib/apt/lists/x", "package cache"),
+        ("/opt/conda/pkgs/numpy", "conda packages"),
+        ("/root/miniconda3/pkgs/numpy", "conda packages"),
+        ("/srv/app/run.pid", "pid file"),
+        ("/srv/app/.git/index.lock", "git lock"),
+        ("/var/lib/dpkg/lock-frontend", "package database lock"),
+        ("/var/lib/dpkg/status-old", "backup of a database"),
+        ("/etc/passwd-", "backup of a database"),
+        ("/var/cache/ldconfig/aux-cache", "generated cache"),
+        ("/srv/core.31337", "core dump"),
+        ("/root/.bash_history", "history"),
+        ("/home/u/.netrc", "credentials"),
+        ("/root/.ssh/id_ed25519", "credentials"),
+        ("/root/.docker/config.json", "credentials"),
+        ("/root/.cache/huggingface/token", "credentials"),
+        ("/etc/shadow", "credentials"),
+        ("/etc/hosts", "names of machines"),
+        ("/etc/machine-id", "machine identity"),
+        ("/etc/ssh/ssh_host_rsa_key", "machine identity"),
+        ("/etc/mtab", "mount table"),
+        ("/data/spool/events", "own folder"),
+    ],
+)
+def test_a_rule_leaves_it_out(path: str, name: str) -> None:
+    rule = RULE.why(path)
+    assert rule is not None
+    assert rule.name == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/srv/app/uv.lock",
+        "/srv/app/package-lock.json",
+        "/root/.ssh/known_hosts",
+        "/root/.ssh/config",
+        "/root/.cache/huggingface/hub/model.bin",
+        "/root/.cache/torch/kernel.so",
+        "/usr/lib/python3/dist-packages/x/__pycache__/y.cpython-311.pyc",
+        "/etc/passwd",
+        "/etc/ld.so.cache",
+        "/etc/hosts.allow",
+        "/var/lib/dpkg/status",
+        "/usr/share/man/man5/core.5",
+        "/srv/tmp/x",
+        "/rooted/.netrc",
+        "/srv/.netrc",
+        "/opt/envs/pkgs/x",
+        "/opt/x/site-packages/tool/daemon.pid",
+        "/data/spooled",
+        "/processes",
+    ],
+)
+def test_what_looks_alike_is_kept(path: str) -> None:
+    assert RULE.why(path, size=10) is None
+
+
+def test_only_empty_lock_files_are_transient() -> None:
+    assert RULE.rule_for("/srv/build/lock", size=0) is not None
+    assert RULE.rule_for("/srv/env/.lock", size=0) is not None
+    assert RULE.rule_for("/srv/build/lock", size=3) is None
+    assert RULE.rule_for("/srv/lock", kind="directory", size=0) is None
+    assert RULE.rule_for("/srv/node_modules/x/a.lock", size=0) is None
+    assert RULE.rule_for("/srv/block", size=0) is None
+
+
+def test_sockets_and_devices_are_left_out_wherever_they_are() -> None:
+    assert RULE.rule_for("/srv/x", kind="socket") is not None
+    assert RULE.rule_for("/srv/x", kind="device") is not None
+    assert RULE.rule_for("/srv/x", kind="fifo") is None
+
+
+def test_a_rule_tells_whether_a_start_misses_what_it_leaves_out() -> None:
+    assert (found := is_excluded("/root/.netrc")) is not None
+    assert found.missed
+    assert (found := is_excluded("/var/log/x")) is not None
+    assert not found.missed
+    assert is_excluded("/usr/bin/tool") is None
+
+
+def test_real_folders_are_those_of_known_homes() -> None:
+    folders = RULE.real_folders
+    assert {"/proc", "/tmp", "/root/.cache/pip", "/data/people/me/.cache/uv", "/data/spool", "/data/pip"} <= set(
+        folders
+    )
+    assert not [path for path in folders if "~" in path or "pkgs" in path]
+
+
+def test_settings_name_further_caches() -> None:
+    env = {"PIP_CACHE_DIR": "/c/pip/", "UV_CACHE_DIR": "relative", "XDG_CACHE_HOME": "/x"}
+    assert caches_of(env) == ["/c/pip", "/x/pip", "/x/uv", "/x/yarn"]
+    assert caches_of({"PIP_CACHE_DIR": "/"}) == []
+
+
+def test_every_rule_says_why_and_has_a_name_of_its_own() -> None:
+    assert all(rule.reason and rule.name for rule in RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)

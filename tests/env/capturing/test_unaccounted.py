@@ -1,0 +1,59 @@
+"""Which reads nobody accounts for."""
+
+from __future__ import annotations
+
+import pytest
+
+from bootseer.env.capturing.unaccounted import unaccounted
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/usr/lib/os-release",
+        "/lib64/ld-linux-x86-64.so.2",
+        "/etc/pip.conf",
+        "/opt/python/lib/python3.12/os.py",
+        "/var/lib/dpkg/status",
+        "/proc/cpuinfo",
+        "/tmp/x",
+        "/root/.netrc",
+        "/root/.cache/uv/simple-v15/x",
+        "/home/somebody/.config/pip/pip.conf",
+        "/data/home/me/.gitconfig",
+        "/home/somebody/.pyenv/version",
+    ],
+)
+def test_the_base_and_what_decides_nothing_do_not_count(path: str) -> None:
+    assert unaccounted([path], [], set(), homes=["/data/home/me"]) == ()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/model.bin",
+        "/home/somebody/project/pins.txt",
+        "/usrlocal/x",
+        "/home/somebody/.cachet",
+        "/root/.netrc.old",
+        "/data/home/me/.gitconfig",
+        "/mnt/proc/cpuinfo",
+        "/home/.cache",
+    ],
+)
+def test_other_files_count(path: str) -> None:
+    assert unaccounted([path], [], set()) == (path,)
+
+
+def test_files_and_trees_of_the_key_prefixes_and_what_the_setup_made_do_not_count() -> None:
+    reads = ["/p/a", "/p/tree/x/y", "/p/treetop", "/conda/lib/os.py", "/p/made", "/p/b"]
+    assert unaccounted(reads, ["/p/a", "/p/tree/"], {"/p/made"}, ["/conda"]) == ("/p/b", "/p/treetop")
+
+
+def test_a_base_of_everything_covers_nothing() -> None:
+    assert unaccounted(["/p/a"], ["/"], [], ["/"]) == ("/p/a",)
+
+
+def test_bytecode_of_a_file_in_the_key_is_accounted_for_and_other_bytecode_is_not() -> None:
+    reads = ["/p/__pycache__/a.cpython-312.pyc", "/p/__pycache__/b.cpython-312.pyc"]
+    assert unaccounted(reads, ["/p/a.py"], ()) == (reads[1],)

@@ -1,0 +1,70 @@
+"""Run a setup in a capture and look at what it reads and does, as JSON: a process of its own, with mounts and a host
+name of its own, so that a defect cannot change the machine's. Reads what to do from standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bootseer.env.capturing.capture import open_capture
+from bootseer.env.capturing.effects import Effects
+from bootseer.env.capturing.unaccounted import unaccounted
+from bootseer.env.capturing.watch import Watch
+from bootseer.fuse.syscalls import check, libc
+from bootseer.mounts import kernel
+from bootseer.mounts.user_namespace import may_mount
+
+_CLONE_NEWUTS = 0x0400_0000
+_MS_REC, _MS_SHARED = 1 << 14, 1 << 20
+
+
+def beside(shell: str) -> None:
+    """Something that happens on the machine, and is not the setup's."""
+    if shell:
+        subprocess.run(shell, shell=True, check=True)  # noqa: S602 - the test's own words
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.stdin.readline())
+    if may_mount():
+        kernel.unshare_mounts()
+        check(libc.unshare(_CLONE_NEWUTS), "own host name")
+        check(libc.mount(None, b"/", None, _MS_REC | _MS_SHARED, None), "share mounts")
+        for place, folder in spec["binds"].items():
+            kernel.move(kernel.clone(Path(folder)), Path(place))
+        os.chdir(spec["cwd"])
+    beside(spec.get("prepare", ""))
+    with open_capture(Path(spec["captures"]), way=spec["way"], env=spec["env"], own=spec["own"]) as capture:
+        effects = Effects.before(capture.enter)
+        watch = Watch.begin(capture.points, real=capture.real, enter=capture.enter)
+        env = {**spec["env"], **effects.environment}
+        beside(spec.get("beside", ""))
+        code = capture.run(["/bin/sh", "-ec", spec["script"]], env, stdout=2)
+        watching = watch.pid
+        if spec.get("kill_the_watch"):
+            os.kill(watching, 9)
+        reads = watch.end()
+        found = effects.after(reads, mentions=spec.get("mentions", ()), grace_s=spec.get("grace_s", 0.2))
+        captured = {change.path for change in capture.changes()}
+        base = [os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix), *spec.get("base", ())]
+        said = {
+            "code": code,
+            "way": capture.way,
+            "reads": sorted(reads.paths),
+            "writes": reads.outside_writes,
+            "complete": reads.complete,
+            "why": reads.why,
+            "unsafe": found.unsafe,
+            "notes": found.notes,
+            "unaccounted": unaccounted(reads.paths, spec.get("accounted", ()), captured, base, ["/home/user"]),
+            "watching": Path(f"/proc/{watching}").exists(),
+        }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Setups that are looked at while they run, in a process of their own (`watch_job`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from env.capturing.captured import DEADLINE_S, Machine
+
+_JOB = Path(__file__).with_name("watch_job.py")
+
+
+def look_at(
+    machine: Machine, script: str, way: str = "overlay", *, become: Callable[[], None] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Run a script as a setup. It finds scratch space of the test's own at /var/tmp."""
+    scratch = machine.folder / "scratch"
+    scratch.mkdir(mode=0o1777, exist_ok=True)
+    spec = machine.spec(script, way, **more)
+    spec["binds"]["/var/tmp"] = str(scratch)
+    ended = subprocess.run(
+        [sys.executable, str(_JOB)],
+        input=json.dumps(spec) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        preexec_fn=become,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said: dict[str, Any] = json.loads(ended.stdout)
+    said["error"] = ended.stderr
+    return said

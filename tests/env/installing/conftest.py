@@ -1,0 +1,57 @@
+"""Real environments for tests that install: made of wheels of the test, out of reach of the machine's settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.installing.interpreter import Interpreter, ask
+from bootseer.env.installing.running import runner
+
+
+@pytest.fixture
+def job_env(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on a machine where nobody has configured an installer."""
+    foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV", "SSL_", "REQUESTS_", "XDG_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**clean, "HOME": str(tmp_path / "home"), "PIP_CONFIG_FILE": os.devnull}
+
+
+@pytest.fixture(scope="session")
+def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.fixture
+def python(_model: Path, tmp_path: Path, job_env: dict[str, str]) -> Interpreter:
+    """The Python of a fresh environment that has pip and nothing else."""
+    environment = tmp_path / "environment"
+    shutil.copytree(_model, environment, symlinks=True)
+    return ask(str(environment / "bin" / "python"), job_env, runner())
+
+
+@pytest.fixture
+def uv(job_env: dict[str, str]) -> str:
+    """uv, which the job finds on its path."""
+    own = Path(sys.executable).parent
+    found = shutil.which("uv", path=f"{own}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("uv is not installed")
+    job_env["PATH"] = f"{Path(found).parent}{os.pathsep}{job_env['PATH']}"
+    return found
+
+
+@pytest.fixture
+def no_uv(job_env: dict[str, str], tmp_path: Path) -> None:
+    """A path without uv."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sh", "bash"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "/bin/sh")
+    job_env["PATH"] = str(tmp_path / "bin")

@@ -1,0 +1,89 @@
+"""Short commands of ours: their answers, their deadlines, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.installing.interpreter import ask
+from bootseer.env.installing.running import CANNOT_START, TIMED_OUT, runner
+from bootseer.errors import PermanentError
+
+
+def _run(*argv, deadline_s=30.0, enter=None, **env):
+    return runner(enter)(argv, {"PATH": os.environ["PATH"], **env}, deadline_s=deadline_s)
+
+
+def _runs(pid):
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: nobody has taken its exit code yet
+    except OSError:
+        return False
+
+
+def test_both_streams_and_the_exit_code_come_back():
+    ran = _run("sh", "-c", "echo out; echo err >&2; exit 3")
+    assert (ran.code, ran.output, ran.errors) == (3, "out\n", "err\n")
+
+
+def test_the_environment_is_the_given_one():
+    assert _run("sh", "-c", 'echo "$MINE-$HOME"', MINE="here").output == "here-\n"
+
+
+def test_a_signal_is_told_as_a_shell_does():
+    assert _run("sh", "-c", "kill -9 $$").code == 128 + signal.SIGKILL
+
+
+def test_a_missing_command_is_an_exit_code():
+    ran = _run("no-such-command")
+    assert (ran.code, bool(ran.errors)) == (CANNOT_START, True)
+
+
+def test_a_command_beyond_its_deadline_is_killed_with_what_it_started(tmp_path):
+    ran = _run("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait", deadline_s=1.0)
+    assert ran.code == TIMED_OUT
+    pid = int((tmp_path / "pid").read_text())
+    end_s = time.monotonic() + 20
+    while _runs(pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_what_was_left_behind_keeps_nobody_waiting():
+    assert _run("sh", "-c", "setsid sleep 5 & echo done").output == "done\n"
+
+
+def test_signals_that_we_hold_back_reach_the_command():
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        assert _run("sh", "-c", "kill -TERM $$; echo survived").code == 128 + signal.SIGTERM
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def test_the_child_enters_where_it_is_told_to(tmp_path):
+    assert _run("pwd", enter=lambda: os.chdir(tmp_path)).output == f"{tmp_path}\n"
+
+
+def test_an_entrance_that_is_closed_is_an_error():
+    def closed():
+        raise OSError("gone")
+
+    assert _run("pwd", enter=closed).code == CANNOT_START
+
+
+def test_a_python_answers_behind_what_its_start_up_files_print(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    python = ask(sys.executable, env, runner())
+    assert python.prefix == sys.prefix
+
+
+def test_what_is_no_python_is_told():
+    with pytest.raises(PermanentError, match="does not answer as a Python"):
+        ask("/bin/true", os.environ, runner())

@@ -1,0 +1,108 @@
+"""What keeps an environment from being kept for others."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.installing.packages import installed
+from bootseer.env.installing.running import runner
+from bootseer.env.installing.validate import validate
+from wheels import make_wheel
+
+
+@pytest.fixture
+def install(python, job_env, tmp_path):
+    def call(*wheels: Path) -> None:
+        argv = [python.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", *map(str, wheels)]
+        subprocess.run(argv, env=job_env, check=True, timeout=120)
+
+    return call
+
+
+@pytest.fixture
+def judge(python, job_env):
+    before = installed(python.folders)
+
+    def call(*imports: str, since=before) -> list[str]:
+        return validate(python, since, job_env, runner(), imports=imports)
+
+    return call
+
+
+def test_a_sound_environment_has_no_problems(install, judge, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", requires=["base>=1"]), make_wheel(tmp_path, "base", "1.0"))
+    assert judge("app", "base") == []
+
+
+def test_a_conflict_that_the_setup_made_is_told(install, judge, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", requires=["base>=2", "gone"]), make_wheel(tmp_path, "base", "1.0"))
+    assert judge() == [
+        "app 1.0 has requirement base>=2, but you have base 1.0",
+        "app 1.0 requires gone, which is not installed",
+    ] or judge() == [
+        "app 1.0 requires gone, which is not installed",
+        "app 1.0 has requirement base>=2, but you have base 1.0",
+    ]
+
+
+def test_a_conflict_that_was_there_before_is_not_the_setup_s(install, judge, python, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", requires=["base>=2", "gone"]), make_wheel(tmp_path, "base", "1.0"))
+    before = installed(python.folders)
+    install(make_wheel(tmp_path, "other", "1.0"))
+    assert judge(since=before) == []
+    install(make_wheel(tmp_path, "base", "1.5"))
+    assert judge(since=before) == ["app 1.0 has requirement base>=2, but you have base 1.5"]
+
+
+def test_code_that_is_missing_is_told(install, judge, python, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", {"app/a.py": "", "app/b.py": "", "app/c.txt": ""}))
+    folder = Path(python.folders[-1]) / "app"
+    (folder / "c.txt").unlink()
+    assert judge() == []
+    (folder / "a.py").unlink()
+    assert judge() == ["app-1.0 is not whole: app/a.py is missing"]
+    (folder / "b.py").unlink()
+    assert judge() == ["app-1.0 is not whole: app/a.py and 1 more of its files are missing"]
+
+
+def test_tests_that_a_setup_deleted_are_not_missed(install, judge, python, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", {"app/a.py": "", "app/tests/b.py": ""}))
+    (Path(python.folders[-1]) / "app" / "tests" / "b.py").unlink()
+    assert judge() == []
+
+
+def test_what_was_broken_before_is_not_the_setup_s(install, judge, python, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0"))
+    (Path(python.folders[-1]) / "app.py").unlink()
+    assert judge(since=installed(python.folders)) == []
+
+
+def test_an_import_that_fails_is_told_with_its_reason(install, judge, tmp_path):
+    install(make_wheel(tmp_path, "app", "1.0", {"app.py": "raise OSError('no driver')\n"}))
+    assert judge("app", "json") == ["import app fails: OSError: no driver"]
+    assert judge("gone") == ["import gone fails: ModuleNotFoundError: No module named 'gone'"]
+
+
+def test_each_import_has_a_process_of_its_own(install, judge, tmp_path):
+    only = "import sys\nassert 'first' not in sys.modules\n"
+    install(make_wheel(tmp_path, "first", "1.0"), make_wheel(tmp_path, "second", "1.0", {"second.py": only}))
+    assert judge("first", "second") == []
+
+
+@pytest.mark.parametrize("name", ["os; print(1)", "", "a-b", "a."])
+def test_what_is_no_name_of_a_module_is_not_run(judge, name):
+    assert judge(name) == [f"{name!r} is no name of a module"]
+
+
+def test_a_python_that_does_not_run_any_more_is_told(judge, python):
+    (Path(python.prefix) / "bin" / "python").unlink()
+    (problem,) = judge()
+    assert "does not run in the new environment" in problem
+
+
+def test_a_broken_pip_is_no_conflict(judge, python):
+    (Path(python.folders[-1]) / "pip" / "__main__.py").write_text("raise SystemExit(2)\n")
+    assert judge() == []

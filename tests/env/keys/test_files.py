@@ -1,0 +1,136 @@
+"""Digests of files and folders: bounded, remembered, never wrong after a change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.keys import archives
+from bootseer.env.keys.facts import Facts
+from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.trees import read_tree
+from bootseer.errors import PermanentError
+from setup_projects import git
+
+
+def _files(folder: Path | None = None) -> NodeFiles:
+    return NodeFiles(Facts(folder))
+
+
+def _digest(path: Path) -> str:
+    return read_tree(str(path), _files()).digest
+
+
+def test_a_copy_of_a_tree_has_the_same_digest(tmp_path: Path) -> None:
+    tree = tmp_path / "one"
+    (tree / "b").mkdir(parents=True)
+    (tree / "b/c").write_text("1")
+    (tree / "link").symlink_to("b/c")
+    shutil.copytree(tree, tmp_path / "two", symlinks=True)
+    assert _digest(tree) == _digest(tmp_path / "two")
+    (tmp_path / "two/b/d").mkdir()
+    assert _digest(tree) != _digest(tmp_path / "two")
+
+
+def test_what_a_link_leads_to_counts_and_loops_end(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tmp_path / "outside").write_text("1")
+    (tree / "link").symlink_to("../outside")
+    (tree / "loop").symlink_to(".")
+    (tree / "up").symlink_to("..")
+    (tree / "broken").symlink_to("nowhere")
+    before = _digest(tree)
+    (tmp_path / "outside").write_text("2")
+    assert _digest(tree) != before
+
+
+def test_pipes_and_sockets_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    _digest(tmp_path)
+    with pytest.raises(PermanentError, match="not a regular file"):
+        _files().digest(str(tmp_path / "pipe"))
+    assert _files().kind(str(tmp_path / "pipe")) == ""
+
+
+def test_the_commit_counts_only_for_projects_that_take_their_version_from_it(tmp_path: Path) -> None:
+    git("init", "-q", "-b", "main", cwd=tmp_path)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text("[project]\n")
+    git("commit", "-q", "--allow-empty", "-m", "one", cwd=tmp_path)
+    plain = _digest(project)
+    git("commit", "-q", "--allow-empty", "-m", "two", cwd=tmp_path)
+    assert _digest(project) == plain
+    (project / "pyproject.toml").write_text("[build-system]\nrequires=['setuptools-scm']\n")
+    versioned = _digest(project)
+    git("tag", "v1", cwd=tmp_path)
+    assert _digest(project) != versioned
+
+
+def test_a_remembered_digest_is_used_until_the_file_changes(tmp_path: Path) -> None:
+    path, folder = tmp_path / "large", tmp_path / "facts"
+    path.write_bytes(b"a" * (2 << 20))
+    status = path.stat()
+    stamp = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    facts = Facts(folder)
+    facts.put("digest", str(path), stamp, "remembered")
+    facts.save()
+    assert _files(folder).digest(str(path))[0] == "remembered"
+    path.write_bytes(b"b" * (2 << 20))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert _files(folder).digest(str(path))[0] == _files().digest(str(path))[0]
+
+
+def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(b"a" * (2 << 20))
+    facts = Facts(tmp_path / "facts")
+    NodeFiles(facts).digest(str(tmp_path / "large"))
+    facts.save()
+    assert not (tmp_path / "facts").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"digest:x": 3}', b"[" * 100_000, b"\xff"])
+def test_damaged_facts_are_none(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "facts.json").write_bytes(damage)
+    assert Facts(tmp_path).get("digest", "x", []) is None
+
+
+def test_facts_that_others_may_write_are_not_believed(tmp_path: Path) -> None:
+    facts = Facts(tmp_path)
+    facts.put("digest", "x", [1], "y")
+    facts.save()
+    assert Facts(tmp_path).get("digest", "x", [1]) == "y"
+    (tmp_path / "facts.json").chmod(0o666)
+    assert Facts(tmp_path).get("digest", "x", [1]) is None
+
+
+def test_a_large_wheel_is_known_by_its_list_of_contents(tmp_path: Path) -> None:
+    digests = []
+    for content in (b"one", b"two"):
+        path = tmp_path / "large-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(zipfile.ZipInfo("large.bin"), b"\0" * (65 << 20))
+            archive.writestr(zipfile.ZipInfo("x.py"), content)
+        with path.open("rb") as file:
+            found = archives.directory(file.fileno(), path.stat().st_size)
+        assert found is not None
+        assert len(found) < 1000
+        digests.append(_files().digest(str(path))[0])
+    assert digests[0] != digests[1]
+
+
+def test_what_is_no_archive_has_no_list_of_contents(tmp_path: Path) -> None:
+    for data in (
+        b"",
+        b"PK\x05\x06",
+        b"PK\x05\x06" + b"\xff" * 30,
+        b"PK\x06\x07" + b"\xff" * 16 + b"PK\x05\x06" + b"\xff" * 18,
+    ):
+        (tmp_path / "x").write_bytes(data)
+        with (tmp_path / "x").open("rb") as file:
+            assert archives.directory(file.fileno(), len(data)) is None

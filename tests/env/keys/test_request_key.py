@@ -1,0 +1,325 @@
+"""The request key: each change that matters gives another one, everything else gives the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.keys import gate
+from bootseer.env.keys.key import difference, explain
+from bootseer.env.keys.request_key import Base, facts_folder_of, request_key
+from setup_projects import Project, git, write_wheel
+
+Mutation = Callable[[Project], object]
+
+
+def _append(name: str, text: str = "\n# more\n") -> Mutation:
+    return lambda project: (project.job / name).write_text((project.job / name).read_text() + text)
+
+
+def _wheel(name: str) -> Mutation:
+    return lambda project: write_wheel(project.job / name, "two")
+
+
+def _env(name: str, value: str) -> Mutation:
+    return lambda project: project.env.update({name: value})
+
+
+def _ask(**changed: object) -> Mutation:
+    def change(project: Project) -> None:
+        project.ask = replace(project.ask, **changed)
+
+    return change
+
+
+def _moved_branch(project: Project) -> None:
+    git("commit", "-q", "--allow-empty", "-m", "two", cwd=project.root / "repository")
+
+
+def _pip_conf(text: str) -> Mutation:
+    def change(project: Project) -> None:
+        path = project.root / "home/.config/pip/pip.conf"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    return change
+
+
+def _home_file(name: str, text: str = "") -> Mutation:
+    return lambda project: (project.root / "home" / name).write_text(text)
+
+
+MISSES: dict[str, tuple[Mutation, str]] = {
+    "the setup script": (_append("setup.sh"), "setup"),
+    "a script that it sources": (_append("tools/lib.sh"), "file tools/lib.sh"),
+    "a script that is sourced by that": (_append("tools/deeper.sh"), "file tools/deeper.sh"),
+    "a requirement file": (_append("requirements.txt", "six==1.16.0\n"), "requirements requirements.txt"),
+    "a nested requirement file": (_append("nested/base.txt", "six==1.16.0\n"), "requirements nested/base.txt"),
+    "a constraint file of a nested file": (_append("more.txt", "six==1.16.0\n"), "requirements more.txt"),
+    "a constraint file": (_append("limits.txt", "six==1.16.0\n"), "requirements limits.txt"),
+    "a local wheel of the same name": (_wheel("dist/local-1.0-py3-none-any.whl"), "package"),
+    "a wheel in a folder of wheels": (_wheel("wheels/other-1.0-py3-none-any.whl"), "find-links wheels"),
+    "one more wheel in a folder of wheels": (_wheel("wheels/new-1.0-py3-none-any.whl"), "find-links wheels"),
+    "a file of an editable project": (_append("package/src/package.py"), "package"),
+    "a new file of an editable project": (lambda p: p.write("package/src/new.py", ""), "package"),
+    "a file that is now executable": (lambda p: (p.job / "package/src/package.py").chmod(0o755), "package"),
+    "a branch that moved": (_moved_branch, "repository"),
+    "a file that it copies": (_append("config.toml"), "file config.toml"),
+    "a declared folder": (_append("declared/data.json"), "input declared"),
+    "a variable that it names": (_env("FLAVOUR", "small"), "variable FLAVOUR"),
+    "a variable of the compiler": (_env("CFLAGS", "-O3"), "variable CFLAGS"),
+    "a variable of pip": (_env("PIP_INDEX_URL", "https://index.test/simple"), "variable PIP_INDEX_URL"),
+    "a variable of CUDA": (_env("TORCH_CUDA_ARCH_LIST", "9.0"), "variable TORCH_CUDA_ARCH_LIST"),
+    "bytecode switched off": (_env("PYTHONDONTWRITEBYTECODE", "1"), "variable PYTHONDONTWRITEBYTECODE"),
+    "the search path": (_env("PATH", "/usr/local/bin:/usr/bin:/bin"), "variable PATH"),
+    "an index in pip's configuration": (_pip_conf("[global]\nindex-url=https://i.test/"), "installer settings"),
+    "a .netrc that is now there": (_home_file(".netrc", "machine a login b password c"), "installer settings"),
+    "the tenant": (_ask(tenant="other"), "tenant"),
+    "the salt": (_ask(salt="again"), "salt"),
+    "a declared variable": (_ask(variables=("RANK",)), "variable RANK"),
+    "another declared input": (_ask(inputs=("declared", "limits.txt")), "input limits.txt"),
+    "an image instead of the host": (_ask(base=Base("image", "sha256:" + "a" * 64)), "base"),
+}
+
+HITS: dict[str, Mutation] = {
+    "rank": _env("RANK", "17"),
+    "host": _env("HOSTNAME", "node-2"),
+    "address and port of the rendezvous": lambda p: p.env.update(MASTER_ADDR="10.0.0.1", MASTER_PORT="29400"),
+    "job id": lambda p: p.env.update(SLURM_JOB_ID="17", SLURM_NODELIST="n[1-4]", JOB_NAME="x"),
+    "address of a pod": lambda p: p.env.update(POD_IP="10.1.2.3", KUBERNETES_SERVICE_HOST="10.0.0.1"),
+    "a token's value": _env("HF_TOKEN", "hf_2"),
+    "a token that it does not name": _env("WANDB_API_KEY", "secret"),
+    "a variable that nobody asks for": _env("SOMETHING_ELSE", "1"),
+    "a proxy": lambda p: p.env.update(http_proxy="http://proxy.test:3128", HTTPS_PROXY="http://proxy.test:3128"),
+    "where pip caches": lambda p: p.env.update(PIP_CACHE_DIR="/scratch/pip", UV_CACHE_DIR="/scratch/uv"),
+    "the temporary folder": _env("TMPDIR", "/scratch/17"),
+    "the hook of a measured start": _env("PYTHONPATH", "/opt/site/bootseer/hook/path"),
+    "BootSeer's own variables": lambda p: p.env.update(BOOTSEER_JOB="x", TRACEPARENT="00-1-2-01"),
+    "times of files": lambda p: [os.utime(path, (1, 1)) for path in p.job.rglob("*")],
+    "bytecode beside an editable project": lambda p: p.write("package/src/__pycache__/package.cpython-311.pyc", "x"),
+    "what an installation in place leaves": lambda p: p.write("package/src/package.egg-info/PKG-INFO", "x"),
+    "a virtual environment in a project": lambda p: p.write("package/env/pyvenv.cfg", "home = /usr/bin"),
+    "a file that nobody names": lambda p: p.write("train.py", "print()"),
+    "a log in the working folder": lambda p: p.write("log.txt", "hello"),
+    "the output of the job": lambda p: p.write("outputs/model.bin", "0" * 100),
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_a_change_of_an_input_is_another_key_and_the_component_is_named(project: Project, name: str) -> None:
+    change, component = MISSES[name]
+    before = project.key()
+    assert not before.problems
+    change(project)
+    after = project.key()
+    assert after.digest != before.digest
+    changed = difference(before.components, after, before.details)
+    assert any(row.name.startswith(component) for row in changed), changed
+    assert all(row.words for row in changed)
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_what_does_not_matter_leaves_the_key_as_it_is(project: Project, name: str) -> None:
+    before = project.key()
+    HITS[name](project)
+    after = project.key()
+    assert difference(before.components, after) == []
+    assert after.digest == before.digest
+
+
+def test_credentials_in_an_index_address_are_neither_in_the_key_nor_in_its_words(project: Project) -> None:
+    found = []
+    for password in ("hunter2", "hunter3"):
+        project.env["PIP_EXTRA_INDEX_URL"] = f"https://me:{password}@index.test/simple?token={password}"
+        _pip_conf(f"[global]\nindex-url = https://me:{password}@pypi.test/simple\n")(project)
+        project.write("more.txt", "idna==3.7\n")
+        project.write("nested/base.txt", "${INDEX_LINE}\n")
+        project.env["INDEX_LINE"] = f"--index-url https://me:{password}@x.test/"
+        found.append(project.key())
+    assert "hunter" not in repr(found)
+    same = [{k: v for k, v in key.components.items() if k != "variable INDEX_LINE"} for key in found]
+    assert same[0] == same[1]
+    assert found[0].components["variable PIP_EXTRA_INDEX_URL"] == "=https://index.test/simple?token="
+
+
+def test_no_secret_is_in_a_key_even_when_the_script_puts_it_into_an_address(project: Project) -> None:
+    project.env |= {"GIT_TOKEN": "s3cr3t", "API_KEY": "s3cr3t", "DB_PASSWORD": "s3cr3t"}
+    project.write(
+        "setup.sh",
+        'curl -o /tmp/x "https://h.test/$API_KEY/x"\npip install "git+https://$GIT_TOKEN@127.0.0.1:1/r.git"\n'
+        'MY_TOKEN=s3cr3t\nwget "https://h.test/$MY_TOKEN" -O /tmp/y\necho $DB_PASSWORD\n',
+    )
+    key = project.key()
+    assert "s3cr3t" not in repr(key)
+    assert key.components["variable DB_PASSWORD"].startswith("set, a")
+
+
+def test_a_job_that_lies_elsewhere_has_the_same_key_when_nothing_remembers_the_place(empty: Project) -> None:
+    empty.write("requirements.txt", "-r base.txt\n")
+    empty.write("base.txt", "click==8.1.7\n")
+    empty.write("setup.sh", "pip install -r requirements.txt\nmkdir -p /opt/data\n")
+    keys = []
+    for name in ("one", "two"):
+        shutil.copytree(empty.job, empty.root / name)
+        keys.append(empty.key(cwd=str(empty.root / name), setup="setup.sh"))
+    assert keys[0].digest == keys[1].digest
+    assert keys[0].accounted != keys[1].accounted
+
+
+@pytest.mark.parametrize("line", ["python -m venv env", "mkdir data", "git clone https://h.test/r.git", "./configure"])
+def test_the_place_counts_when_the_setup_may_write_there(empty: Project, line: str) -> None:
+    keys = []
+    for name in ("one", "two"):
+        (empty.root / name).mkdir()
+        (empty.root / name / "setup.sh").write_text(line + "\n")
+        keys.append(empty.key(cwd=str(empty.root / name), setup="setup.sh"))
+    assert [row.name for row in difference(keys[0].components, keys[1])] == ["working folder"]
+    assert keys[0].details["working folder"][0].startswith("`")
+
+
+def test_an_editable_project_elsewhere_is_another_key(empty: Project) -> None:
+    empty.write("requirements.txt", "-e ./package\n")
+    empty.write("package/pyproject.toml", "[project]\nname = 'package'\n")
+    before = empty.key(requirements=("requirements.txt",))
+    shutil.copytree(empty.job, empty.root / "elsewhere")
+    after = empty.key(requirements=("requirements.txt",), cwd=str(empty.root / "elsewhere"))
+    assert {row.name.partition(" ")[0] for row in difference(before.components, after)} == {"package"}
+
+
+def test_a_second_look_gives_the_same_key_with_remembered_facts(project: Project, tmp_path: Path) -> None:
+    large = project.write("config.toml", "x" * (2 << 20))
+    os.utime(large, (1, 1))
+    folder = facts_folder_of(tmp_path / "cache")
+    first = request_key(project.ask, facts_folder=folder)
+    assert (folder / "facts.json").exists()
+    assert request_key(project.ask, facts_folder=folder) == first == request_key(project.ask)
+    large.write_text("y" * (2 << 20))
+    assert request_key(project.ask, facts_folder=folder).digest != first.digest
+
+
+def test_what_was_not_read_is_a_problem_and_never_an_exception(project: Project) -> None:
+    project.write("requirements.txt", "-r missing.txt\n")
+    os.mkfifo(project.job / "pipe.txt")
+    key = project.key(inputs=("nowhere", "pipe.txt"), requirements=("pipe.txt", "gone.txt"))
+    words = "\n".join(key.problems)
+    for name in ("missing.txt", "nowhere", "pipe.txt", "gone.txt"):
+        assert name in words
+
+
+def test_a_declared_file_that_may_not_be_read_is_a_problem(project: Project) -> None:
+    secret = project.write("declared/secret", "x")
+    secret.chmod(0)
+    readable = os.access(secret, os.R_OK)
+    assert bool(project.key().problems) != readable
+
+
+def test_a_loop_of_includes_and_of_scripts_ends(empty: Project) -> None:
+    empty.write("a.txt", "-r b.txt\nclick==8.1.7\n")
+    empty.write("b.txt", "-r a.txt\n")
+    empty.write("setup.sh", "source other.sh\npip install -r a.txt\n")
+    empty.write("other.sh", "source setup.sh\n")
+    key = empty.key(setup="setup.sh")
+    assert not key.problems
+    assert {Path(path).name for path in key.accounted} >= {"a.txt", "b.txt", "setup.sh", "other.sh"}
+
+
+def test_a_tree_that_is_too_large_is_a_problem_with_what_to_do(empty: Project) -> None:
+    (empty.job / "data").mkdir()
+    sparse = empty.job / "data" / "huge"
+    with sparse.open("wb") as file:
+        file.truncate(2 << 30)
+    empty.write("setup.sh", "cp -r data /srv/data\n")
+    key = empty.key(setup="setup.sh")
+    assert any("huge" in problem and "1.0 GiB" in problem for problem in key.problems)
+
+
+def test_binary_and_hostile_files_give_a_key(empty: Project) -> None:
+    (empty.job / "setup.sh").write_bytes(b"#!/bin/sh\n\xff\xfe\x00 $(((((( `` \"'" + b"(" * 5000)
+    (empty.job / "requirements.txt").write_bytes(b"\x00\x01\xff -r\n")
+    key = empty.key(setup="setup.sh", requirements=("requirements.txt",))
+    assert any("not a text file" in problem for problem in key.problems)
+    assert len(key.digest) == 64
+
+
+def test_inside_an_image_files_of_the_node_do_not_count(empty: Project) -> None:
+    outside = empty.root / "outside.cfg"
+    empty.write("setup.sh", f"cp {outside} /etc/app.cfg\ncp inside.cfg /etc/b.cfg\n")
+    empty.write("inside.cfg", "1")
+    base = Base("image", "sha256:" + "a" * 64)
+    before = empty.key(setup="setup.sh", base=base)
+    outside.write_text("1")
+    assert empty.key(setup="setup.sh", base=base).digest == before.digest
+    assert "file inside.cfg" in before.components
+    assert "python" not in before.platform
+    assert gate.check(before.platform, empty.key(setup="setup.sh", base=base).platform) is None
+
+
+def test_what_an_earlier_start_wrote_is_no_input(empty: Project) -> None:
+    empty.write(
+        "setup.sh", "echo x > made.cfg\ncurl -o get.py https://h.test/get.py\npython get.py\ncp made.cfg /srv/\n"
+    )
+    before = empty.key(setup="setup.sh")
+    empty.write("made.cfg", "x")
+    empty.write("get.py", "print()")
+    assert difference(before.components, empty.key(setup="setup.sh")) == []
+
+
+def test_open_versions_are_told_and_pinned_ones_are_not(empty: Project) -> None:
+    empty.write("open.txt", "click\nrich>=13\n./missing.whl\n")
+    empty.write("pinned.txt", "click==8.1.7\n")
+    empty.write("hashed.txt", f"click==8.1.7 \\\n    --hash=sha256:{'a' * 64}\n")
+    empty.write("setup.sh", "apt-get install -y libfoo\napt-get install -y bar=1.2\ncurl https://h.test/x.sh | bash\n")
+    assert set(empty.key(requirements=("open.txt",)).unpinned) >= {"click", "rich>=13"}
+    assert empty.key(requirements=("pinned.txt",)).unpinned == ("dependencies of click==8.1.7",)
+    assert empty.key(requirements=("hashed.txt",)).unpinned == ()
+    words = empty.key(setup="setup.sh").unpinned
+    assert "apt-get libfoo" in words
+    assert "download of https://h.test/x.sh" in words
+    assert not any("bar" in word for word in words)
+
+
+def test_an_environment_that_the_setup_uses_counts_by_what_is_installed_in_it(empty: Project) -> None:
+    empty.write("env/pyvenv.cfg", "home = /usr/bin\n")
+    empty.write("env/bin/pip", "#!/bin/sh\n")
+    empty.write("setup.sh", "env/bin/pip install click==8.1.7\n")
+    before = empty.key(setup="setup.sh")
+    empty.write("env/lib/python3.11/site-packages/cache.tmp", "x")
+    assert empty.key(setup="setup.sh").digest == before.digest
+    empty.write("env/lib/python3.11/site-packages/six-1.16.0.dist-info/RECORD", "six.py,sha256=x,1\n")
+    after = empty.key(setup="setup.sh")
+    assert [row.name for row in difference(before.components, after)] == [f"environment {empty.job / 'env'}"]
+
+
+def test_the_key_explains_itself(project: Project) -> None:
+    key = project.key()
+    rows = {row.name: row for row in explain(key)}
+    assert rows["setup"].value.startswith("sha256:")
+    assert "editable" in rows[f"package {project.job / 'package'}"].lines[0]
+    assert any("RANK" in line and "HOSTNAME" in line for line in key.details["variables left out"])
+    assert str(project.job / "nested/base.txt") in key.accounted
+    assert list(key.accounted) == sorted(key.accounted)
+
+
+def test_the_words_of_a_difference_name_the_files_of_a_folder(project: Project) -> None:
+    before = project.key()
+    project.write("package/src/new.py", "")
+    project.write("package/src/package.py", "x = 2\n")
+    (project.job / "package/pyproject.toml").unlink()
+    project.write("package/setup.py", "")
+    after = project.key()
+    words = {row.name: row.words for row in difference(before.components, after, before.details)}
+    found = words[f"package {project.job / 'package'}"]
+    assert "added setup.py, src/new.py" in found
+    assert "removed pyproject.toml" in found
+    assert "changed src/package.py" in found
+
+
+def test_the_base_of_the_host_is_the_same_after_a_program_ran(project: Project) -> None:
+    before = project.key().components
+    assert project.key(setup=None, inputs=()).components["system"] == before["system"]
+    assert before["distributions"] == project.key().components["distributions"]

@@ -1,0 +1,222 @@
+"""What is told from the text of a setup script, in the ways in which people write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.env.keys import shell
+from bootseer.env.keys.facts import Facts
+from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.script import Inputs, Script, read_program, read_script
+
+
+def _read(folder: Path, text: str, env: dict[str, str] | None = None, *, program: bool = False) -> Inputs:
+    """Read a script that lies in `folder`/scripts and runs in `folder`."""
+    inputs = Inputs()
+    script = Script(text, str(folder / "scripts/setup.sh"), str(folder), {"HOME": str(folder / "home"), **(env or {})})
+    (read_program if program else read_script)(script, NodeFiles(Facts(None)), inputs)
+    return inputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("scripts/reqs/a.txt", "reqs.txt", "lib.sh", "tool.py", "data/x", "project/setup.py", "home/own.cfg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install -r reqs.txt",
+        "pip3.11 install --requirement=reqs.txt",
+        "python -m pip install -qr reqs.txt -r reqs.txt",
+        "sudo -E /usr/bin/python3 -m pip install -rreqs.txt",
+        "uv pip install --system -r reqs.txt",
+        "uv pip sync reqs.txt",
+        "if true; then pip install \\\n  -r 'reqs.txt'; fi",
+        'REQ="reqs.txt"; pip install -r "$REQ"',
+        "pip install -r ${REQ:-reqs.txt}",
+        'bash -c "pip install -r reqs.txt"',
+        "timeout 600 pip install -r $PWD/reqs.txt || exit 1",
+        "x=$(pip install -r reqs.txt 2>&1)",
+        "x=`pip install -r reqs.txt`",
+        "bash <<EOF\npip install -r reqs.txt\nEOF",
+        "(cd project && pip install -r ../reqs.txt)",
+        "install() { pip install -r reqs.txt; }\ninstall",
+    ],
+)
+def test_a_requirement_file_is_found_however_it_is_installed(folder: Path, text: str) -> None:
+    assert str(folder / "reqs.txt") in _read(folder, text).requirement_files
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\npip install -r "$HERE/reqs/a.txt"',
+        'HERE="$(dirname "$0")"; pip install -r $HERE/reqs/a.txt',
+        'pip install -r "${BASH_SOURCE%/*}/reqs/a.txt"',
+        'cd "$(dirname "$(readlink -f "$0")")"\npip install -r reqs/a.txt',
+        "cd scripts\npip install -r reqs/a.txt",
+        'pip install -r "$UNKNOWN/reqs/a.txt"',
+        'pip install -r "$(git rev-parse --show-toplevel)/scripts/reqs/a.txt"',
+    ],
+)
+def test_files_are_found_beside_the_script(folder: Path, text: str) -> None:
+    assert str(folder / "scripts/reqs/a.txt") in _read(folder, text).requirement_files
+
+
+@pytest.mark.parametrize(
+    "text", ["source lib.sh", ". ./lib.sh", "bash lib.sh -x", "sh -e lib.sh", "env A=1 bash lib.sh"]
+)
+def test_scripts_that_a_shell_reads_are_known_as_such(folder: Path, text: str) -> None:
+    assert _read(folder, text).files[str(folder / "lib.sh")] is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install -e project",
+        "pip install ./project[all]",
+        "cd project\npip install .",
+        "cd project && python setup.py install",
+    ],
+)
+def test_a_source_tree_that_is_installed_is_an_input(folder: Path, text: str) -> None:
+    found = _read(folder, text)
+    assert list(found.requirements.locals) == [str(folder / "project")]
+    assert found.requirements.locals[str(folder / "project")].editable == ("-e" in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("cp -r data /srv/", ["data"]),
+        ("python tool.py --input=data", ["data"]),
+        ("cd data", []),
+        ("mkdir -p data; chmod -R a+r data; ls data; [ -d data ]", []),
+        ("export PATH=$PWD/data:$PATH", []),
+        ("echo / ~ . .. /usr /tmp /opt data", []),
+        ("cp -r /usr/share /srv/; rsync -a / /srv; cp -r ~ /srv", []),
+    ],
+)
+def test_folders_count_where_a_program_reads_them(folder: Path, text: str, names: list[str]) -> None:
+    assert list(_read(folder, text).folders) == [str(folder / name) for name in names]
+
+
+def test_single_files_count_also_outside_of_the_job_but_not_those_of_packages(folder: Path) -> None:
+    found = _read(folder, "cp ~/own.cfg /srv/own; /usr/bin/env true; cat /proc/version /etc/hostname")
+    assert set(found.files) == {str(folder / "home/own.cfg"), "/etc/hostname"}
+
+
+def test_a_glob_names_what_it_matches(folder: Path) -> None:
+    found = _read(folder, "for f in scripts/reqs/*.txt; do pip install -r $f; done")
+    assert str(folder / "scripts/reqs/a.txt") in found.files
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('echo $A ${B} ${C:-1} "$D"', {"A", "B", "C", "D"}),
+        ("A=1\necho $A", set()),
+        ("A=1; echo $A", set()),
+        ("PATH=/x:$PATH", {"PATH"}),
+        ("A=${A:-1}", {"A"}),
+        ("for A in 1 2; do echo $A; done", set()),
+        ("read -r A; echo $A", set()),
+        ("# $A\necho ok", set()),
+        ("echo '$A'", set()),
+        ("cat <<EOF\n$A\nEOF", {"A"}),
+        ("cat <<'EOF'\n$A\nEOF", set()),
+        ('if [ -n "${A+x}" ]; then :; fi; echo ${#B} ${!C}', {"A", "B", "C"}),
+    ],
+)
+def test_variables_that_are_read_before_they_are_set_are_told(text: str, names: set[str]) -> None:
+    assert shell.parse(text).variables == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -e\napt-get install -y x\npip install y\nexport A=1\necho done",
+        "mkdir -p /opt/x && touch /opt/x/y > /dev/null 2>&1",
+        "python -m venv /opt/env; source /opt/env/bin/activate",
+        "curl -fsSL -o /opt/x https://h.test/x",
+        "git clone https://h.test/r.git /opt/r",
+        "cp project/setup.py /opt/",
+    ],
+)
+def test_the_working_folder_does_not_matter_to_commands_that_leave_it_alone(folder: Path, text: str) -> None:
+    assert _read(folder, text).place == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python -m venv env",
+        "pip install --target=here y",
+        "echo x > here",
+        "wget https://h.test/x",
+        "git clone https://h.test/r.git",
+        "make install",
+        "./configure",
+        "python tool.py",
+        "cp /opt/x here",
+        "tar xf /opt/x.tar",
+        "$TOOL x",
+    ],
+)
+def test_the_working_folder_matters_to_commands_that_may_write_to_it(folder: Path, text: str) -> None:
+    assert _read(folder, text).place
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pip install click", "click"),
+        ("pip install 'click>=8'", "click>=8"),
+        ("pip install click==8.1.7", "dependencies of click==8.1.7"),
+        ("pip install --no-deps click==8.1.7", ""),
+        ("pip install $WHAT", "$WHAT (known when the setup runs)"),
+        ("conda install -y numpy", "conda numpy"),
+        ("npm ci", "npm"),
+        ("wget -O /opt/x https://me:pw@h.test/x?token=1", "download of https://h.test/x?token="),
+        ("pip freeze > /opt/r.txt; pip install -r /opt/r.txt", ""),
+        ("pip download -d /opt click; pip list; pip --version", "click"),
+    ],
+)
+def test_what_comes_in_any_version_is_told(folder: Path, text: str, words: str) -> None:
+    found = _read(folder, text)
+    found.requirements.close()
+    assert ", ".join(found.requirements.unpinned) == words
+
+
+def test_a_local_repository_that_is_cloned_is_asked_for_its_commit(folder: Path) -> None:
+    found = _read(folder, "git clone --depth 1 -b dev project /opt/x\ngit clone https://t@h.test/r.git /opt/y")
+    assert list(found.requirements.repositories) == [
+        (f"git+file://{folder / 'project'}", "dev"),
+        ("git+https://h.test/r.git", ""),
+    ]
+
+
+def test_a_program_in_python_tells_files_and_variables(folder: Path) -> None:
+    text = "import os\nos.environ['FLAVOUR'], os.environ.get(\"SIZE\"), os.getenv('COLOUR')\nopen('reqs.txt')"
+    found = _read(folder, text, program=True)
+    assert found.variables == {"FLAVOUR", "SIZE", "COLOUR"}
+    assert str(folder / "reqs.txt") in found.files
+
+
+@given(st.text(alphabet="abc $(){}'\"`\\;|&<>\n=/.-#~*[", max_size=60))
+def test_no_text_makes_the_shell_reader_fail(text: str) -> None:
+    inputs = Inputs()
+    read_script(Script(text, "/nowhere/x.sh", "/nowhere", {}), NodeFiles(Facts(None), lambda path: False), inputs)
+
+
+@pytest.mark.parametrize("text", ["$(" * 20_000, '"$(\n' * 2_000, "`" * 20_001 + "$(" * 30])
+def test_what_is_nested_too_deeply_is_a_problem(tmp_path: Path, text: str) -> None:
+    assert any("too deeply" in problem for problem in _read(tmp_path, text).requirements.problems)

@@ -1,0 +1,31 @@
+"""A builder in a process of its own: `builder.py STORE KEY NODE TTL_S WHAT`, told what to do by its input.
+
+Says `lease`, `held` or `none`; with a lease it beats until a line comes. `WHAT` is `elect`, which first waits for a
+line, so that several begin at once, or `take`, which does not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.lease import Held, Lease, elect
+from bootseer.store.open import open_store
+
+
+def main(uri: str, key: str, node: str, ttl_s: float, what: str) -> None:
+    catalog = Catalog(open_store(uri, plain_http=True))
+    if what == "elect":
+        print("ready", flush=True)
+        sys.stdin.readline()
+    found = elect(catalog, key, node, ttl_s=ttl_s)
+    if not isinstance(found, Lease):
+        print("held" if isinstance(found, Held) else f"none: {found}", flush=True)
+        return
+    with found.beating():
+        print("lease", flush=True)
+        sys.stdin.readline()
+    print(found.release() and not found.lost, flush=True)
+
+
+main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,65 @@
+"""Snapshots for tests: real objects in a store, and documents that name them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from bootseer.blocks.block_file import BlockFile
+from bootseer.blocks.index import Stripe
+from bootseer.env.document import EnvironmentDocument, Export
+from bootseer.store.store import Store, Stored
+
+KEY, OTHER_KEY = "ab" * 32, "cd" * 32
+BUILT_S = 1_800_000_000.0
+
+
+def digest_of(text: str) -> str:
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def document(key: str = KEY, content: str = "content", **changes: Any) -> EnvironmentDocument:
+    """A document; `content` decides what its objects are called. They are what `store_objects` stores."""
+    index, stripe, manifest = (f"{part} of {content}" for part in ("index", "stripe", "manifest"))
+    made = EnvironmentDocument(
+        key=key,
+        components={"script": "a" * 64, "python": "3.11.7\n"},
+        file=BlockFile(
+            index_name=digest_of(index),
+            index_bytes=len(index),
+            identity=digest_of(content).removeprefix("sha256:"),
+            size_bytes=1 << 20,
+            stored_bytes=len(stripe),
+            stripes=(Stripe(digest_of(stripe), len(stripe)),),
+        ),
+        manifest=Stored(digest_of(manifest), len(manifest)),
+        digest=digest_of(f"digest of {content}"),
+        roots=("/opt/venv", "/usr"),
+        num_loose=2,
+        num_files=42_007,
+        size_bytes=1_760_000_000,
+        packages=("numpy==2.0", "torch==2.15"),
+        exports=(Export("PATH", "prepend", "/opt/venv/bin"), Export("LANG", "unset")),
+        platform={"architecture": "x86_64", "libc": ["glibc", "2.36"], "gpus": []},
+        trust="observed",
+        unaccounted=(),
+        builder="node-1",
+        version="1.0",
+        built_s=BUILT_S,
+        setup_s=115.25,
+        job="job-7",
+        what="requirements.txt",
+    )
+    return replace(made, **changes)
+
+
+def store_objects(store: Store, content: str = "content") -> list[str]:
+    """Put what `document` names into a store; the content names."""
+    return [_put(store, f"{part} of {content}") for part in ("index", "stripe", "manifest")]
+
+
+def _put(store: Store, text: str) -> str:
+    upload = store.upload()
+    upload.write(text.encode())
+    return upload.commit().name

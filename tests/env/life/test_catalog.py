@@ -1,0 +1,206 @@
+"""Snapshots in a store: found, published and removed, whatever else the store holds or does."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+
+from bootseer.env.document import MAX_BYTES, OtherVersionError, document_name
+from bootseer.env.life.catalog import Catalog, put
+from bootseer.env.life.tombstone import TRASH, Tombstone
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.store.faulty import Fault, FaultyStore, Request
+from bootseer.store.memory import MemoryStore
+from bootseer.store.retry import read_all
+from bootseer.store.store import Store
+from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
+
+
+@pytest.fixture
+def store() -> Store:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def catalog(store: Store) -> Catalog:
+    return Catalog(store)
+
+
+def published(catalog: Catalog, key: str = KEY, content: str = "content") -> None:
+    store_objects(catalog.store, content)
+    assert catalog.publish(document(key, content), now_s=BUILT_S)
+
+
+def tombstones(store: Store) -> list[Tombstone]:
+    return [Tombstone.parse(read_all(store, stored.name, MAX_BYTES)) for stored in store.list(TRASH)]
+
+
+def test_what_was_published_is_found_by_its_key(catalog: Catalog) -> None:
+    assert catalog.find(KEY) is None
+    assert catalog.look(KEY).kind == "none"
+    published(catalog)
+    assert catalog.find(KEY) == document()
+    assert (catalog.look(KEY).kind, catalog.look(KEY).document) == ("found", document())
+    assert catalog.find(OTHER_KEY) is None
+
+
+def test_the_first_who_publishes_wins(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    store_objects(store, "other")
+    assert not catalog.publish(document(content="other"), now_s=BUILT_S)
+    assert catalog.find(KEY) == document()
+    # What the second one stored is nobody's, and is remembered for the next prune.
+    assert [grave.digest for grave in tombstones(store)] == [document(content="other").digest]
+
+
+def test_the_same_snapshot_may_be_published_again(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    published(catalog)
+    assert tombstones(store) == []
+
+
+def test_a_snapshot_is_replaced_when_that_is_wanted_and_its_objects_are_remembered(
+    catalog: Catalog, store: Store
+) -> None:
+    published(catalog)
+    store_objects(store, "other")
+    assert catalog.publish(document(content="other"), replace=True, now_s=BUILT_S + 5)
+    assert catalog.find(KEY) == document(content="other")
+    assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 5)]
+
+
+def test_nobody_finds_a_snapshot_whose_objects_are_missing(catalog: Catalog, store: Store) -> None:
+    names = store_objects(store)
+    store.delete(names[1])
+    for replace in (False, True):
+        with pytest.raises(PermanentError, match=f"{names[1]} of the environment is not there"):
+            catalog.publish(document(), replace=replace)
+        assert catalog.find(KEY) is None
+
+
+def test_an_answer_that_was_lost_does_not_make_the_publisher_a_loser(catalog: Catalog, store: Store) -> None:
+    store_objects(store)
+    faulty = FaultyStore(store, [Fault(cut_after=0)])
+    assert Catalog(faulty).publish(document())
+    assert faulty.requests[document_name(KEY)] > 1
+    assert tombstones(store) == []
+
+
+def test_a_busy_store_is_asked_again(catalog: Catalog, store: Store) -> None:
+    store_objects(store)
+    busy = Fault(status=429, retry_after_s=0.01)
+    assert Catalog(FaultyStore(store, [busy, None, busy])).publish(document())
+    assert Catalog(FaultyStore(store, [busy])).find(KEY) == document()
+
+
+DOWN = Fault(status=503, retry_after_s=3600)
+
+
+def test_a_store_that_is_down_is_told_apart_from_a_snapshot_that_is_not_there(store: Store) -> None:
+    catalog = Catalog(FaultyStore(store, lambda request: DOWN))
+    with pytest.raises(TransientError):
+        catalog.find(KEY)
+    found = catalog.look(KEY)
+    assert (found.kind, found.document) == ("unreachable", None)
+    assert "503" in found.why
+    for call in (lambda: catalog.publish(document()), lambda: catalog.publish(document(), replace=True),
+                 lambda: catalog.remove(KEY, 0), catalog.all):  # fmt: skip
+        with pytest.raises(TransientError):
+            call()
+
+
+def test_a_hanging_store_is_waited_for_no_longer_than_was_asked(store: Store) -> None:
+    waits: list[float] = []
+    catalog = Catalog(FaultyStore(store, lambda request: Fault(delay_s=3600), sleep=waits.append))
+    assert catalog.look(KEY, timeout_s=7.0).kind == "unreachable"
+    assert waits
+    assert max(waits) <= 7.0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_store_that_refuses_is_unreachable(store: Store, status: int) -> None:
+    catalog = Catalog(FaultyStore(store, lambda request: Fault(status=status)))
+    assert catalog.look(KEY).kind == "unreachable"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}x", document(OTHER_KEY).encode(), b" " * (MAX_BYTES + 1), document().encode()[:-10]],
+    ids=["empty", "no JSON", "of another key", "huge", "cut"],
+)
+def test_what_is_no_document_of_the_key_is_broken(catalog: Catalog, store: Store, data: bytes) -> None:
+    put(store, document_name(KEY), data)
+    with pytest.raises(CorruptError, match=f"environments/{KEY}/document"):
+        catalog.find(KEY)
+    assert catalog.look(KEY).kind == "broken"
+
+
+def test_a_damaged_byte_on_the_way_is_broken_and_never_used(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    at = document().encode().index(b'"observed"') + 2
+    assert Catalog(FaultyStore(store, [Fault(corrupt_at=at)])).look(KEY).kind == "broken"
+
+
+def test_another_version_is_left_alone(catalog: Catalog, store: Store) -> None:
+    value = {**json.loads(document().encode()), "schema": "bootseer.environment/9"}
+    put(store, document_name(KEY), json.dumps(value).encode())
+    with pytest.raises(OtherVersionError):
+        catalog.find(KEY)
+    assert catalog.look(KEY).kind == "other-version"
+
+
+@pytest.mark.parametrize("key", ["", "trash", "../x", "AB" * 32, KEY + "/x"])
+def test_what_is_no_key_is_refused(catalog: Catalog, key: str) -> None:
+    for call in (catalog.find, lambda bad: catalog.remove(bad, 0)):
+        with pytest.raises(UsageError, match="no request key"):
+            call(key)
+
+
+def test_one_that_cannot_be_read_does_not_hide_the_others(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    published(catalog, OTHER_KEY, "other")
+    broken, newer, away = ("1" * 64, "2" * 64, "3" * 64)
+    put(store, document_name(broken), b"{")
+    put(store, document_name(newer), b'{"schema":"bootseer.environment/9"}')
+    put(store, document_name(away), document(away).encode())
+    put(store, f"environments/{'4' * 64}/lease", b"")
+    put(store, "environments/strange/document", b"")
+
+    def plan(request: Request) -> Fault | None:
+        return DOWN if away in request.name else None
+
+    found = Catalog(FaultyStore(store, plan)).all()
+    assert [each.key for each in found.documents] == [KEY, OTHER_KEY]
+    assert [line.partition(":")[0] for line in found.broken] == [broken[:12]]
+    assert [line.partition(":")[0] for line in found.unread] == [newer[:12], away[:12]]
+    assert catalog.keys("lease") == {"4" * 64}
+
+
+def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read_them(
+    catalog: Catalog, store: Store
+) -> None:
+    published(catalog)
+    assert catalog.remove(KEY, BUILT_S + 9) == document()
+    assert catalog.find(KEY) is None
+    assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 9)]
+    assert catalog.missing(document().objects) == []
+    assert catalog.remove(KEY, BUILT_S + 10) is None
+    assert [grave.removed_s for grave in tombstones(store)] == [BUILT_S + 9]
+
+
+def test_a_removal_that_was_interrupted_is_finished_by_the_next(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    with pytest.raises(TransientError):
+        Catalog(FaultyStore(store, lambda request: DOWN if request.verb == "delete" else None)).remove(KEY, 1.0)
+    assert catalog.find(KEY) == document()
+    assert catalog.remove(KEY, 2.0) == document()
+    assert [grave.removed_s for grave in tombstones(store)] == [2.0]
+
+
+def test_what_nobody_can_read_can_be_removed(catalog: Catalog, store: Store) -> None:
+    put(store, document_name(KEY), b"{")
+    assert catalog.remove(KEY, 1.0) is None
+    with pytest.raises(NotFoundError):
+        store.stat(document_name(KEY))

@@ -1,0 +1,164 @@
+"""The table of outcomes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bootseer.env.life.decide import (
+    FALLBACKS,
+    MODES,
+    NOT_LOOKED,
+    REASONS,
+    Action,
+    Decision,
+    Lookup,
+    Mode,
+    decide,
+    elected,
+    fell_back,
+    waited,
+)
+from bootseer.errors import UsageError
+from env.life.samples import BUILT_S, document
+
+NOW_S = BUILT_S + 1000
+FOUND = document()
+OLD = document(max_age_s=10.0)
+UNTRUSTED = document(trust="untrusted", unaccounted=("/data/list", "/a", "/b", "/c"))
+NONE = Lookup("none")
+DOWN = Lookup("unreachable", why="no answer")
+HERE = Lookup("unreachable", FOUND, "no answer")
+BROKEN = Lookup("broken", why="not JSON")
+NEWER = Lookup("other-version", why="another version")
+REFUSAL = ("cpu", "built for x86-64-v4")
+DIED = "a job died"
+
+TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
+    ("auto", Lookup("found", FOUND), {}, Action.RESTORE, "hit"),
+    ("auto", Lookup("found", document(trust="unobserved")), {}, Action.RESTORE, "hit"),
+    ("auto", HERE, {}, Action.RESTORE, "hit-on-node"),
+    ("auto", NONE, {}, Action.BUILD, "no-snapshot"),
+    ("auto", BROKEN, {}, Action.BUILD, "broken"),
+    ("auto", NEWER, {}, Action.INSTALL, "other-version"),
+    ("auto", DOWN, {}, Action.INSTALL, "store-down"),
+    ("auto", Lookup("found", OLD), {}, Action.BUILD, "expired"),
+    ("auto", Lookup("unreachable", OLD), {}, Action.INSTALL, "expired"),
+    ("auto", Lookup("found", FOUND), {"quarantined": DIED}, Action.BUILD, "quarantined"),
+    ("auto", HERE, {"quarantined": DIED}, Action.INSTALL, "quarantined"),
+    ("auto", Lookup("found", OLD), {"quarantined": DIED}, Action.BUILD, "quarantined"),
+    ("auto", Lookup("found", UNTRUSTED), {}, Action.INSTALL, "untrusted"),
+    ("auto", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
+    ("auto", Lookup("found", OLD), {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
+    ("auto", HERE, {"refusal": REFUSAL}, Action.INSTALL, "refused:cpu"),
+    ("auto", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
+    ("refresh", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.INSTALL, "unkeyable"),
+    ("refresh", Lookup("found", FOUND), {}, Action.BUILD, "refresh"),
+    ("refresh", Lookup("found", UNTRUSTED), {}, Action.BUILD, "refresh"),
+    ("refresh", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.BUILD, "refresh"),
+    ("refresh", NONE, {}, Action.BUILD, "refresh"),
+    ("refresh", BROKEN, {}, Action.BUILD, "refresh"),
+    ("refresh", NEWER, {}, Action.INSTALL, "other-version"),
+    ("refresh", HERE, {}, Action.INSTALL, "store-down"),
+    ("bypass", NOT_LOOKED, {}, Action.INSTALL, "bypass"),
+    ("bypass", Lookup("found", FOUND), {}, Action.INSTALL, "bypass"),
+    ("require", Lookup("found", FOUND), {}, Action.RESTORE, "hit"),
+    ("require", HERE, {}, Action.RESTORE, "hit-on-node"),
+    ("require", NONE, {}, Action.FAIL, "no-snapshot"),
+    ("require", DOWN, {}, Action.FAIL, "store-down"),
+    ("require", Lookup("found", OLD), {}, Action.FAIL, "expired"),
+    ("require", Lookup("found", FOUND), {"refusal": REFUSAL}, Action.FAIL, "refused:cpu"),
+    ("require", NOT_LOOKED, {"problems": ("cannot read x",)}, Action.FAIL, "unkeyable"),
+]
+
+
+@pytest.mark.parametrize(("mode", "found", "more", "action", "code"), TABLE)
+def test_what_was_found_and_asked_for_decides(
+    mode: Mode, found: Lookup, more: dict[str, Any], action: Action, code: str
+) -> None:
+    decision = decide(mode, found, now_s=NOW_S, **more)
+    assert (decision.action, decision.code, decision.mode) == (action, code, mode)
+    assert decision.words
+    assert decision.is_hit == (action is Action.RESTORE) == (decision.document is not None)
+
+
+def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
+    lookups = [NONE, DOWN, HERE, BROKEN, NEWER, *(Lookup("found", each) for each in (FOUND, OLD, UNTRUSTED))]
+    cases = itertools.product(MODES, lookups, [None, REFUSAL], ["", DIED], [(), ("cannot read x",)])
+    for mode, found, refusal, quarantined, problems in cases:
+        decision = decide(mode, found, now_s=NOW_S, refusal=refusal, quarantined=quarantined, problems=problems)
+        assert decision.code in REASONS or decision.code.startswith("refused:")
+        assert decision.action is not Action.WAIT
+        # Nothing suspicious is ever used, and `require` never installs.
+        if decision.is_hit:
+            assert refusal is None
+            assert not quarantined
+            assert not problems
+            assert decision.document == FOUND
+        if mode == "require":
+            assert decision.action in (Action.RESTORE, Action.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("found", "more", "replaces"),
+    [
+        (Lookup("found", OLD), {}, OLD),
+        (Lookup("found", FOUND), {"quarantined": DIED}, FOUND),
+        (BROKEN, {}, None),
+    ],
+)
+def test_what_is_no_answer_may_be_replaced(found: Lookup, more: dict[str, Any], replaces: object) -> None:
+    decision = decide("auto", found, now_s=NOW_S, **more)
+    assert decision.replace
+    assert decision.replaces == replaces
+    assert not decide("auto", NONE, now_s=NOW_S).replace
+
+
+def test_only_the_elected_one_builds() -> None:
+    decision = decide("auto", Lookup("found", OLD), now_s=NOW_S)
+    assert elected(decision, "ours") == decision
+    held = elected(decision, "held", "node-3 builds")
+    assert (held.action, held.code, held.words, held.replaces) == (Action.WAIT, "another-builds", "node-3 builds", OLD)
+    alone = elected(decision, "unavailable", "read-only")
+    assert (alone.action, alone.code, alone.replace) == (Action.INSTALL, "no-lease", False)
+    hit = decide("auto", Lookup("found", FOUND), now_s=NOW_S)
+    assert elected(hit, "held") == hit
+
+
+def test_waiting_ends_with_a_snapshot_a_turn_or_an_installation() -> None:
+    waiting = elected(decide("auto", Lookup("found", OLD), now_s=NOW_S), "held", "node-3 builds")
+    hit = waited(waiting, "published", now_s=NOW_S, document=FOUND)
+    assert (hit.action, hit.code, hit.document) == (Action.RESTORE, "hit-after-wait", FOUND)
+    refused = waited(waiting, "published", now_s=NOW_S, document=FOUND, refusal=REFUSAL)
+    assert (refused.action, refused.code, refused.document) == (Action.INSTALL, "refused:cpu", None)
+    assert waited(waiting, "published", now_s=NOW_S, document=UNTRUSTED).code == "untrusted"
+    turn = waited(waiting, "builder-died", now_s=NOW_S, ours=True)
+    assert (turn.action, turn.code, turn.replaces, turn.replace) == (Action.BUILD, "builder-died", OLD, True)
+    assert waited(waiting, "builder-gave-up", now_s=NOW_S, ours=True).action is Action.BUILD
+    for ended in ("builder-gave-up", "waited-too-long", "no-lease"):
+        decision = waited(waiting, ended, now_s=NOW_S)  # type: ignore[arg-type]
+        assert (decision.action, decision.code, decision.words) == (Action.INSTALL, ended, REASONS[ended])
+
+
+@pytest.mark.parametrize("code", [*FALLBACKS, "refused:driver"])
+def test_a_snapshot_that_cannot_be_used_becomes_an_installation_unless_it_is_required(code: str) -> None:
+    for mode, action in (("auto", Action.INSTALL), ("require", Action.FAIL)):
+        decision = fell_back(Decision(Action.RESTORE, "hit", "", FOUND, mode=mode), code, "why")  # type: ignore[arg-type]
+        assert (decision.action, decision.code, decision.words, decision.document) == (action, code, "why", None)
+
+
+def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
+    with pytest.raises(UsageError, match=r"no environment snapshot: .*nobody has built.* \(no-snapshot\)") as caught:
+        decide("require", NONE, now_s=NOW_S).check()
+    assert caught.value.exit_code == 1
+    decide("require", Lookup("found", FOUND), now_s=NOW_S).check()
+
+
+def test_the_words_name_the_files_to_declare_and_the_age() -> None:
+    assert "/data/list, /a, /b" in decide("auto", Lookup("found", UNTRUSTED), now_s=NOW_S).words
+    old = replace(FOUND, max_age_s=86400.0 * 2)
+    words = decide("auto", Lookup("found", old), now_s=BUILT_S + 3 * 86400).words
+    assert words == "built 3.0 days ago, may be 2.0 days old"

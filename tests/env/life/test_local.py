@@ -1,0 +1,174 @@
+"""What a node remembers, so that it starts while the store is away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.bring.places import environments_folder
+from bootseer.env.document import document_name
+from bootseer.env.life import local as module
+from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.decide import Lookup
+from bootseer.env.life.local import Local
+from bootseer.env.life.quarantine import Quarantine
+from bootseer.errors import NotFoundError, TransientError
+from bootseer.store.faulty import Fault, FaultyStore
+from bootseer.store.memory import MemoryStore
+from bootseer.store.store import Store
+from env.life.samples import KEY, OTHER_KEY, document, store_objects
+
+DOWN = Fault(status=503, retry_after_s=3600)
+
+
+@pytest.fixture
+def store() -> Store:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def local(tmp_path: Path, said: list[str]) -> Local:
+    return Local(tmp_path, said.append)
+
+
+@pytest.fixture
+def away(store: Store) -> Catalog:
+    return Catalog(FaultyStore(store, lambda request: DOWN))
+
+
+def published(store: Store, key: str = KEY, content: str = "content") -> Catalog:
+    store_objects(store, content)
+    catalog = Catalog(store)
+    assert catalog.publish(document(key, content))
+    return catalog
+
+
+def test_a_snapshot_that_was_found_once_is_known_when_the_store_is_away(
+    store: Store, local: Local, away: Catalog
+) -> None:
+    assert local.look(away, KEY).document is None
+    assert local.look(published(store), KEY) == Lookup("found", document())
+    found = local.look(away, KEY)
+    assert (found.kind, found.document) == ("unreachable", document())
+    assert "503" in found.why
+    assert local.look(away, OTHER_KEY).document is None
+
+
+def test_the_next_process_knows_it_too(store: Store, local: Local, away: Catalog, tmp_path: Path) -> None:
+    local.look(published(store), KEY)
+    assert Local(tmp_path, lambda line: None).look(away, KEY).document == document()
+
+
+def test_what_was_replaced_is_replaced_here(store: Store, local: Local, away: Catalog) -> None:
+    catalog = published(store)
+    local.look(catalog, KEY)
+    store_objects(store, "new")
+    catalog.publish(document(content="new"), replace=True)
+    local.look(catalog, KEY)
+    assert local.look(away, KEY).document == document(content="new")
+
+
+def test_what_somebody_removed_is_not_used_when_the_store_is_away(store: Store, local: Local, away: Catalog) -> None:
+    catalog = published(store)
+    local.look(catalog, KEY)
+    catalog.remove(KEY, 0.0)
+    assert local.look(catalog, KEY).kind == "none"
+    assert local.look(away, KEY).document is None
+
+
+def test_what_was_built_here_is_known_here(local: Local, away: Catalog) -> None:
+    local.keep(document())
+    assert local.look(away, KEY).document == document()
+    local.forget(KEY)
+    assert local.look(away, KEY).document is None
+
+
+def test_a_damaged_memory_is_no_memory(local: Local, away: Catalog, tmp_path: Path) -> None:
+    local.keep(document())
+    (environments_folder(tmp_path) / document_name(KEY)).write_bytes(b"{")
+    assert local.look(away, KEY).document is None
+    local.keep(document())
+    assert local.look(away, KEY).document == document()
+
+
+def test_a_manifest_is_fetched_once_and_verified(store: Store, local: Local, tmp_path: Path) -> None:
+    store_objects(store)
+    manifest = document().manifest
+    with pytest.raises(TransientError):
+        local.object(manifest, FaultyStore(store, lambda request: DOWN))
+    data = local.object(manifest, store)
+    assert data == b"manifest of content"
+    down = FaultyStore(store, lambda request: DOWN)
+    assert local.object(manifest, down) == data
+    assert sum(down.requests.values()) == 0
+    kept = next(path for path in environments_folder(tmp_path).rglob("*") if path.name == manifest.name[7:])
+    kept.write_bytes(b"manifest of another")
+    assert local.object(manifest, store) == data
+    with pytest.raises(NotFoundError):
+        local.object(document(content="none").manifest, store)
+
+
+def test_a_quarantine_that_the_store_does_not_take_is_kept_beside(store: Store, local: Local) -> None:
+    quarantine = Quarantine(None, local.store, lambda line: None)
+    quarantine.mark(document(), "node-1", "ImportError", 1.0)
+    assert quarantine.why(document())
+
+
+def test_a_node_remembers_what_it_used_last(local: Local, away: Catalog, monkeypatch: pytest.MonkeyPatch,
+                                             tmp_path: Path) -> None:  # fmt: skip
+    monkeypatch.setattr(module, "MAX_KNOWN", 3)
+    origin = MemoryStore(uuid.uuid4().hex)
+    keys = [f"{number:064x}" for number in range(5)]
+    folder = environments_folder(tmp_path)
+    for number, key in enumerate(keys):
+        content = "shared" if number in (0, 4) else f"content {number}"
+        store_objects(origin, content)
+        local.keep(document(key, content))
+        local.object(document(key, content).manifest, origin)
+        os.utime(folder / document_name(key), (number, number))
+        if number == 2:
+            local.keep(document(keys[0], "shared"))  # used again: now
+            os.utime(folder / document_name(keys[0]), (10, 10))
+    known = [number for number, key in enumerate(keys) if local.look(away, key).document is not None]
+    assert known == [0, 3, 4]
+    kept = {path.name for path in (folder / "sha256").rglob("*") if path.is_file()}
+    assert document(content="shared").manifest.name[7:] in kept
+    assert document(content="content 3").manifest.name[7:] in kept
+    assert document(content="content 1").manifest.name[7:] not in kept
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
+    (folder / "rest").write_bytes(b"")
+    with (folder / "rest").open("wb", buffering=0) as rest:
+        try:
+            while rest.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_costs_the_memory_and_no_start(full_disk: Path, store: Store) -> None:
+    said: list[str] = []
+    local = Local(full_disk, said.append)
+    assert local.look(published(store), KEY) == Lookup("found", document())
+    assert local.object(document().manifest, store) == b"manifest of content"
+    assert len(said) == 2
+    assert "not kept on this node" in said[0]

@@ -1,0 +1,126 @@
+"""The rules of the quarantine, as a machine: suspected, built anew once, cleared, never a loop."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.env.life.quarantine_state import MAX_BYTES, MAX_REBUILDS, State
+from bootseer.errors import CorruptError
+from env.life.samples import KEY, OTHER_KEY, digest_of
+
+A, B, C = digest_of("a"), digest_of("b"), digest_of("c")
+CLEAN = State(KEY)
+SUSPECT = CLEAN.marked(A, "node-1", "ImportError: libcuda", 100)
+
+
+def test_a_job_that_died_makes_its_snapshot_a_suspect_and_no_other() -> None:
+    suspect = SUSPECT.suspect(A)
+    assert suspect is not None
+    assert (suspect.count, suspect.node, suspect.why) == (1, "node-1", "ImportError: libcuda")
+    assert SUSPECT.suspect(B) is CLEAN.suspect(A) is None
+
+
+def test_further_jobs_are_counted_until_nobody_needs_to_know_more() -> None:
+    state = SUSPECT
+    for number in range(20):
+        state = state.marked(A, f"node-{number}", "ImportError", 100 + number)
+    suspect = state.suspect(A)
+    assert suspect is not None
+    assert suspect.count == 8
+    assert state.marked(A, "node", "ImportError", 300) is state
+
+
+def test_a_rebuild_that_gives_the_same_clears_the_snapshot_for_ever() -> None:
+    state = SUSPECT.rebuilt(A, replaced=A)
+    assert state.suspect(A) is None
+    assert state.marked(A, "node-2", "ImportError", 200) is state
+
+
+def test_a_rebuild_that_gives_another_one_leaves_the_old_one_suspected() -> None:
+    state = SUSPECT.rebuilt(B, replaced=A)
+    assert state.suspect(B) is None
+    assert state.suspect(A) is not None
+
+
+def test_a_rebuild_that_gives_an_earlier_suspect_clears_it() -> None:
+    state = SUSPECT.marked(B, "node", "ImportError", 200).rebuilt(A, replaced=B)
+    assert state.suspect(A) is None
+    assert state.suspect(B) is not None
+
+
+def test_a_rebuild_for_another_reason_changes_nothing() -> None:
+    assert SUSPECT.rebuilt(C, replaced=B) is SUSPECT
+    assert CLEAN.rebuilt(B, replaced=A) is CLEAN
+
+
+def test_a_fresh_installation_that_dies_in_the_same_way_clears_all() -> None:
+    state = SUSPECT.exonerated()
+    assert state.suspect(A) is None
+    assert state.marked(B, "node", "ImportError", 200).suspect(B) is None
+    assert state.exonerated() is state
+
+
+@given(
+    st.lists(st.sampled_from([A, B, C, *(digest_of(str(number)) for number in range(50))]), min_size=60, max_size=60)
+)
+def test_a_job_that_always_dies_costs_a_few_rebuilds_whatever_they_give(contents: list[str]) -> None:
+    state, published, rebuilds = CLEAN, A, 0
+    for number, content in enumerate(contents):
+        if state.suspect(published) is not None:
+            state, published, rebuilds = state.rebuilt(content, replaced=published), content, rebuilds + 1
+        state = state.marked(published, "node", "ImportError", float(number))
+        state = State.parse(state.encode(), KEY)
+    assert rebuilds <= MAX_REBUILDS
+
+
+def test_what_two_places_know_is_put_together() -> None:
+    here = SUSPECT.marked(A, "node-9", "OSError", 200).marked(B, "node-1", "ImportError", 50)
+    there = SUSPECT.marked(C, "node-3", "ImportError", 300).rebuilt(C, replaced=C)
+    both = here.united(there)
+    assert both == there.united(here)
+    suspect = both.suspect(A)
+    assert suspect is not None
+    assert suspect.count == 2
+    assert both.suspect(B) is not None
+    assert both.suspect(C) is None
+    assert CLEAN.united(SUSPECT.exonerated()).settled
+
+
+def test_a_state_stays_small_and_reads_back() -> None:
+    state = CLEAN
+    for number in range(500):
+        state = state.marked(digest_of(str(number)), "n" * 10_000, "w\x1b" * 10_000, float(number))
+    assert len(state.encode()) < MAX_BYTES
+    assert State.parse(state.encode(), KEY) == state
+    assert state.suspect(digest_of("499")) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "x"},
+        {"key": OTHER_KEY},
+        {"suspects": [["x", 1, "n", "w", 1]]},
+        {"suspects": [[A, 1]]},
+        {"suspects": [[A, 1, "n", "w", float("nan")]]},
+        {"suspects": None},
+        {"cleared": ["x"]},
+        {"rebuilds": "many"},
+        {"rebuilds": float("inf")},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_of_this_key_is_corrupt(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptError):
+        State.parse(json.dumps({**json.loads(SUSPECT.encode()), **change}).encode(), KEY)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_refused_with_an_error_of_ours(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        State.parse(data, KEY)

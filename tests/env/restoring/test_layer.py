@@ -1,0 +1,163 @@
+"""Snapshots on their way to this machine: lazily, from the cache, with the store away, and by each fallback."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.bring.places import blocks_folder
+from bootseer.bring.release import release
+from bootseer.bring.unpacked import release_unpacked
+from bootseer.cache.cache import Cache
+from bootseer.env.document import EnvironmentDocument
+from bootseer.env.restoring.layer import Bring, Layer, bring_layer, in_use
+from bootseer.errors import BootseerError
+from bootseer.mounts import kernel
+from bootseer.mounts.state import Runtime
+from bootseer.store.file import FileStore
+from bootseer.store.memory import MemoryStore
+from restoring import KEY, Setup, wait_until
+
+pytestmark = pytest.mark.root
+SIZE = 6 << 20
+BringIt = Callable[..., Layer]
+
+
+@pytest.fixture
+def document(setup: Setup) -> EnvironmentDocument:
+    rng = random.Random(3)
+    for name in ("hot", "cold"):
+        setup.write(f"/opt/env/{name}", "")
+        setup.at(f"/opt/env/{name}").write_bytes(rng.randbytes(SIZE))
+    setup.at("/opt/env/link").symlink_to("hot")
+    os.link(setup.at("/opt/env/hot"), setup.at("/opt/env/again"))
+    changes = setup.changes(Path("/opt/env"), deleted=[Path("/opt/gone")], opaque=[Path("/opt/env")])
+    return setup.document(changes, [Path("/opt/env")])
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def bring(
+    as_root: None, setup: Setup, document: EnvironmentDocument, tmp_path: Path, said: list[str]
+) -> Iterator[BringIt]:
+    """`bring(...)`: the layer, with changes to how; closed at the end."""
+    with ExitStack() as opened:
+
+        def call(store: FileStore | None = None, **changes: object) -> Layer:
+            plain = Bring(tmp_path / "cache", tmp_path / "runtime", loading="lazy")
+            layer = bring_layer(
+                document,
+                store or setup.store,  # type: ignore[arg-type]
+                replace(plain, **changes),  # type: ignore[arg-type]
+                say=said.append,
+            )
+            opened.callback(layer.close)
+            return layer
+
+        yield call
+
+
+def check_tree(layer: Layer, setup: Setup) -> None:
+    for name in ("hot", "cold"):
+        assert layer.at(f"/opt/env/{name}").read_bytes() == setup.at(f"/opt/env/{name}").read_bytes()
+    assert layer.at("/opt/env/again").samefile(layer.at("/opt/env/hot"))
+    assert str(layer.at("/opt/env/link").readlink()) == "hot"
+    status = layer.at("/opt/gone").stat()
+    assert (stat.S_IFMT(status.st_mode), status.st_rdev) == (stat.S_IFCHR, 0)
+    assert os.getxattr(layer.at("/opt/env"), "trusted.overlay.opaque") == b"y"
+
+
+@pytest.mark.fuse
+def test_what_is_read_is_fetched_and_the_next_start_knows_it(bring: BringIt, setup: Setup, tmp_path: Path) -> None:
+    first = bring(workload="w")
+    assert first.facts["mode"] == "lazy"
+    first.at("/opt/env/hot").read_bytes()
+    numbers = first.began()
+    assert SIZE <= numbers["demand_bytes"] < 1.7 * SIZE  # type: ignore[operator]
+    first.keep_record()
+    first.close()
+    second = bring(workload="w", cache=tmp_path / "another")
+    assert second.facts["mode"] == "hot"
+    check_tree(second, setup)
+
+
+def test_one_mount_serves_all_starts_and_survives_them(
+    bring: BringIt, setup: Setup, document: EnvironmentDocument, tmp_path: Path
+) -> None:
+    first, second = bring(loading="pull"), bring()
+    assert second.facts["mode"] == "local"
+    assert first.path == second.path
+    check_tree(second, setup)
+    runtime = Runtime(tmp_path / "runtime")
+    assert in_use(runtime) == {KEY}
+    cache = Cache(blocks_folder(tmp_path / "cache"))
+    first.close()
+    assert release(runtime, cache, idle_s=0) == []
+    second.close()
+    assert in_use(runtime) == set()
+    assert kernel.is_mount(first.path)
+    assert release(runtime, cache, idle_s=0) == [document.file.identity]
+
+
+def test_nobody_can_write_into_the_one_copy(bring: BringIt) -> None:
+    layer = bring(loading="pull")
+    with pytest.raises(OSError, match="Read-only"):
+        layer.at("/opt/env/hot").write_bytes(b"poison")
+
+
+def test_a_node_that_has_everything_needs_no_store(bring: BringIt, setup: Setup) -> None:
+    bring(loading="pull").close()
+    shutil.rmtree(str(setup.store.uri).removeprefix("file://"))
+    check_tree(bring(), setup)
+
+
+def test_a_store_without_the_snapshot_is_an_error_and_leaves_nothing(bring: BringIt, tmp_path: Path) -> None:
+    with pytest.raises(BootseerError):
+        bring(store=MemoryStore(tmp_path.name))
+    assert list((tmp_path / "runtime" / "mounts").iterdir()) == []
+
+
+def test_where_nothing_is_mounted_the_files_are_written_out_and_that_is_said(
+    bring: BringIt, setup: Setup, tmp_path: Path, said: list[str]
+) -> None:
+    layer = bring(unpack=True)
+    assert (layer.facts["mode"], layer.facts["way"]) == ("fallback", "unpacked files")
+    assert "written out" in said[0]
+    check_tree(layer, setup)
+    assert layer.at("/opt/env/hot").stat().st_mtime_ns == bring(loading="pull").at("/opt/env/hot").stat().st_mtime_ns
+    runtime = Runtime(tmp_path / "runtime")
+    assert release_unpacked(tmp_path / "cache", runtime, idle_s=0) == []
+    layer.close()
+    assert release_unpacked(tmp_path / "cache", runtime, idle_s=0) == [layer.path.name]
+
+
+@pytest.mark.fuse
+def test_what_a_killed_start_had_mounted_is_taken_away_by_the_next(
+    bring: BringIt, setup: Setup, document: EnvironmentDocument, tmp_path: Path
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        bring_layer(document, setup.store, Bring(tmp_path / "cache", tmp_path / "runtime", loading="lazy"))
+        os._exit(0)  # as after a kill: nothing is closed
+    assert os.waitpid(pid, 0)[1] == 0
+    runtime = Runtime(tmp_path / "runtime")
+    (left,) = runtime.all()
+    assert kernel.is_mount(Path(left.target))
+    daemon = left.daemon
+    assert daemon is not None
+    wait_until(lambda: not daemon.alive)  # it ends with whom it served
+    check_tree(bring(), setup)
+    assert not kernel.is_mount(Path(left.target))
+    assert left.id not in {state.id for state in runtime.all()}

@@ -1,0 +1,332 @@
+"""Files of a snapshot written to the machine's own: never over anybody's work, whole, and completed after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.changes import Action, Change
+from bootseer.env.restoring.loose import Conflict, plan
+from bootseer.env.restoring.place import apply
+from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Manifest
+from bootseer.errors import PermanentError
+from restoring import Setup
+
+
+@dataclass
+class Machine:
+    """A machine below a folder, and a setup that changed `/home/u` on another one."""
+
+    root: Path
+    setup: Setup
+
+    def at(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
+
+    def entries(self, **more: object) -> list[Entry]:
+        return list(self.setup.written(self.setup.changes(Path("/home/u"), **more)).entries)  # type: ignore[arg-type]
+
+    def restore(self, entries: list[Entry], roots: tuple[str, ...] = (), threads: int = 1) -> int:
+        """Number of steps that were needed."""
+        planned = plan(entries, self.setup.at, roots=roots, root=str(self.root))
+        apply(planned, self.setup.at, threads=threads)
+        return len(planned.steps)
+
+    def tree(self) -> dict[str, str]:
+        """Every path with its mode and content."""
+        found = {}
+        for path in sorted(self.root.rglob("*")):
+            content = str(path.readlink()) if path.is_symlink() else path.read_text() if path.is_file() else "/"
+            found[str(path.relative_to(self.root))] = f"{path.lstat().st_mode:o} {content}"
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path, setup: Setup) -> Machine:
+    root = tmp_path / "machine"
+    (root / "home" / "u").mkdir(parents=True)
+    setup.at("/home/u").mkdir(parents=True)
+    return Machine(root, setup)
+
+
+def sha256(content: str) -> str:
+    return f"file:sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def test_everything_is_written_as_the_setup_left_it(machine: Machine) -> None:
+    setup = machine.setup
+    setup.write("/home/u/repo/.git/config", "[core]\n")
+    setup.write("/home/u/repo/run.sh", "#!/bin/sh\n", mode=0o4755)
+    setup.at("/home/u/repo/link").symlink_to("../elsewhere")
+    os.link(setup.at("/home/u/repo/run.sh"), setup.at("/home/u/repo/again"))
+    os.mkfifo(setup.at("/home/u/repo/pipe"), 0o622)
+    (setup.at("/home/u/closed")).mkdir()
+    setup.write("/home/u/closed/file", "x")
+    setup.at("/home/u/closed").chmod(0o500)
+    os.setxattr(setup.at("/home/u/repo/.git/config"), "user.note", b"kept")
+    os.utime(setup.at("/home/u/repo/run.sh"), ns=(5, 1_500_000_000_123_456_789))
+    machine.restore(machine.entries())
+    run, again = machine.at("/home/u/repo/run.sh"), machine.at("/home/u/repo/again")
+    assert stat.S_IMODE(run.stat().st_mode) == 0o4755
+    assert run.stat().st_mtime_ns == setup.at("/home/u/repo/run.sh").stat().st_mtime_ns
+    assert again.samefile(run)
+    assert str(machine.at("/home/u/repo/link").readlink()) == "../elsewhere"
+    assert stat.S_ISFIFO(machine.at("/home/u/repo/pipe").stat().st_mode)
+    assert os.getxattr(machine.at("/home/u/repo/.git/config"), "user.note") == b"kept"
+    assert stat.S_IMODE(machine.at("/home/u/closed").stat().st_mode) == 0o500
+    assert machine.at("/home/u/closed/file").read_text() == "x"
+
+
+def test_a_second_restore_does_nothing(machine: Machine) -> None:
+    machine.setup.write("/home/u/a/b", "content")
+    machine.setup.at("/home/u/a/link").symlink_to("b")
+    entries = machine.entries()
+    assert machine.restore(entries) > 0
+    before = machine.tree()
+    assert machine.restore(entries) == 0
+    assert machine.tree() == before
+
+
+def test_a_file_that_is_as_the_setup_found_it_is_replaced(machine: Machine) -> None:
+    machine.setup.write("/home/u/.bashrc", "old\nnew\n", mode=0o600)
+    machine.at("/home/u/.bashrc").write_text("old\n")
+    machine.restore(machine.entries(before={"/home/u/.bashrc": sha256("old\n")}))
+    assert machine.at("/home/u/.bashrc").read_text() == "old\nnew\n"
+    assert stat.S_IMODE(machine.at("/home/u/.bashrc").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("theirs", ["their own\n", None])
+def test_a_file_that_somebody_changed_or_has_not_is_a_conflict(machine: Machine, theirs: str | None) -> None:
+    machine.setup.write("/home/u/.bashrc", "old\nnew\n")
+    machine.setup.write("/home/u/fine", "")
+    if theirs is not None:
+        machine.at("/home/u/.bashrc").write_text(theirs)
+    before = machine.tree()
+    with pytest.raises(Conflict, match=r"/home/u/\.bashrc") as caught:
+        machine.restore(machine.entries(before={"/home/u/.bashrc": sha256("old\n")}))
+    assert len(caught.value.reasons) == 1
+    assert machine.tree() == before
+
+
+@pytest.mark.parametrize("there", ["file", "folder", "link"])
+def test_a_new_file_never_takes_the_place_of_anything(machine: Machine, there: str) -> None:
+    machine.setup.write("/home/u/new", "content")
+    place = machine.at("/home/u/new")
+    if there == "file":
+        place.write_text("theirs")
+    elif there == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to("/etc/passwd")
+    before = machine.tree()
+    with pytest.raises(Conflict):
+        machine.restore(machine.entries())
+    assert machine.tree() == before
+
+
+def test_a_link_on_the_way_leads_nowhere(machine: Machine, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    machine.setup.write("/home/u/project/file", "content")
+    machine.at("/home/u/project").symlink_to(outside)
+    with pytest.raises(Conflict, match="symbolic link"):
+        machine.restore([entry for entry in machine.entries() if entry.kind == "file"])
+    assert list(outside.iterdir()) == []
+
+
+def test_a_link_that_appears_after_the_look_leads_nowhere(machine: Machine, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    machine.setup.write("/home/u/project/file", "content")
+    machine.at("/home/u/project").mkdir()
+    planned = plan(machine.entries(), machine.setup.at, root=str(machine.root))
+    machine.at("/home/u/project").rmdir()
+    machine.at("/home/u/project").symlink_to(outside)
+    with pytest.raises(PermanentError):
+        apply(planned, machine.setup.at)
+    assert list(outside.iterdir()) == []
+
+
+def test_deletions_happen_only_to_what_the_setup_had_found(machine: Machine) -> None:
+    gone = [Path(f"/home/u/{name}") for name in ("old", "link", "never", "dir")]
+    before = {"/home/u/old": sha256("old"), "/home/u/link": "symlink:old", "/home/u/never": sha256("x")}
+    before["/home/u/dir"] = "directory"
+    entries = machine.entries(deleted=gone, before=before)
+    machine.at("/home/u/old").write_text("old")
+    machine.at("/home/u/link").symlink_to("old")
+    machine.at("/home/u/dir").mkdir()
+    machine.restore(entries)
+    assert list(machine.at("/home/u").iterdir()) == []
+    machine.at("/home/u/old").write_text("another")
+    machine.at("/home/u/dir").mkdir()
+    machine.at("/home/u/dir/theirs").touch()
+    with pytest.raises(Conflict) as caught:
+        machine.restore(entries)
+    assert sorted(reason.split(":")[0] for reason in caught.value.reasons) == ["/home/u/dir", "/home/u/old"]
+
+
+def test_a_folder_that_the_setup_replaced_must_hold_nothing_else(machine: Machine) -> None:
+    machine.setup.write("/home/u/repo/file", "x")
+    entries = machine.entries(before={"/home/u/repo": "directory"}, opaque=[Path("/home/u/repo")])
+    machine.at("/home/u/repo").mkdir()
+    machine.at("/home/u/repo/results").write_text("precious")
+    with pytest.raises(Conflict, match="results"):
+        machine.restore(entries)
+    machine.at("/home/u/repo/results").unlink()
+    machine.restore(entries)
+    assert machine.at("/home/u/repo/file").read_text() == "x"
+
+
+def test_what_was_deleted_in_a_capture_here_goes_with_all_that_was_in_it(machine: Machine) -> None:
+    machine.setup.write("/home/u/repo/file", "x")
+    before = {"/home/u/repo": "directory", "/home/u/dir": "directory"}
+    entries = machine.entries(before=before, opaque=[Path("/home/u/repo")], deleted=[Path("/home/u/dir")])
+    for folder in ("repo/old", "dir/deep"):
+        machine.at(f"/home/u/{folder}").mkdir(parents=True)
+        machine.at(f"/home/u/{folder}/x").touch()
+    apply(plan(entries, machine.setup.at, root=str(machine.root), captured=True), machine.setup.at)
+    assert sorted(path.name for path in machine.root.rglob("*")) == ["file", "home", "repo", "u"]
+
+
+def test_paths_in_roots_are_left_to_the_mounts(machine: Machine) -> None:
+    machine.setup.write("/home/u/venv/lib/a", "x")
+    machine.setup.write("/home/u/venv-2", "y")
+    machine.restore(machine.entries(), roots=("/home/u/venv",))
+    assert sorted(path.name for path in machine.at("/home/u").iterdir()) == ["venv-2"]
+
+
+def test_folders_of_the_system_are_written_over_in_an_extraction(machine: Machine) -> None:
+    machine.at("/usr/lib").mkdir(parents=True)
+    machine.at("/usr/lib/old").mkdir()
+    machine.at("/usr/lib/old/x").write_text("x")
+    machine.at("/usr/lib/tool").write_text("1.0")
+    machine.setup.write("/usr/lib/tool", "2.0")
+    changes = [
+        Change("/usr/lib/tool", Action.MODIFIED, str(machine.setup.at("/usr/lib/tool"))),
+        Change("/usr/lib/old", Action.DELETED),
+    ]
+    machine.restore(list(machine.setup.written(changes).entries))
+    assert machine.at("/usr/lib/tool").read_text() == "2.0"
+    assert not machine.at("/usr/lib/old").exists()
+
+
+def test_bytecode_that_differs_is_pythons_own_affair(machine: Machine) -> None:
+    machine.setup.write("/home/u/p/__pycache__/m.cpython-311.pyc", "theirs")
+    entries = [
+        Entry("/home/u/p/__pycache__/m.cpython-311.pyc", "file", 0o644, size=4, digest="blake3:" + 64 * "0"),
+    ]
+    machine.at("/home/u/p/__pycache__").mkdir(parents=True)
+    machine.at("/home/u/p/__pycache__/m.cpython-311.pyc").write_text("old!")
+    assert machine.restore(entries) == 0
+
+
+def test_places_that_no_snapshot_has_are_refused(machine: Machine) -> None:
+    with pytest.raises(Conflict, match="no snapshot"):
+        plan([Entry("/proc/self/mem", "file", 0o644)], machine.setup.at)
+
+
+def test_what_a_setup_has_just_captured_is_written_without_digests(machine: Machine) -> None:
+    machine.setup.write("/home/u/a", "content")
+    entries = [Entry("/home/u/a", "file", 0o644, os.getuid(), os.getgid(), size=7)]
+    machine.restore(entries)
+    assert machine.restore(entries) == 0
+    machine.at("/home/u/a").write_text("CONTENT")
+    with pytest.raises(Conflict):
+        machine.restore(entries)
+
+
+def test_files_that_were_compared_before_are_not_read_again(machine: Machine, tmp_path: Path) -> None:
+    known = tmp_path / "known" / "file"
+    machine.setup.write("/home/u/large", "content")
+    entries = machine.entries()
+    machine.restore(entries)
+    place = machine.at("/home/u/large")
+    # Files that were changed a moment ago are read again; the time of a change cannot be set, that of the note can.
+    old = [entry for entry in entries if entry.kind == "file"]
+    status = place.stat()
+    row = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, "blake3:" + 64 * "1"]
+    known.parent.mkdir()
+    known.write_text(json.dumps({"/home/u/large": row}))
+    forged = [replace(old[0], digest="blake3:" + 64 * "1")]
+    assert plan(forged, machine.setup.at, root=str(machine.root), known=known).num_present == 1
+    place.write_text("CONTENT")
+    with pytest.raises(Conflict):
+        plan(forged, machine.setup.at, root=str(machine.root), known=known)
+    assert json.loads(known.read_text()) == {}
+
+
+def test_two_restores_at_once_into_a_shared_folder_agree(machine: Machine) -> None:
+    for number in range(200):
+        machine.setup.write(f"/home/u/d{number % 7}/f{number}", str(number))
+    entries = machine.entries()
+    plans = [plan(entries, machine.setup.at, root=str(machine.root)) for _ in range(3)]
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            apply(plans[number], machine.setup.at, threads=2)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert sum(path.is_file() for path in machine.root.rglob("*")) == 200
+    assert machine.restore(entries) == 0
+
+
+_KILLED = """
+import os, sys, threading
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from bootseer.env.restoring import place
+from bootseer.env.restoring.loose import plan
+from bootseer.env.snapshot.manifest import Manifest
+left = int(sys.argv[1])
+real = os.link
+def link(*arguments, **options):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    return real(*arguments, **options)
+os.link = link
+entries = Manifest.parse(Path({manifest!r}).read_bytes()).entries
+where = lambda path: Path({after!r}, path.lstrip("/"))
+place.apply(plan(entries, where, root={root!r}), where)
+"""
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_restore_that_was_killed_is_completed_by_the_next(machine: Machine, tmp_path: Path, after: int) -> None:
+    for number in range(10):
+        machine.setup.write(f"/home/u/d/f{number}", "x" * 5000)
+    machine.setup.at("/home/u/d").chmod(0o555)
+    written = machine.setup.written(machine.setup.changes(Path("/home/u")))
+    (tmp_path / "manifest").write_bytes(Manifest(written.entries).encode())
+    program = _KILLED.format(
+        tests=str(Path(__file__).parents[2]),
+        manifest=str(tmp_path / "manifest"),
+        after=str(machine.setup.after),
+        root=str(machine.root),
+    )
+    ran = subprocess.run([sys.executable, "-c", program, str(after)], timeout=60, check=False)
+    assert ran.returncode == 9
+    done = [path for path in machine.at("/home/u/d").iterdir() if path.name.startswith("f")]
+    assert all(path.stat().st_size == 5000 for path in done)
+    machine.restore(list(written.entries))
+    assert len([path for path in machine.at("/home/u/d").iterdir() if path.name.startswith("f")]) == 10
+    assert stat.S_IMODE(machine.at("/home/u/d").stat().st_mode) == 0o555

@@ -1,0 +1,96 @@
+"""Snapshots in tests: changes from a folder that plays the upper layer, and the image as a file that can be mounted.
+
+A folder `upper` holds what a setup wrote, at the paths where it wrote it; `below` holds what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.env.changes import Action, Change
+from bootseer.env.snapshot.write import Written, write_snapshot
+from bootseer.erofs.reader import ErofsReader
+from bootseer.image.block_reader import BlockReader, open_layer
+from bootseer.store.memory import MemoryStore
+from bootseer.store.store import Store
+from erofs_images import mounted
+
+BEGAN_S = 1_790_000_000.0
+"""When all setups in tests began: what they write gets a later time with `written`."""
+
+
+def changes_of(upper: Path, *, modified: tuple[str, ...] = (), opaque: tuple[str, ...] = ()) -> list[Change]:
+    """Everything in a folder as additions, apart from those that are named."""
+    found = []
+    base = os.fsencode(upper)
+    for folder, folders, files in os.walk(base):
+        for name in folders + files:
+            source = os.fsdecode(folder + b"/" + name)
+            path = source[len(str(upper)) :]
+            action = Action.MODIFIED if path in modified or path in opaque else Action.ADDED
+            found.append(Change(path, action, source, opaque=path in opaque))
+    return found
+
+
+def deleted(path: str) -> Change:
+    """A path that the setup removed."""
+    return Change(path, Action.DELETED)
+
+
+def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
+    """Give everything in a folder the time at which a setup would have written it."""
+    for top, folders, files in os.walk(folder):
+        for name in folders + files:
+            os.utime(Path(top, name), (seconds, seconds), follow_symlinks=False)
+
+
+def snapshot(store: Store, upper: Path, **options: Any) -> Written:
+    """The snapshot of everything in a folder, which is the whole tree, too."""
+    given = {"began_s": BEGAN_S, "root": str(upper)} | options
+    return write_snapshot(store, given.pop("changes", None) or changes_of(upper), **given)
+
+
+def reader_of(store: Store, written_snapshot: Written) -> ErofsReader:
+    """The image, as our reader has it."""
+    return open_layer(store, written_snapshot.file)
+
+
+def save_image(store: Store, file: BlockFile, path: Path) -> Path:
+    """The image as a file."""
+    reader = BlockReader(store, read_index(store, file))
+    with path.open("wb") as image:
+        for at in range(0, file.size_bytes, 1 << 20):
+            image.write(reader.read(at, min(1 << 20, file.size_bytes - at)))
+    return path
+
+
+@contextlib.contextmanager
+def shown(upper: Path, scratch: Path, **options: Any) -> Iterator[Path]:
+    """The snapshot of a folder, mounted by the kernel."""
+    store = MemoryStore(str(scratch))
+    found = snapshot(store, upper, **options)
+    with mounted(save_image(store, found.file, scratch / "image"), scratch / "shown") as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def overlay(lowers: list[Path], target: Path, *, upper: Path | None = None) -> Iterator[Path]:
+    """Folders over one another, the first one uppermost; with `upper` the tree can be written to."""
+    target.mkdir(exist_ok=True)
+    options = "lowerdir=" + ":".join(map(str, lowers))
+    if upper is not None:
+        work = upper.with_name(upper.name + ".work")
+        for folder in (upper, work):
+            folder.mkdir(exist_ok=True)
+        options += f",upperdir={upper},workdir={work}"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, target], check=True)
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", target], check=True)

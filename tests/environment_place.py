@@ -1,0 +1,191 @@
+"""A machine's part for tests that set environments up: a project, a Python of its own, wheels, a store, a cache.
+
+It lies in the user's home, because what a setup writes to scratch folders is in no snapshot. All of it goes with the
+test, and nothing of it stays mounted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bootseer.analysis.inputs import sources
+from bootseer.analysis.scan import scan
+from bootseer.trace.event import Event
+from conftest_launch import BOOTSEER
+from image_node import unmount_below
+from wheels import make_wheel
+
+DEADLINE_S = 120.0
+Ran = subprocess.CompletedProcess[str]
+_OURS = ("SLURM_", "PET_", "TORCHELASTIC_", "BOOTSEER_", "TRACEPARENT", "OTEL_", "PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
+
+
+@dataclass
+class Place:
+    """`run` is `bootseer run` in the project, with the Python of `venv` first on PATH."""
+
+    root: Path
+    cache: str = "cache"
+    """Another name is another node."""
+    more: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def project(self) -> Path:
+        return self.root / "project"
+
+    @property
+    def venv(self) -> Path:
+        return self.root / "venv"
+
+    @property
+    def site(self) -> Path:
+        return next(self.venv.glob("lib/python3*/site-packages"))
+
+    @property
+    def wheels(self) -> Path:
+        return self.root / "wheels"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def outside(self) -> Path:
+        """A folder that no capture sees: what a setup writes there tells that it ran."""
+        return self.root / "cache" / "outside"
+
+    @property
+    def env(self) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        return {
+            **clean,
+            "HOME": str(self.root / "home"),
+            "PATH": f"{self.venv}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "BOOTSEER_CACHE": str(self.root / self.cache),
+            "BOOTSEER_RUNTIME": str(self.root / f"{self.cache}-runtime"),
+            "BOOTSEER_SPOOL": str(self.root / "spool"),
+            "BOOTSEER_STORE": str(self.store),
+            "BOOTSEER_NODE": self.cache,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            **self.more,
+        }
+
+    def bootseer(self, *words: str, more: Mapping[str, str] | None = None, **kwargs: Any) -> Ran:
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "cwd": self.project}
+        env = {**self.env, **(more or {})}
+        return subprocess.run([*BOOTSEER, *words], env=env, check=False, **{**options, **kwargs})
+
+    def run(self, *words: str, code: int = 0, **kwargs: Any) -> Ran:
+        """It must end with this exit code, and without a traceback."""
+        ran = self.bootseer("run", "-q", *words, **kwargs)
+        assert ran.returncode == code, ran.stderr
+        assert "Traceback" not in ran.stderr or code, ran.stderr
+        assert "an error of BootSeer" not in ran.stderr, ran.stderr
+        return ran
+
+    def begin(self, *words: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*BOOTSEER, "run", "-q", *words],
+            env={**self.env, **(more or {})},
+            cwd=self.project,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def write(self, name: str, text: str) -> str:
+        """A file of the project."""
+        path = self.project / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    def counting_script(self, text: str = "", name: str = "setup.sh") -> str:
+        """A setup script that says outside of every capture that it ran."""
+        self.outside.mkdir(parents=True, exist_ok=True)
+        return self.write(name, f"echo ran >> {self.outside}/ran\n{text}")
+
+    @property
+    def num_setups(self) -> int:
+        """How often a counting script ran."""
+        ran = self.outside / "ran"
+        return len(ran.read_text().splitlines()) if ran.exists() else 0
+
+    def events(self) -> list[Event]:
+        spool = self.root / "spool"
+        if not spool.exists():
+            return []
+        return sorted(scan(sources([str(spool)])).events, key=lambda event: event.wall_ns)
+
+    def start(self) -> Mapping[str, Any]:
+        """What the last start said of its environment."""
+        return [event for event in self.events() if event.stage == "environment_start"][-1].attrs
+
+    def published(self) -> Mapping[str, Any]:
+        """What the last start said of the snapshot that it made."""
+        return [event for event in self.events() if event.stage == "environment_publish"][-1].attrs
+
+    def documents(self) -> list[Mapping[str, Any]]:
+        """The documents in the store."""
+        return [json.loads(path.read_text()) for path in sorted(self.store.glob("environments/*/document"))]
+
+    def leftovers(self) -> list[str]:
+        """What starts that have ended must not leave on the node."""
+        runs = self.root / self.cache / "environments" / "runs"
+        return [str(path) for path in runs.glob("*")] if runs.exists() else []
+
+    def mounts(self) -> list[str]:
+        """What is mounted below the place, but for layers that are kept for the next start."""
+        table = Path("/proc/self/mounts").read_text().splitlines()
+        points = [line.split()[1] for line in table]
+        return [point for point in points if point.startswith(f"{self.root}/") and "/layers/" not in point]
+
+
+@contextmanager
+def made_place() -> Iterator[Place]:
+    """A place that is gone afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir=Path.home())).resolve()
+    try:
+        place = Place(root)
+        for folder in (place.project, place.store, root / "home", root / "cache"):
+            folder.mkdir()
+        shutil.copytree(_python(), place.venv, symlinks=True)
+        make_wheel(place.wheels, "alpha", "1.0", {"alpha.py": _ALPHA}, scripts={"alpha": "alpha:main"})
+        make_wheel(place.wheels, "alpha", "1.1", {"alpha.py": _ALPHA.replace("1.0", "1.1")})
+        make_wheel(place.wheels, "beta", "2.0", requires=["alpha"])
+        yield place
+    finally:
+        unmount_below(root)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@functools.cache
+def _python() -> Path:
+    """An environment with pip, made once: a copy of it works wherever it lies."""
+    folder = Path(tempfile.mkdtemp(prefix="bootseer-python-"))
+    venv.create(folder / "venv", with_pip=True)
+    return folder / "venv"
+
+
+def end(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> str:
+    """End a run that was begun; returns what it said."""
+    process.send_signal(number)
+    return process.communicate(timeout=DEADLINE_S)[1]
+
+
+_ALPHA = 'VERSION = "1.0"\n\n\ndef main():\n    print("alpha", VERSION)\n'

@@ -1,0 +1,132 @@
+"""A helper process beside the command: what it tells, and how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import PermanentError, TransientError
+from bootseer.launch.background import Tell, start_background
+from bootseer.mounts.process import ProcessId
+
+DEADLINE_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
+    def work(tell: Tell) -> None:
+        os.write(1, b"a word for the log\n")
+        for number in range(3):
+            tell({"number": number})
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    assert helper.answer(DEADLINE_S) == {"number": 0}
+    assert helper.ended(DEADLINE_S)
+    assert [said["number"] for said in helper.heard()] == [0, 1, 2]
+    assert (tmp_path / "log").read_text() == "a word for the log\n"
+
+
+def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
+    def work(tell: Tell) -> None:
+        raise PermanentError("the disk is full")
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    assert helper.ended(DEADLINE_S)
+    assert helper.heard() == [{"error": "the disk is full", "kind": "PermanentError"}]
+
+
+def test_one_that_ends_without_a_word_is_an_error_for_who_waits(tmp_path: Path) -> None:
+    helper = start_background(lambda tell: None, name="test-helper", log=tmp_path / "log")
+    with pytest.raises(TransientError, match="without an answer"):
+        helper.answer(DEADLINE_S)
+
+
+def test_stopping_it_lets_it_undo_what_it_began(tmp_path: Path) -> None:
+    undone = tmp_path / "undone"
+
+    def work(tell: Tell) -> None:
+        try:
+            tell({})
+            signal.pause()
+        finally:
+            undone.touch()
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    helper.answer(DEADLINE_S)
+    helper.stop()
+    assert undone.exists()
+    assert ProcessId.of(helper.pid) is None
+
+
+def test_it_holds_no_pipe_of_who_started_us_and_has_no_terminal(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+
+    def work(tell: Tell) -> None:
+        tell({"sid": os.getsid(0)})
+        signal.pause()
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    try:
+        assert helper.answer(DEADLINE_S) == {"sid": helper.pid}
+        os.close(write)
+        assert os.read(read, 1) == b""  # it hangs when somebody else has the other end
+    finally:
+        helper.stop()
+        os.close(read)
+
+
+def test_it_shares_the_locks_that_we_opened(tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def work(tell: Tell) -> None:
+        tell({})
+        signal.pause()
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    helper.answer(DEADLINE_S)
+    os.close(lock)
+    with (tmp_path / "lock").open() as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        helper.stop()
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_it_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import signal, sys
+from pathlib import Path
+from bootseer.launch.background import start_background
+def work(tell):
+    try:
+        tell({{}})
+        signal.pause()
+    finally:
+        Path({str(tmp_path / "undone")!r}).touch()
+helper = start_background(work, name="test-helper", log=Path({str(tmp_path / "log")!r}))
+helper.answer(20)
+print(helper.pid, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        helper = ProcessId.of(int(run.stdout.readline()))
+        run.kill()
+    wait_for((tmp_path / "undone").exists)
+    wait_for(lambda: helper is None or not helper.alive)

@@ -1,0 +1,321 @@
+"""`bootseer run --setup`, `--requirements`: the setup runs once, later starts get what it did by a mount."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from environment_place import Place, made_place
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with made_place() as place:
+        yield place
+
+
+IMPORT = ("python", "-c", "import alpha, beta; print(alpha.VERSION, beta.VERSION, alpha.__file__)")
+
+
+EDITABLE_BACKEND = """
+import os, zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "lib-1-py3-none-any.whl"
+    files = {
+        "lib.pth": os.getcwd() + "\\n",
+        "lib-1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: lib\\nVersion: 1\\n",
+        "lib-1.dist-info/WHEEL": "Wheel-Version: 1.0\\nGenerator: t\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files["lib-1.dist-info/RECORD"] = "".join(f"{path},,\\n" for path in [*files, "lib-1.dist-info/RECORD"])
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return name
+"""
+
+
+def test_the_setup_runs_once_and_later_starts_mount_what_it_did(place: Place) -> None:
+    script = place.counting_script()
+    place.write("requirements.txt", "alpha==1.0\nbeta==2.0\n")
+    words = ("--setup", script, "-r", "requirements.txt", "--", *IMPORT)
+    first = place.run(*words)
+    assert first.stdout == f"1.0 2.0 {place.site}/alpha.py\n"
+    assert place.start()["mode"] == "captured"
+    assert place.published()["published"] is True
+    assert not (place.site / "alpha.py").exists()
+    second = place.run(*words)
+    assert second.stdout == first.stdout
+    start = place.start()
+    assert (start["mode"], start["code"], start["trust"]) == ("restored", "hit", "observed")
+    assert place.num_setups == 1
+    assert not place.leftovers()
+    assert not place.mounts()
+
+
+def test_a_replaced_node_restores_from_the_store(place: Place) -> None:
+    script = place.counting_script()
+    place.write("requirements.txt", "beta==2.0\n")
+    words = ("--setup", script, "-r", "requirements.txt", "--", "python", "-c", "import beta")
+    place.run(*words)
+    place.cache = "other"
+    place.run(*words)
+    start = place.start()
+    assert (start["mode"], start["builder"]) == ("restored", "cache")
+    assert start["stored_bytes"] > start["local_bytes"]
+    assert place.num_setups == 1
+
+
+def test_a_changed_input_is_a_miss(place: Place) -> None:
+    script = place.counting_script()
+    place.write("base.txt", "alpha==1.0\n")
+    place.write("requirements.txt", "-r base.txt\n")
+    words = ("--setup", script, "-r", "requirements.txt", "--", "python", "-c", "import alpha; print(alpha.VERSION)")
+    assert place.run(*words).stdout == "1.0\n"
+    place.write("base.txt", "alpha==1.1\n")
+    assert place.run(*words).stdout == "1.1\n"
+    assert (place.start()["mode"], place.num_setups) == ("captured", 2)
+
+
+def test_what_the_job_writes_stays_on_the_machine(place: Place) -> None:
+    script = place.counting_script("mkdir -p data; echo words > data/vocab; echo x > $HOME/.tool-settings")
+    words = (
+        "--setup",
+        script,
+        "--",
+        "sh",
+        "-c",
+        "cat data/vocab; echo 1 >> results; echo 2 > data/more; date > $HOME/log",
+    )
+    for number in (1, 2):
+        assert place.run(*words).stdout == "words\n"
+        assert (place.project / "results").read_text() == "1\n" * number
+        assert (place.project / "data" / "more").exists()
+        assert (place.root / "home" / "log").exists()
+        assert (place.root / "home" / ".tool-settings").read_text() == "x\n"
+    assert place.start()["mode"] == "restored"
+    assert place.num_setups == 1
+
+
+def test_a_restore_writes_what_another_node_lacks(place: Place) -> None:
+    script = place.counting_script("mkdir -p data/deep; echo words > data/deep/vocab; ln -s deep/vocab data/link")
+    words = ("--setup", script, "--", "cat", "data/link")
+    place.run(*words)
+    for path in (place.project / "data" / "link", place.project / "data" / "deep" / "vocab"):
+        path.unlink()
+    assert place.run(*words).stdout == "words\n"
+    assert (place.start()["mode"], place.num_setups) == ("restored", 1)
+    assert (place.project / "data" / "deep" / "vocab").read_text() == "words\n"
+
+
+def test_somebody_s_own_file_in_the_way_makes_the_setup_run(place: Place) -> None:
+    script = place.counting_script("mkdir -p data; echo words > data/vocab")
+    words = ("--setup", script, "--", "cat", "data/vocab")
+    place.run(*words)
+    (place.project / "data" / "vocab").write_text("my own work\n")
+    ran = place.run(*words)
+    assert "data/vocab" in ran.stderr
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "conflict")
+    assert place.num_setups == 2
+
+
+def test_an_environment_in_the_project_folder_is_mounted(place: Place) -> None:
+    script = place.counting_script(
+        "python -m venv --without-pip .venv\n. .venv/bin/activate\n"
+        f"{place.venv}/bin/python -m pip --python .venv/bin/python install -q alpha==1.0\n"
+    )
+    words = (
+        "--setup",
+        script,
+        "--",
+        "sh",
+        "-c",
+        "command -v python; alpha; python -c 'import alpha; print(alpha.__file__)'",
+    )
+    first = place.run(*words)
+    assert first.stdout.splitlines()[:2] == [f"{place.project}/.venv/bin/python", "alpha 1.0"]
+    assert not (place.project / ".venv" / "pyvenv.cfg").exists()
+    assert place.run(*words).stdout == first.stdout
+    assert (place.start()["mode"], place.start()["roots"], place.num_setups) == ("restored", 1, 1)
+    assert not (place.project / ".venv").exists()
+
+
+def test_an_editable_install_shows_the_code_as_it_is_now(place: Place) -> None:
+    place.write(
+        "lib/pyproject.toml",
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "lib"\nversion = "1"\n',
+    )
+    place.write("lib/backend.py", EDITABLE_BACKEND)
+    place.write("lib/lib.py", "WORD = 'one'\n")
+    place.write("requirements.txt", "-e ./lib\n")
+    words = ("-r", "requirements.txt", "--", "python", "-c", "import lib; print(lib.WORD, lib.__file__)")
+    first = place.run(*words)
+    assert first.stdout == f"one {place.project}/lib/lib.py\n"
+    second = place.run(*words)
+    assert second.stdout == first.stdout
+    assert place.start()["mode"] == "restored"
+
+
+def test_console_scripts_deletions_and_downgrades_are_restored(place: Place) -> None:
+    place.write("base.txt", "alpha==1.1\nbeta==2.0\n")
+    place.run("--env", "bypass", "-r", "base.txt", "--", "true")
+    assert place.start()["mode"] == "bypassed"
+    script = place.counting_script("python -m pip uninstall -q -y beta\npython -m pip install -q alpha==1.0\n")
+    code = "import importlib.util as u, alpha; print(alpha.VERSION, u.find_spec('beta'))"
+    words = ("--setup", script, "--", "sh", "-c", f'alpha; python -c "{code}"; ls {place.site} | grep -c alpha-')
+    first = place.run(*words)
+    assert first.stdout == "alpha 1.0\n1.0 None\n1\n"
+    assert place.run(*words).stdout == first.stdout
+    assert (place.start()["mode"], place.num_setups) == ("restored", 1)
+    assert (place.site / "beta.py").exists()  # the machine's own Python has it still
+
+
+def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None:
+    script = place.counting_script("echo half > half\nexit 7\n")
+    ran = place.run("--setup", script, "--", "touch", "started", code=7)
+    assert "exit code 7" in ran.stderr
+    assert "this machine is as it was" in ran.stderr
+    assert not (place.project / "started").exists()
+    assert not (place.project / "half").exists()
+    assert not place.documents()
+    place.run("--setup", script, "--", "true", code=7)
+    assert place.num_setups == 2
+    assert not place.leftovers()
+
+
+def test_a_daemon_keeps_the_snapshot_from_being_made_and_serves_the_first_job(place: Place) -> None:
+    script = place.counting_script(
+        "mkdir -p d; (while [ ! -e d/stop ]; do sleep 0.05; done) </dev/null >/dev/null 2>&1 &\n"
+    )
+    ran = place.run("--setup", script, "--", "touch", "d/stop")
+    assert "not snapshot-safe" in ran.stderr
+    assert "left a process running" in ran.stderr
+    assert place.published()["published"] is False
+    assert not place.documents()
+    (place.project / "d" / "stop").unlink()
+    place.run("--setup", script, "--", "touch", "d/stop")
+    assert place.num_setups == 2
+
+
+def test_secrets_are_in_no_snapshot(place: Place) -> None:
+    token = "ghp_" + "a1B2" * 10
+    script = place.counting_script(
+        f"echo '//npm.example/:_authToken={token}' > .npmrc; echo TOKEN={token} > settings.env"
+    )
+    ran = place.run("--setup", script, "--", "cat", "settings.env")
+    assert ran.stdout == f"TOKEN={token}\n"
+    assert token not in ran.stderr
+    assert place.published()["published"] is False
+    stored = b"".join(path.read_bytes() for path in place.store.rglob("*") if path.is_file())
+    assert token.encode() not in stored
+    assert not place.documents()
+
+
+def test_exports_of_the_script_reach_every_job(place: Place) -> None:
+    script = place.counting_script("export GREETING=hello\nexport PATH=/somewhere/bin:$PATH\nunset GONE\n")
+    words = ("--setup", script, "--", "sh", "-c", 'echo "$GREETING ${PATH%%:*} ${GONE-none}"')
+    for _ in range(2):
+        assert place.run(*words, more={"GONE": "here"}).stdout == "hello /somewhere/bin none\n"
+    assert (place.start()["mode"], place.num_setups) == ("restored", 1)
+
+
+def test_a_job_cannot_poison_its_environment(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    poison = f"echo \"VERSION = 'bad'\" > {place.site}/alpha.py; python -c 'import alpha; print(alpha.VERSION)'"
+    assert place.run("-r", "requirements.txt", "--", "sh", "-c", poison).stdout == "bad\n"
+    check = ("python", "-c", "import alpha; print(alpha.VERSION)")
+    assert place.run("-r", "requirements.txt", "--", *check).stdout == "1.0\n"
+    assert place.run("-r", "requirements.txt", "--", "sh", "-c", poison).stdout == "bad\n"
+    assert place.run("-r", "requirements.txt", "--", *check).stdout == "1.0\n"
+    assert not (place.site / "alpha.py").exists()
+
+
+def test_nothing_is_compiled_at_a_restored_start(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\nbeta==2.0\n")
+    words = ("-r", "requirements.txt", "--", "python", "-v", "-c", "import alpha, beta")
+    place.run(*words)
+    said = place.run(*words).stderr
+    assert "code object from" in said
+    for name in ("alpha", "beta"):
+        assert f"__pycache__/{name}." in said
+        assert f"wrote '{place.site}/__pycache__/{name}." not in said
+        assert f"code object from {place.site}/{name}.py" not in said
+
+
+def test_bypass_leaves_everything_as_without_snapshots(place: Place) -> None:
+    script = place.counting_script("export GREETING=hello")
+    for number in (1, 2):
+        assert place.run("--env", "bypass", "--setup", script, "--", "sh", "-c", "echo $GREETING").stdout == "\n"
+        assert place.num_setups == number
+    assert not place.documents()
+    place.run("--setup", script, "--", "true", more={"BOOTSEER_ENV": "bypass"})
+    assert place.num_setups == 3
+
+
+def test_refresh_makes_the_snapshot_anew(place: Place) -> None:
+    script = place.counting_script()
+    place.run("--setup", script, "--", "true")
+    (before,) = place.documents()
+    place.run("--env", "refresh", "--setup", script, "--", "true")
+    (after,) = place.documents()
+    assert place.start()["code"] == "refresh"
+    assert (place.num_setups, after["key"]) == (2, before["key"])
+    assert after["built_s"] > before["built_s"]
+
+
+def test_require_ends_where_there_is_no_snapshot(place: Place) -> None:
+    script = place.counting_script()
+    ran = place.run("--env", "require", "--setup", script, "--", "touch", "started", code=1)
+    assert "no environment snapshot" in ran.stderr
+    assert (place.num_setups, (place.project / "started").exists()) == (0, False)
+    place.run("--setup", script, "--", "true")
+    place.run("--env", "require", "--setup", script, "--", "touch", "started")
+    assert place.num_setups == 1
+
+
+def test_files_that_the_key_does_not_know_make_it_untrusted_until_they_are_declared(place: Place) -> None:
+    secret_input = place.root / "elsewhere.txt"
+    secret_input.write_text("1\n")
+    place.write("read.py", f"print(open('{secret_input}').read())")
+    script = place.counting_script("python -c \"exec(compile(open('read.py').read(), 'x', 'exec'))\" > seen\n")
+    ran = place.run("--setup", script, "--", "true")
+    assert str(secret_input) in ran.stderr
+    place.run("--setup", script, "--", "true")
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "untrusted")
+    words = ("--env-input", str(secret_input), "--env-input", "read.py", "--setup", script, "--", "true")
+    assert "does not know" not in place.run(*words).stderr
+    place.run(*words)
+    assert (place.start()["mode"], place.num_setups) == ("restored", 3)
+
+
+def test_imports_that_were_asked_for_are_tried_before_a_snapshot_is_kept(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    ran = place.run("--env-import", "gamma", "-r", "requirements.txt", "--", "true")
+    assert "import gamma fails" in ran.stderr
+    assert not place.documents()
+    place.run("--env-import", "alpha", "-r", "requirements.txt", "--", "true")
+    assert len(place.documents()) == 1
+
+
+def test_the_command_s_exit_code_and_arguments_pass(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    for _ in range(2):
+        ran = place.run("-r", "requirements.txt", "--", "sh", "-c", 'echo "$1"; exit 42', "sh", "a  b", code=42)
+        assert ran.stdout == "a  b\n"
+
+
+def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
+    script = place.counting_script("mkdir -p /opt/bootseer-test-tool/bin; echo tool > /opt/bootseer-test-tool/bin/tool")
+    words = ("--setup", script, "--", "sh", "-c", "cd /opt/bootseer-test-tool/bin && cat tool && pwd -P")
+    for _ in range(2):
+        assert place.run(*words).stdout == "tool\n/opt/bootseer-test-tool/bin\n"
+    assert (place.start()["mode"], place.num_setups) == ("restored", 1)
+    assert not Path("/opt/bootseer-test-tool").exists()

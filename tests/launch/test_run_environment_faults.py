@@ -1,0 +1,288 @@
+"""Environments when something breaks: the job starts, correctly, and the report says which way was taken."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.mounts import kernel
+from environment_place import DEADLINE_S, Place, end, made_place
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    with made_place() as place:
+        yield place
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def gated(place: Place, before: str = "", name: str = "setup.sh") -> tuple[str, Path]:
+    """A script that waits until a file is there."""
+    gate = place.outside / "gate"
+    return place.counting_script(
+        f"{before}\nwhile [ ! -e {gate} ]; do sleep 0.05; done; echo made > made\n", name
+    ), gate
+
+
+def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -> None:
+    script, gate = gated(place)
+    words = ("--setup", script, "--", "cat", "made")
+    one = place.begin(*words)
+    wait_for(lambda: place.num_setups)
+    place.cache = "other"
+    two = place.begin(*words)
+    wait_for(lambda: any(event.stage == "environment_setup.wait" for event in place.events()))
+    gate.touch()
+    for run in (one, two):
+        output, error = run.communicate(timeout=DEADLINE_S)
+        assert (run.returncode, output) == (0, "made\n"), error
+    assert place.num_setups == 1
+    modes = {event.node: event.attrs["mode"] for event in place.events() if event.stage == "environment_start"}
+    assert modes == {"cache": "captured", "other": "restored"}
+
+
+def test_who_waits_too_long_installs(place: Place) -> None:
+    script, gate = gated(place)
+    one = place.begin("--setup", script, "--", "cat", "made")
+    wait_for(lambda: place.num_setups)
+    place.cache = "other"
+    two = place.begin("--env-wait", "1s", "--setup", script, "--", "cat", "made")
+    wait_for(lambda: place.num_setups == 2)
+    gate.touch()
+    for run in (one, two):
+        output, error = run.communicate(timeout=DEADLINE_S)
+        assert (run.returncode, output) == (0, "made\n"), error
+    codes = {event.node: event.attrs["code"] for event in place.events() if event.stage == "environment_start"}
+    assert codes == {"cache": "no-snapshot", "other": "waited-too-long"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_setup_and_leaves_nothing(place: Place, number: int) -> None:
+    script, gate = gated(place, "echo half > half")
+    run = place.begin("--setup", script, "--", "touch", "started")
+    wait_for(lambda: place.num_setups)
+    end(run, number)
+    assert run.returncode == 128 + number
+    assert not (place.project / "started").exists()
+    assert not (place.project / "half").exists()
+    assert not place.leftovers()
+    assert not place.mounts()
+    gate.touch()
+    assert place.run("--setup", script, "--", "cat", "made").stdout == "made\n"
+    assert place.start()["code"] == "no-snapshot"  # nobody's lease was in the way
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_wait_for_a_builder(place: Place, number: int) -> None:
+    script, gate = gated(place)
+    one = place.begin("--setup", script, "--", "true")
+    wait_for(lambda: place.num_setups)
+    place.cache = "other"
+    two = place.begin("--setup", script, "--", "touch", "started")
+    wait_for(lambda: any(event.stage == "environment_setup.wait" for event in place.events()))
+    said = end(two, number)
+    assert two.returncode == 128 + number
+    assert "interrupted" in said
+    assert not place.leftovers()
+    gate.touch()
+    one.communicate(timeout=DEADLINE_S)
+    assert not (place.project / "started").exists()
+
+
+def test_a_killed_builder_is_cleaned_up_behind_and_replaced(place: Place) -> None:
+    script, gate = gated(place)
+    words = ("--setup", script, "--", "cat", "made")
+    run = place.begin(*words)
+    wait_for(lambda: place.num_setups)
+    end(run)
+    assert not place.mounts()
+    assert place.leftovers()
+    gate.touch()
+    assert place.run(*words).stdout == "made\n"
+    assert place.start()["mode"] == "captured"
+    assert not place.leftovers()
+    assert place.run(*words).stdout == "made\n"
+    assert place.start()["mode"] == "restored"
+
+
+def test_a_killed_job_leaves_nothing_mounted(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    words = ("-r", "requirements.txt", "--")
+    place.run(*words, "true")
+    ready = place.project / "ready"
+    run = place.begin(*words, "sh", "-c", f"touch {ready}; sleep 600")
+    wait_for(ready.exists)
+    end(run)
+    assert not place.mounts()
+    assert place.run(*words, "python", "-c", "import alpha; print(alpha.VERSION)").stdout == "1.0\n"
+    assert place.start()["mode"] == "restored"
+    assert not place.leftovers()
+
+
+def test_a_killed_publisher_publishes_nothing_by_half(place: Place) -> None:
+    script = place.counting_script("python -c \"open('big', 'wb').write(__import__('os').urandom(300 << 20))\"\n")
+    ready = place.project / "ready"
+    run = place.begin("--setup", script, "--", "sh", "-c", f"touch {ready}; sleep 600")
+    wait_for(ready.exists)
+    end(run)
+    assert not place.documents()
+    (place.project / "big").unlink()
+    place.run("--setup", script, "--", "true")
+    assert place.start()["mode"] == "captured"
+    assert len(place.documents()) == 1
+
+
+def test_without_the_store_a_node_restores_what_it_knows(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    check = ("-r", "requirements.txt", "--", "python", "-c", "import alpha; print(alpha.VERSION)")
+    place.run(*check)
+    place.run(*check)
+    away = {"BOOTSEER_STORE": "oci://127.0.0.1:9/team/environments"}
+    place.store.rename(place.root / "away")
+    ran = place.run(*check, more=away)
+    assert ran.stdout == "1.0\n"
+    assert (place.start()["mode"], place.start()["code"]) == ("restored", "hit-on-node")
+    place.cache = "other"
+    assert place.run(*check, more=away).stdout == "1.0\n"
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "store-down")
+
+
+def test_damaged_objects_make_the_setup_run(place: Place) -> None:
+    script = place.counting_script("mkdir data; echo words > data/vocab\n")
+    words = ("--setup", script, "--", "cat", "data/vocab")
+    place.run(*words)
+    for path in place.store.glob("sha256/*/*"):
+        path.write_bytes(b"forged" * 100)
+    place.cache = "other"
+    assert place.run(*words).stdout == "words\n"
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "damaged")
+    assert place.num_setups == 2
+
+
+def test_a_forged_document_is_no_snapshot(place: Place) -> None:
+    script = place.counting_script("echo words > vocab\n")
+    words = ("--setup", script, "--", "cat", "vocab")
+    place.run(*words)
+    (path,) = place.store.glob("environments/*/document")
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "roots": ["/proc", "/../etc"]}))
+    place.cache = "other"
+    assert place.run(*words).stdout == "words\n"
+    assert place.start()["code"] == "broken"
+    assert place.num_setups == 2
+
+
+def test_a_snapshot_for_another_platform_is_refused(place: Place) -> None:
+    script = place.counting_script("echo words > vocab\n")
+    words = ("--setup", script, "--", "cat", "vocab")
+    place.run(*words)
+    (path,) = place.store.glob("environments/*/document")
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "platform": {**document["platform"], "architecture": "sparc"}}))
+    ran = place.run(*words)
+    assert ran.stdout == "words\n"
+    assert (place.start()["mode"], place.start()["code"]) == ("installed", "refused:architecture")
+    assert "sparc" in ran.stderr
+
+
+def test_a_snapshot_may_be_removed_while_it_is_mounted(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    words = ("-r", "requirements.txt", "--")
+    place.run(*words, "true")
+    ready, gate = place.project / "ready", place.project / "gate"
+    script = (
+        f"touch {ready}; while [ ! -e {gate} ]; do sleep 0.05; done; python -c 'import alpha; print(alpha.VERSION)'"
+    )
+    run = place.begin(*words, "sh", "-c", script)
+    wait_for(ready.exists)
+    (document,) = place.documents()
+    assert place.bootseer("env", "remove", str(document["key"])).returncode == 0
+    assert place.bootseer("env", "prune", "--grace", "0.001s").returncode == 0
+    place.bootseer("cache", "prune", "--to", "0")
+    gate.touch()
+    output, error = run.communicate(timeout=DEADLINE_S)
+    assert (run.returncode, output) == (0, "1.0\n"), error
+    assert place.run(*words, "true").returncode == 0
+    assert place.start()["mode"] == "captured"
+
+
+def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
+    disk = place.root / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "bootseer-test", str(disk)], check=True)
+    try:
+        place.more = {"BOOTSEER_STORE": str(disk / "store")}
+        script = place.counting_script("python -c \"open('big', 'wb').write(__import__('os').urandom(20 << 20))\"\n")
+        words = ("--setup", script, "--", "stat", "-c", "%s", "big")
+        ran = place.run(*words)
+        assert ran.stdout == f"{20 << 20}\n"
+        assert place.published()["published"] is False
+        assert "no snapshot of the environment was kept" in ran.stderr
+        (place.project / "big").unlink()
+        place.more["BOOTSEER_CACHE"] = str(disk / "cache")
+        assert place.run(*words).stdout == f"{20 << 20}\n"
+    finally:
+        for point in reversed([point for point in kernel.mount_points() if point.startswith(f"{disk}/")]):
+            kernel.unmount(Path(point), lazy=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_anew(place: Place) -> None:
+    place.write("requirements.txt", "alpha==1.0\n")
+    words = ("-r", "requirements.txt", "--")
+    place.run(*words, "true")
+    ran = place.run(*words, "python", "-c", "import alpha, no_such_module", code=1)
+    assert "is suspected" in ran.stderr
+    place.run(*words, "python", "-c", "import alpha")
+    assert (place.start()["mode"], place.start()["code"]) == ("captured", "quarantined")
+    place.run(*words, "python", "-c", "import alpha")
+    assert place.start()["mode"] == "restored"
+
+
+def test_a_user_without_root_gets_the_same_job(place: Place) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv (util-linux)")
+    script = place.write("setup.sh", "mkdir -p data; echo words > data/vocab\n")
+    with contextlib.ExitStack() as undo:
+        for folder in [*place.root.parents][:-1]:
+            mode = folder.stat().st_mode
+            if not mode & 0o001:
+                folder.chmod(mode | 0o001)
+                undo.callback(folder.chmod, mode & 0o7777)
+        for path, folders, files in os.walk(place.root):
+            for name in ("", *folders, *files):
+                os.chown(Path(path, name), 65534, 65534, follow_symlinks=False)
+        become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        from conftest_launch import BOOTSEER
+
+        for _ in range(2):
+            ran = subprocess.run(
+                [*become, *BOOTSEER, "run", "-q", "--setup", script, "--", "cat", "data/vocab"],
+                env=place.env,
+                cwd=place.project,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+            assert (ran.returncode, ran.stdout) == (0, "words\n"), ran.stderr
+            assert "Traceback" not in ran.stderr

@@ -1,0 +1,52 @@
+"""What the command finds when it is started somewhere else than where we are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.launch import supervise
+
+
+@pytest.fixture(autouse=True)
+def held_back():
+    supervise.block_signals()
+    yield
+    supervise.unblock_signals()
+
+
+def run(command: list[str], **kwargs: object) -> int:
+    pid = supervise.spawn(command, dict(os.environ), own_group=True, **kwargs)  # type: ignore[arg-type]
+    return supervise.wait(pid, own_group=True)
+
+
+def test_the_command_runs_where_enter_went(tmp_path: Path) -> None:
+    code = run(["sh", "-c", f'test "$(pwd)" = "{tmp_path}" && exit 7'], enter=lambda: os.chdir(tmp_path))
+    assert code == 7
+    assert Path.cwd() != tmp_path
+
+
+def test_what_enter_raises_is_told_and_no_command_is_started(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise FileNotFoundError(2, "no such folder", "/gone")
+
+    with pytest.raises(supervise.CannotStart, match=r"^touch: .*no such folder.*/gone") as raised:
+        supervise.spawn(["touch", str(tmp_path / "file")], dict(os.environ), own_group=True, enter=fail)
+    assert raised.value.code == supervise.NOT_EXECUTABLE
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_reason_is_cut_and_not_lost() -> None:
+    def fail() -> None:
+        raise ValueError("x" * 100_000)
+
+    with pytest.raises(supervise.CannotStart, match=r"x{1000}"):
+        supervise.spawn(["true"], dict(os.environ), own_group=True, enter=fail)
+
+
+def test_a_command_that_is_not_there_is_told_as_ever() -> None:
+    with pytest.raises(supervise.CannotStart, match="command not found") as raised:
+        supervise.spawn(["no-such-program"], dict(os.environ), own_group=True, enter=lambda: None)
+    assert raised.value.code == supervise.NOT_FOUND

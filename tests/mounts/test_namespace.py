@@ -1,0 +1,207 @@
+"""Namespaces that are held and entered: what shows inside, what stays outside, and who one is there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.fuse.syscalls import failure, number_of
+from bootseer.mounts import kernel
+from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
+from bootseer.mounts.table import is_mounted_anywhere
+from plain_user import UID, as_plain_user
+
+pytestmark = pytest.mark.root
+DEADLINE_S = 30.0
+BOTH = pytest.mark.parametrize("user", [False, True])
+
+
+def inside(namespace: Namespace, script: str, cwd: Path | None = None) -> str:
+    ended = subprocess.run(
+        ["sh", "-ec", script], preexec_fn=namespace.enter, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def tmpfs(place: Path) -> Callable[[], None]:
+    def build() -> None:
+        kernel.move(kernel.create("tmpfs", [("source", "test")]), place)
+        (place / "inside").write_text("only here")
+
+    return build
+
+
+@BOTH
+def test_mounts_are_seen_inside_and_through_the_root_alone(place: Path, user: bool) -> None:
+    with Namespace.made(tmpfs(place), user=user) as namespace:
+        assert inside(namespace, f"cat {place}/inside") == "only here"
+        assert (namespace.root / f"{place}/inside".lstrip("/")).read_text() == "only here"
+        assert not list(place.iterdir())
+        assert not kernel.is_mount(place)
+
+
+def test_a_child_keeps_its_working_folder_by_name(place: Path) -> None:
+    with Namespace.made(tmpfs(place)) as namespace:
+        assert inside(namespace, "pwd; ls", cwd=place) == f"{place}\ninside\n"
+
+
+def test_a_deleted_working_folder_stays_deleted(place: Path) -> None:
+    gone = place / "gone"
+    gone.mkdir()
+    with Namespace.made(lambda: None) as namespace:
+
+        def look() -> None:
+            gone.rmdir()
+            namespace.enter()
+            assert not list(Path().iterdir())
+
+        assert run_forked(look, gone) == 0
+
+
+def run_forked(do: Callable[[], object], cwd: Path) -> int:
+    """The wait status of a child that does it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.chdir(cwd)
+            do()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def test_what_the_helper_tells_and_hands_over_arrives(place: Path) -> None:
+    def build() -> Built:
+        (place / "x").write_text("handed over")
+        return Built({"points": ["/", "/a b"]}, {"folder": os.open(place, os.O_PATH)})
+
+    with Namespace.made(build) as namespace:
+        assert namespace.facts == {"points": ["/", "/a b"]}
+        assert (namespace.folder("folder") / "x").read_text() == "handed over"
+
+
+def test_errors_of_the_helper_are_raised_here_with_their_number() -> None:
+    def refuse() -> None:
+        raise failure("mount nothing", errno.EPERM)
+
+    with pytest.raises(AccessError, match="mount nothing") as caught:
+        Namespace.made(refuse)
+    assert number_of(caught.value) == errno.EPERM
+
+
+def test_a_defect_in_the_helper_is_an_error_here_and_unwinds_nothing() -> None:
+    with pytest.raises(PermanentError, match="ZeroDivisionError"):
+        Namespace.made(lambda: print(1 / 0))
+    with pytest.raises(PermanentError, match="died"):
+        Namespace.made(lambda: os._exit(1))
+
+
+def test_a_helper_that_hangs_is_given_up() -> None:
+    answer, report = os.pipe()
+
+    def hang() -> None:
+        os.write(report, str(os.getpid()).encode())
+        time.sleep(DEADLINE_S)
+
+    with pytest.raises(TransientError, match="in time"):
+        Namespace.made(hang, deadline_s=0.5)
+    helper = int(os.read(answer, 20))
+    os.close(answer)
+    os.close(report)
+    assert not Path(f"/proc/{helper}").exists()
+
+
+def test_everything_ends_with_the_last_holder(place: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    namespace = Namespace.made(tmpfs(place))
+    sleeper = subprocess.Popen(["sleep", str(DEADLINE_S)], preexec_fn=namespace.enter)  # noqa: PLW1509
+    namespace.close()
+    namespace.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert is_mounted_anywhere(str(place))
+    sleeper.kill()
+    sleeper.wait()
+    assert not is_mounted_anywhere(str(place))
+
+
+def test_root_keeps_all_ids_in_a_user_namespace(place: Path) -> None:
+    with Namespace.made(lambda: None, user=True) as namespace:
+        assert inside(namespace, f"id -u; touch {place}/f; chown 1234:77 {place}/f; stat -c %u:%g {place}/f") == (
+            "0\n1234:77\n"
+        )
+
+
+def test_a_plain_user_is_who_it_was_and_root_of_nothing(place: Path) -> None:
+    place.chmod(0o755)
+    script = (
+        "import os, sys, subprocess; from pathlib import Path; from bootseer.mounts import kernel;"
+        "from bootseer.mounts.namespace import Namespace;"
+        "n = Namespace.made(lambda: kernel.make_read_only(Path('/')), user=True);"
+        "subprocess.run(['sh', '-c', 'id -u; id -g; umount / 2>&1; grep CapEff /proc/self/status'], preexec_fn=n.enter)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        preexec_fn=as_plain_user(place, fuse=False),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    uid, gid, refused, rights = ended.stdout.splitlines()
+    assert (uid, gid) == (str(UID), str(UID)), ended.stderr
+    assert "superuser" in refused or "permi" in refused
+    assert rights.split()[1] == "0" * 16
+
+
+@BOTH
+def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool) -> None:
+    root, layer, changes = place / "root", place / "layer", place / "changes"
+    for folder in (root / "nested/deep", root / "nested/file_on", layer / "lib", changes / "upper", changes / "work"):
+        folder.mkdir(parents=True)
+    (root / "own").write_text("own")
+    (layer / "lib/new").write_text("new")
+    (place / "file").write_text("bound")
+    (root / "bound").write_text("below")
+
+    def build() -> Built:
+        if not user:
+            kernel.move(kernel.create("tmpfs", [("source", "one")]), root / "nested")
+            (root / "nested/deep").mkdir()
+            kernel.move(kernel.create("tmpfs", [("source", "two")]), root / "nested/deep")
+            (root / "nested/deep/mark").write_text("deep")
+            kernel.move(kernel.clone(place / "file"), root / "bound")
+        notes = overlay_in_place(root, [root, layer], upper=changes / "upper", work=changes / "work", userxattr=user)
+        return Built({"notes": notes})
+
+    with Namespace.made(build, user=user) as namespace:
+        assert namespace.facts["notes"] == []
+        assert inside(namespace, f"cat {root}/own {root}/lib/new; echo w > {root}/written") == "ownnew"
+        if not user:
+            assert inside(namespace, f"cat {root}/nested/deep/mark {root}/bound") == "deepbound"
+    assert (changes / "upper/written").exists()
+    assert not (root / "written").exists()
+
+
+def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:
+    root, layer = place / "root", place / "layer"
+    (root / "nested").mkdir(parents=True)
+    layer.mkdir()
+
+    def build() -> Built:
+        kernel.move(kernel.create("tmpfs", [("source", "one")]), root / "nested")
+        return Built({"notes": overlay_in_place(root, [layer])})
+
+    with Namespace.made(build) as namespace:
+        (note,) = namespace.facts["notes"]
+    assert f"the mount {root}/nested cannot be kept" in note
