@@ -110,8 +110,6 @@ def measure(quick: bool) -> Outcome:
 def _arms(there: Node, archive: Path, stores: Mapping[str, str], new_store: Path) -> list[_Arm]:
     pip = [f"{there.venv}/bin/pip", "install", "--quiet", "--no-cache-dir", "-r", str(LOCK)]
     unpack = ["tar", "--use-compress-program", "zstd -d", "-xf", str(archive), "-C", str(there.venv)]
-    with_uv = {"PATH": f"{there.venv}/bin:{there.tools.uv.parent}:{os.environ['PATH']}"}
-    words = ["env", *(f"{name}={value}" for name, value in with_uv.items())]
 
     def again(there: Node) -> None:
         there.start([there.bootseer(stores[Names.LOCAL], "--loading", "pull")])
@@ -124,7 +122,7 @@ def _arms(there: Node, archive: Path, stores: Mapping[str, str], new_store: Path
         _Arm(Names.UV_WARM, lambda there: [there.uv()], Node.fill_uv_cache),
         _Arm(Names.TAR, lambda there: [unpack]),
         _Arm(Names.CAPTURE, lambda there: [there.bootseer(f"{new_store}-pip")]),
-        _Arm(Names.CAPTURE_UV, lambda there: [[*words, *there.bootseer(f"{new_store}-uv")]]),
+        _Arm(Names.CAPTURE_UV, lambda there: [[*_with_uv(there), *there.bootseer(f"{new_store}-uv")]]),
         *(
             _Arm(name, lambda there, store=store: [there.bootseer(store)], mbit_per_s=_mbit(name))
             for name, store in stores.items()
@@ -154,9 +152,14 @@ def _fill(there: Node, store: str) -> None:
     for _ in range(2):
         there.prepare()
         try:
-            there.start([there.bootseer(store)])
+            there.start([[*_with_uv(there), *there.bootseer(store)]])
         finally:
             there.clean()
+
+
+def _with_uv(there: Node) -> list[str]:
+    """In front of a command for which uv is on the path."""
+    return ["env", f"PATH={there.venv}/bin:{there.tools.uv.parent}:{os.environ['PATH']}"]
 
 
 def _details(of_arm: Sequence[Sample]) -> Mapping[str, float]:

@@ -85,13 +85,13 @@ class Node:
         target = self._folder / "elsewhere"
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
         python = f"{target}/bin/python"
-        self._run([*self.uv(), "--python", python])
+        self._run(self.uv(python))
         shutil.rmtree(target)
 
-    def uv(self) -> list[str]:
-        """uv's installation into the venv."""
-        cache = ["--cache-dir", str(self._folder / "uv-cache")]
-        return [str(self.tools.uv), "pip", "install", "--quiet", *cache, "--default-index", INDEX, "-r", str(LOCK)]
+    def uv(self, python: str = "") -> list[str]:
+        """uv's installation into the venv, or that of another interpreter."""
+        install = [str(self.tools.uv), "pip", "install", "--quiet", "--python", python or f"{self.venv}/bin/python"]
+        return [*install, "--cache-dir", str(self._folder / "uv-cache"), "--default-index", INDEX, "-r", str(LOCK)]
 
     def clean(self) -> None:
         """The node is gone."""
@@ -114,7 +114,11 @@ class Node:
             last = job
         times: list[tuple[float, float]] = []
         link_bytes = 0
-        with subprocess.Popen(last, env=self.env, stdout=subprocess.PIPE, text=True) as process:
+        log = self._folder / "log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(last, env=self.env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
             assert process.stdout is not None
             for line in process.stdout:
                 word, *numbers = line.split()
@@ -122,7 +126,7 @@ class Node:
                     times.append((float(numbers[0]), float(numbers[1])))
                     link_bytes = link_bytes or received() - before
         if process.returncode or not times:
-            raise RuntimeError(f"{' '.join(last[:3])} ended with exit code {process.returncode}")
+            raise RuntimeError(f"{' '.join(last[:3])}: exit code {process.returncode}: {log.read_text()[-500:]}")
         (first_began, first_ended), (second_began, second_ended) = times[0], times[-1]
         return Sample(
             first_began - began,

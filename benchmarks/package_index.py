@@ -15,6 +15,7 @@ import zipfile
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 
 class Wheel:
@@ -37,9 +38,9 @@ class Wheel:
 
     @property
     def link(self) -> str:
-        name = html.escape(self.path.name)
+        file = f"/files/{quote(self.path.name)}#sha256={self.digest}"
         known = hashlib.sha256(self.metadata).hexdigest()
-        return f'<a href="/files/{name}#sha256={self.digest}" data-core-metadata="sha256={known}">{name}</a>'
+        return f'<a href="{file}" data-core-metadata="sha256={known}">{html.escape(self.path.name)}</a>'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -47,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     wheels: tuple[Wheel, ...] = ()
 
     def do_GET(self) -> None:
-        part, _, name = self.path.strip("/").partition("/")
+        part, _, name = unquote(self.path).strip("/").partition("/")
         if part == "simple" and (pages := [wheel.link for wheel in self.wheels if wheel.project == name]):
             self._answer(f"<!DOCTYPE html><html><body>{''.join(pages)}</body></html>".encode(), "text/html")
             return

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 EXPLAINED = {
-    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, pip installs what the "
-    "job needs besides, and only then the job starts.",
+    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, pip installs what "
+    "the job needs besides, and only then the job starts.",
     "lazy": "The job starts on an image whose bytes are still in the registry: image_loading is nearly nothing. Each "
     "block is fetched when it is first read, so PyTorch's imports wait for the network again and again, and "
     "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks. pip installs as before, "

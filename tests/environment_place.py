@@ -6,6 +6,7 @@ test, and nothing of it stays mounted.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -178,6 +179,7 @@ def made_place() -> Iterator[Place]:
 def _python() -> Path:
     """An environment with pip, made once: a copy of it works wherever it lies."""
     folder = Path(tempfile.mkdtemp(prefix="bootseer-python-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     venv.create(folder / "venv", with_pip=True)
     return folder / "venv"
 

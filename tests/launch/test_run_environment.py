@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,17 +193,16 @@ def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None
 
 
 def test_a_daemon_keeps_the_snapshot_from_being_made_and_serves_the_first_job(place: Place) -> None:
-    script = place.counting_script(
-        "mkdir -p d; (while [ ! -e d/stop ]; do sleep 0.05; done) </dev/null >/dev/null 2>&1 &\n"
-    )
-    ran = place.run("--setup", script, "--", "touch", "d/stop")
-    assert "not snapshot-safe" in ran.stderr
-    assert "left a process running" in ran.stderr
-    assert place.published()["published"] is False
-    assert not place.documents()
-    (place.project / "d" / "stop").unlink()
-    place.run("--setup", script, "--", "touch", "d/stop")
-    assert place.num_setups == 2
+    stop = place.outside / "stop"
+    script = place.counting_script(f"(while [ ! -e {stop} ]; do sleep 0.05; done) </dev/null >/dev/null 2>&1 &\n")
+    for number in (1, 2):
+        ran = place.run("--setup", script, "--", "touch", str(stop))
+        assert "not snapshot-safe" in ran.stderr
+        assert "left a process running" in ran.stderr
+        assert place.published()["published"] is False
+        assert not place.documents()
+        assert place.num_setups == number
+        stop.unlink()
 
 
 def test_secrets_are_in_no_snapshot(place: Place) -> None:
@@ -319,3 +319,15 @@ def test_the_working_folder_may_be_in_the_environment(place: Place) -> None:
         assert place.run(*words).stdout == "tool\n/opt/bootseer-test-tool/bin\n"
     assert (place.start()["mode"], place.num_setups) == ("restored", 1)
     assert not Path("/opt/bootseer-test-tool").exists()
+
+
+def test_a_python_in_a_scratch_folder_is_as_good_as_any(place: Place, tmp_path: Path) -> None:
+    """Either its packages are captured there, or the start says why not: never a snapshot that lacks them."""
+    shutil.copytree(place.venv, tmp_path / "venv", symlinks=True)
+    place.write("requirements.txt", "alpha==1.0\n")
+    more = {"PATH": f"{tmp_path}/venv/bin:{place.env['PATH']}"}
+    words = ("-r", "requirements.txt", "--", "python", "-c", "import alpha; print(alpha.VERSION)")
+    assert place.run(*words, more=more).stdout == "1.0\n"
+    installed = list(tmp_path.glob("venv/lib/*/site-packages/alpha.py"))
+    assert not (installed and place.documents())
+    assert place.run(*words, more=more).stdout == "1.0\n"

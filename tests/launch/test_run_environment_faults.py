@@ -129,7 +129,7 @@ def test_a_killed_job_leaves_nothing_mounted(place: Place) -> None:
     words = ("-r", "requirements.txt", "--")
     place.run(*words, "true")
     ready = place.project / "ready"
-    run = place.begin(*words, "sh", "-c", f"touch {ready}; sleep 600")
+    run = place.begin(*words, "sh", "-c", f"touch {ready}; exec sleep 600")
     wait_for(ready.exists)
     end(run)
     assert not place.mounts()
@@ -141,7 +141,7 @@ def test_a_killed_job_leaves_nothing_mounted(place: Place) -> None:
 def test_a_killed_publisher_publishes_nothing_by_half(place: Place) -> None:
     script = place.counting_script("python -c \"open('big', 'wb').write(__import__('os').urandom(300 << 20))\"\n")
     ready = place.project / "ready"
-    run = place.begin("--setup", script, "--", "sh", "-c", f"touch {ready}; sleep 600")
+    run = place.begin("--setup", script, "--", "sh", "-c", f"touch {ready}; exec sleep 600")
     wait_for(ready.exists)
     end(run)
     assert not place.documents()
@@ -171,7 +171,9 @@ def test_damaged_objects_make_the_setup_run(place: Place) -> None:
     words = ("--setup", script, "--", "cat", "data/vocab")
     place.run(*words)
     for path in place.store.glob("sha256/*/*"):
-        path.write_bytes(b"forged" * 100)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     place.cache = "other"
     assert place.run(*words).stdout == "words\n"
     assert (place.start()["mode"], place.start()["code"]) == ("installed", "damaged")
@@ -239,7 +241,9 @@ def test_a_full_disk_makes_no_snapshot_and_no_harm(place: Place) -> None:
         assert "no snapshot of the environment was kept" in ran.stderr
         (place.project / "big").unlink()
         place.more["BOOTSEER_CACHE"] = str(disk / "cache")
-        assert place.run(*words).stdout == f"{20 << 20}\n"
+        ran = place.bootseer("run", "-q", *words)
+        assert (ran.returncode, ran.stdout) == (0, f"{20 << 20}\n"), ran.stderr
+        assert "for what the setup writes is full" in ran.stderr
     finally:
         for point in reversed([point for point in kernel.mount_points() if point.startswith(f"{disk}/")]):
             kernel.unmount(Path(point), lazy=True)

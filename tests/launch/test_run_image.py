@@ -282,13 +282,6 @@ def test_options_of_a_container_without_an_image_are_refused(run: Run) -> None:
     assert "give --image REF too" in ran.stderr
 
 
-def test_the_host_s_setup_is_refused_with_the_way_out(run: Run, image: str, tmp_path: Path) -> None:
-    (tmp_path / "setup.sh").write_text("true")
-    ran = run("run", "--image", image, "--setup", "setup.sh", "--", "true")
-    assert ran.returncode == 2
-    assert "put the setup into the command" in ran.stderr
-
-
 def test_switched_off_the_command_still_runs_in_its_image(run: Run, image: str, env: dict[str, str]) -> None:
     ran = run("run", "--image", image, "--", "pwd", more={"BOOTSEER_DISABLE": "1"})
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "/work\n", "")

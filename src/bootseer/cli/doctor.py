@@ -33,9 +33,13 @@ def command(as_json: bool, spool: Path | None) -> None:
     Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
     kernel, Python or the spool folder keep BootSeer from measuring, else 0.
     """
+    from bootseer.bring.places import cache_root
     from bootseer.image.mounting import ways
+    from bootseer.launch import environment_check as environments
 
-    checks = run_checks(spool or Path(default_root(os.environ)), [(ways.CHECK, ways.check)])
+    cache = cache_root(os.environ, os.getuid())
+    more = [(ways.CHECK, ways.check), (environments.CHECK, lambda: environments.check(cache))]
+    checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     if as_json:
         rows = [{**asdict(check), "required": check.required} for check in checks]

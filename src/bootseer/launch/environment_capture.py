@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import bootseer
@@ -32,16 +32,17 @@ from bootseer.env.installing.packages import (
     new_distributions,
     new_packages,
 )
+from bootseer.env.installing.running import runner
+from bootseer.env.installing.validate import validate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import Decision
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.items import look
 from bootseer.errors import BootseerError
-from bootseer.launch.environment_install import SetUp, compile_new, set_up
+from bootseer.launch.environment_entries import loose_entries
+from bootseer.launch.environment_install import SetUp, compile_new, say_failed, set_up
 from bootseer.launch.environment_publish import Publication, Publishing, start_publishing, tell
 from bootseer.launch.environment_shown import NotShown, Shown
 from bootseer.launch.environment_task import Task
@@ -96,10 +97,11 @@ class _Capturing:
             facts["way"] = view.way
         done = set_up(task, enter=_enter(view), root=str(view.root), marks=effects.environment)
         if done.code:
-            if view.way != "scan":
-                say("what the failed setup did was private to it: this machine is as it was")
             if trouble := view.trouble():
-                say(trouble)
+                raise NotShown("failed", f"the setup failed in its private view (exit code {done.code}): {trouble}")
+            say_failed(done)
+            if view.way != "scan":
+                say("what it did was private to it: this machine is as it was")
             return Captured(done.code, done.seconds)
         with interruptible(), task.stage("capture") as facts:
             reads = self._end(watch)
@@ -165,7 +167,17 @@ class _Capturing:
             roots=len(division.roots),
             loose=len(division.loose),
         )
-        publication = Publication(self._key, self._decision, view, changes, division, done, trust, unknown)
+        publication = Publication(
+            key=self._key,
+            decision=self._decision,
+            changes=changes,
+            root=view.root,
+            division=division,
+            done=done,
+            trust=trust,
+            unaccounted=unknown,
+            validate=lambda: _problems(task, view, division, done),
+        )
         return Captured(0, done.seconds, shown, self._publishing(publication, reasons))
 
     def _changes(self, view: Capture, reads: Reads, done: SetUp) -> list[Change]:
@@ -207,7 +219,7 @@ class _Capturing:
             say(f"the setup: {note}")
         for line in view.left_out.missed:
             say(line)
-        return found.unsafe
+        return [*found.unsafe, *_not_kept(view, changes, done)]
 
     def _show(self, view: Capture, changes: Sequence[Change], division: Division, shown: Shown) -> None:
         """As a restored start would see it. A scanned setup changed the machine itself."""
@@ -247,6 +259,30 @@ class _Capturing:
             return None
 
 
+def _not_kept(view: Capture, changes: Sequence[Change], done: SetUp) -> Iterator[str]:
+    """Packages that went where no capture keeps them: a Python below /tmp, on another kind of disk."""
+    known = {change.path for change in changes}
+    for folder, group in groupby(done.new, key=lambda one: one.record.rpartition("/")[0]):
+        lost = [one.name for one in group if one.record not in known and os.path.realpath(one.record) not in known]
+        if lost and view.way != "scan":
+            yield f"it installed {', '.join(lost[:_MAX_NAMED])} into {folder}, which is not kept"
+
+
+def _problems(task: Task, view: Capture, division: Division, done: SetUp) -> Sequence[str]:
+    """What is wrong with the environment, seen as a restored start would see it."""
+    if done.python is None:
+        return []
+    env = exports.apply(done.exports, task.env)
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    with contextlib.ExitStack() as opened:
+        enter = None
+        if view.way != "scan" and division.roots:
+            seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=view.way == "user")
+            opened.callback(seen.close)
+            enter = seen.enter
+        return validate(done.python, done.before, env, runner(enter), imports=task.wanted.imports)
+
+
 def _rewritten(view: Capture, path: str) -> Change | None:
     """A file that is in an upper layer with the content that it had before.
 
@@ -261,30 +297,3 @@ def _rewritten(view: Capture, path: str) -> Change | None:
 
 def _enter(view: Capture) -> Callable[[], None] | None:
     return None if view.way == "scan" else view.enter
-
-
-def loose_entries(changes: Iterable[Change]) -> list[Entry]:
-    """The changes as entries, for files that are still where the setup left them: without digests."""
-    items, _ = look(changes, None)
-    first: dict[tuple[int, int], str] = {}
-    found = []
-    for item in items:
-        link = first.setdefault(item.inode, item.change.path) if item.inode != (0, 0) else ""
-        found.append(
-            Entry(
-                path=item.change.path,
-                kind=item.kind,
-                mode=stat.S_IMODE(item.mode),
-                uid=item.uid,
-                gid=item.gid,
-                size=item.size,
-                target=os.fsdecode(item.target),
-                xattrs={os.fsdecode(name): value for name, value in item.xattrs.items()},
-                link=link if link != item.change.path else "",
-                opaque=item.change.opaque,
-                action=item.change.action,
-                before=item.change.before,
-                loose=True,
-            )
-        )
-    return found

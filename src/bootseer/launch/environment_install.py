@@ -39,11 +39,15 @@ class SetUp:
 
     code: int = 0
     """Of the step that failed."""
+    what: str = ""
+    """The file that it came from."""
     python: Interpreter | None = None
     """The job's; None where there is none."""
     before: Installed = field(default_factory=Installed)
     """What was installed before."""
     packages: tuple[str, ...] = ()
+    new: tuple[Distribution, ...] = ()
+    """What was installed for the job's Python."""
     exports: tuple[Export, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why its exports cannot be kept."""
@@ -71,9 +75,14 @@ def set_up(
 ) -> SetUp:
     """Run it. `root` is where the setup's `/` can be read, `marks` are further variables for its processes.
 
-    Says what failed; the command must not be started then.
+    When a step fails, the command must not be started (`say_failed`).
     """
     return _SettingUp(task, enter, root, marks or {}).run()
+
+
+def say_failed(done: SetUp) -> None:
+    """Tell the user that the setup failed."""
+    say(f"the environment setup failed ({done.what}, exit code {done.code}); the command was not started")
 
 
 class _SettingUp:
@@ -96,10 +105,10 @@ class _SettingUp:
             done = self._requirements(done)
         if not done.code:
             after = self._installed()
+            new = new_distributions(self._before, after)
             if self._python is not None:
-                new = new_distributions(self._before, after)
                 compile_new(self._task, self._python, new, enter=self._enter)
-            done = replace(done, packages=new_packages(self._before, after))
+            done = replace(done, packages=new_packages(self._before, after), new=new)
         return replace(done, ended_s=time.time())
 
     def _script(self, script: str, done: SetUp) -> SetUp:
@@ -144,8 +153,7 @@ class _SettingUp:
         return way
 
     def _failed(self, done: SetUp, what: str, code: int) -> SetUp:
-        say(f"the environment setup failed ({what}, exit code {code}); the command was not started")
-        return replace(done, code=code)
+        return replace(done, code=code, what=what)
 
     def _spawn(self, stage: str, file: str, argv: Sequence[str], env: Mapping[str, str], **attrs: str) -> int:
         name = stage.rpartition(".")[2]

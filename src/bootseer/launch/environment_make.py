@@ -65,7 +65,8 @@ def make_snapshot(
         say(f"interrupted by {interrupted}; no snapshot was kept")
         return Made("", published=False, was_there=False, code=interrupted.exit_code, why_not="interrupted")
     finally:
-        start.close(code)
+        start.end(code)
+        start.close()
         supervise.unblock_signals()
 
 

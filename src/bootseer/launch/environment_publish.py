@@ -14,23 +14,20 @@ import math
 import os
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bootseer import __version__
-from bootseer.env.capturing import exports, secrets
-from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.capturing import secrets
 from bootseer.env.changes import Action, Change
 from bootseer.env.document import EnvironmentDocument, Trust
-from bootseer.env.installing.running import runner
-from bootseer.env.installing.validate import validate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
-from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
@@ -55,12 +52,16 @@ class Publication:
     key: RequestKey
     decision: Decision
     """Why it was built: in the place of which snapshot."""
-    capture: Capture
     changes: Sequence[Change]
-    division: Division
+    root: Path
+    """Where the whole tree can be read as the setup left it."""
+    division: Division | None
+    """Of the changes on a host; None in an image, where all of them are one layer."""
     done: SetUp
     trust: Trust
     unaccounted: tuple[str, ...]
+    validate: Callable[[], Sequence[str]]
+    """What is wrong with it; runs beside the command."""
 
 
 class Publishing:
@@ -125,7 +126,8 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
     """In the child."""
     began_s = time.monotonic()
     _check_secrets(publication.changes)
-    _validate(task, publication)
+    if problems := publication.validate():
+        raise PermanentError("; ".join(problems))
     with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
         done = publication.done
         written = write_snapshot(
@@ -133,8 +135,8 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
             publication.changes,
             began_s=done.began_s,
             ended_s=done.ended_s,
-            root=str(publication.capture.root),
-            is_loose=publication.division.is_loose,
+            root=str(publication.root),
+            is_loose=publication.division.is_loose if publication.division is not None else lambda path: False,
         )
         for line in written.left_out:
             tell({"say": f"left out of the environment's snapshot: {line}"})
@@ -170,8 +172,8 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         file=written.file,
         manifest=written.manifest,
         digest=written.digest,
-        roots=publication.division.roots,
-        num_loose=len(publication.division.loose),
+        roots=publication.division.roots if publication.division is not None else (),
+        num_loose=len(publication.division.loose) if publication.division is not None else 0,
         num_files=written.num_files,
         size_bytes=written.size_bytes,
         packages=done.packages,
@@ -204,28 +206,6 @@ def _check_secrets(changes: Sequence[Change]) -> None:
     if found:
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise PermanentError(f"the setup wrote what looks secret: {', '.join(found[:_MAX_NAMED])}{more}")
-
-
-def _validate(task: Task, publication: Publication) -> None:
-    """Raise `PermanentError` for an environment that nobody should get."""
-    capture, done = publication.capture, publication.done
-    env = exports.apply(done.exports, task.env)
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
-    enter = None
-    with contextlib.ExitStack() as opened:
-        if capture.way != "scan":
-            view = show_on_host(
-                capture.source_of, publication.division.roots, changes=task.changes, user=capture.way == "user"
-            )
-            opened.callback(view.close)
-            enter = view.enter
-        problems = (
-            validate(done.python, done.before, env, runner(enter), imports=task.wanted.imports)
-            if done.python is not None
-            else []
-        )
-    if problems:
-        raise PermanentError("; ".join(problems))
 
 
 def _max_age_s(task: Task, key: RequestKey) -> float | None:

@@ -26,8 +26,11 @@ from bootseer.store.open import open_store
 from bootseer.units import format_seconds
 
 
-def restore(task: Task, decision: Decision, command: Sequence[str]) -> Shown:
-    """Mount the decision's snapshot and write what cannot be mounted. Raises `NotShown`, with nothing left behind."""
+def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: bool = True) -> Shown:
+    """Mount the decision's snapshot and write what cannot be mounted. Raises `NotShown`, with nothing left behind.
+
+    Not `on_host`: only the snapshot's own tree is mounted, for an image to have it on top.
+    """
     document = decision.document
     if document is None:
         raise NotShown("failed", "there is a decision for a snapshot, and no snapshot")
@@ -35,7 +38,7 @@ def restore(task: Task, decision: Decision, command: Sequence[str]) -> Shown:
     shown = Shown("restored", decision, exports.apply(document.exports, task.env))
     try:
         with task.stage("restore") as facts:
-            _restore(task, document, command, shown)
+            _restore(task, document, command, shown, on_host=on_host)
             facts.update(key=document.key, way=shown.facts.get("way"))
     except loose.Conflict as error:
         shown.undo.close()
@@ -73,13 +76,13 @@ def restore(task: Task, decision: Decision, command: Sequence[str]) -> Shown:
     return shown
 
 
-def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown) -> None:
+def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown, *, on_host: bool) -> None:
     wanted = task.wanted
     who = task.session.tracer.identity if task.session is not None else None
     store = open_store(task.store_uri, plain_http=wanted.plain_http)
     shown.undo.callback(store.close)
     entries: Sequence[Entry] = ()
-    if document.num_loose:
+    if on_host and document.num_loose:
         data = Local(wanted.cache, say).object(document.manifest, store)
         entries = Manifest.parse(data).entries
     bring = Bring(
@@ -94,6 +97,8 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     shown.undo.callback(_let_go, layer)
     shown.layer = layer
     shown.facts.update({name: layer.facts[name] for name in ("way", "stored_bytes", "local_bytes")})
+    if not on_host:
+        return
     with task.stage("restore.show"):
         if entries:
             known = environments_folder(wanted.cache) / "known" / document.key

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bootseer.bring.places import environments_folder
@@ -36,6 +36,7 @@ from bootseer.trace.tracer import TRAINING_BEGAN
 
 if TYPE_CHECKING:
     from bootseer.env.keys.key import RequestKey
+    from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
     from bootseer.launch.environment_publish import Publishing
     from bootseer.launch.environment_seek import Sought
@@ -82,7 +83,10 @@ def run_in_environment(
         say(f"interrupted by {interrupted} while the environment was made ready")
         code = interrupted.exit_code
     finally:
-        start.close(code)
+        try:
+            start.end(code)
+        finally:
+            start.close()
     return code
 
 
@@ -91,11 +95,12 @@ class EnvironmentStart:
 
     def __init__(self, task: Task, command: Sequence[str]) -> None:
         self.task = task
-        self._command = tuple(command)
+        self.command = tuple(command)
         self.shown: Shown | None = None
         self._sought: Sought | None = None
-        self._publishing: Publishing | None = None
-        self._seconds = 0.0
+        self.publishing: Publishing | None = None
+        self.seconds = 0.0
+        """What bringing the environment took."""
         self._told = threading.Lock()  # held by whoever tells of the start: it is told once
 
     def prepare(self) -> int:
@@ -107,7 +112,7 @@ class EnvironmentStart:
                 facts.update(mode=self.shown.mode, code=self.shown.decision.code)
             if code:
                 facts["error"] = f"exit code {code}"
-        self._seconds = time.monotonic() - began_s
+        self.seconds = time.monotonic() - began_s
         return code
 
     def _prepare(self) -> int:
@@ -129,8 +134,8 @@ class EnvironmentStart:
         decision.check()
         return self._install(decision)
 
-    def look(self) -> tuple[RequestKey | None, Decision]:
-        """The key, and what it leads to. Whatever fails here makes the setup run."""
+    def look(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
+        """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
         from bootseer.env.keys.request_key import facts_folder_of, request_key
         from bootseer.env.life.decide import Action, Decision
         from bootseer.launch.environment_ask import ask_for
@@ -142,7 +147,7 @@ class EnvironmentStart:
             with interruptible():
                 with task.stage("key") as facts:
                     key = request_key(
-                        ask_for(task.setup, task.requirements, task.wanted, task.own_env),
+                        ask_for(task.setup, task.requirements, task.wanted, task.own_env, base=base and base()),
                         facts_folder=facts_folder_of(task.wanted.cache),
                     )
                     facts["key"] = key.digest
@@ -155,28 +160,30 @@ class EnvironmentStart:
         from bootseer.launch.environment_restore import restore
 
         with interruptible():
-            self.shown = restore(self.task, decision, self._command)
+            self.shown = restore(self.task, decision, self.command)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
         """The setup's exit code."""
         from bootseer.launch.environment_capture import capture
 
         try:
-            captured = capture(self.task, key, decision, self._command)
+            captured = capture(self.task, key, decision, self.command)
         finally:
-            self._release()
-        self.shown, self._publishing = captured.shown, captured.publishing
+            self.release()
+        self.shown, self.publishing = captured.shown, captured.publishing
         return captured.code
 
     def _install(self, decision: Decision) -> int:
         """The setup on this machine itself, as without snapshots."""
         from bootseer.env.capturing import exports
-        from bootseer.launch.environment_install import set_up
+        from bootseer.launch.environment_install import say_failed, set_up
         from bootseer.launch.environment_shown import Shown
 
         say(f"the environment is set up without a snapshot: {decision.words}")
         done = set_up(self.task)
-        if not done.code:
+        if done.code:
+            say_failed(done)
+        else:
             self.shown = Shown("installed", decision, exports.apply(done.exports, self.task.env))
         return done.code
 
@@ -187,13 +194,18 @@ class EnvironmentStart:
         if session is not None:
             session.also_beside(self.watch)
         began_s = time.monotonic()
-        code = run_command(self._command, options, shown.env, session, own_group=self.task.own_group, enter=shown.enter)
-        self._tell("end")
-        if shown.layer is not None:
-            shown.layer.tell_problems()
-        if shown.mode == "restored" and code:
-            self._suspect(code, time.monotonic() - began_s)
+        code = run_command(self.command, options, shown.env, session, own_group=self.task.own_group, enter=shown.enter)
+        self.ended(code, time.monotonic() - began_s)
         return code
+
+    def ended(self, code: int, seconds: float) -> None:
+        """The command is over, after so many seconds: what nobody told yet is told now."""
+        self.tell("end")
+        shown = self.shown
+        if shown is not None and shown.layer is not None:
+            shown.layer.tell_problems()
+        if shown is not None and shown.mode == "restored" and code:
+            self.suspect(code, seconds)
 
     def watch(self, ended: threading.Event) -> None:
         """Look for the hook's word that training has begun, until the command has ended."""
@@ -203,10 +215,10 @@ class EnvironmentStart:
         tail = SpoolTail(session.folder)
         while not ended.wait(_LOOK_EVERY_S):
             if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
-                self._tell(TRAINING_BEGAN)
+                self.tell(TRAINING_BEGAN)
                 return
 
-    def _tell(self, until: str) -> None:
+    def tell(self, until: str) -> None:
         """The start is over: say how the environment came and what that cost, and keep its record."""
         shown, session = self.shown, self.task.session
         if shown is None or not self._told.acquire(blocking=False):
@@ -214,11 +226,11 @@ class EnvironmentStart:
         numbers = shown.layer.began() if shown.layer is not None else {}
         if session is not None:
             facts = {
-                "mode": shown.mode,
+                "mode": "bypassed" if shown.decision.code == "bypass" else shown.mode,
                 "code": shown.decision.code,
                 "reason": shown.decision.words,
                 "what": self.task.what,
-                "seconds": round(self._seconds, 3),
+                "seconds": round(self.seconds, 3),
                 "until": until,
                 **shown.facts,
                 **numbers,
@@ -227,24 +239,28 @@ class EnvironmentStart:
         if shown.layer is not None:
             shown.layer.keep_record()
 
-    def _suspect(self, code: int, seconds: float) -> None:
+    def suspect(self, code: int, seconds: float) -> None:
         """The command died right behind a restore: the snapshot may be why."""
         from bootseer.launch.environment_suspect import suspect
 
         if self.shown is not None and self.shown.decision.document is not None:
             suspect(self.task, self.shown.decision.document, code, seconds)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Nothing is built by this process any more; the one that publishes keeps the lease as long as it works."""
         if self._sought is not None:
             self._sought.release()
 
-    def close(self, code: int) -> None:
-        """Wait for the snapshot that is being kept, and take everything away."""
-        self._release()
+    def end(self, code: int) -> None:
+        """The command has ended so: wait for the snapshot that is being kept, unless the command was killed."""
+        self.release()
+        if self.publishing is not None:
+            self.finish(self.publishing, given_up=code >= _SIGNALLED)
+
+    def close(self) -> None:
+        """Take everything away."""
+        self.release()
         try:
-            if self._publishing is not None:
-                self.finish(self._publishing, given_up=code >= _SIGNALLED)
             if self.shown is not None:
                 self.shown.undo.close()
         except BootseerError as error:

@@ -48,6 +48,7 @@ from bootseer.trace.tracer import TRAINING_BEGAN, new_span, spool_word
 
 if TYPE_CHECKING:
     from bootseer.image.mounting.mounted import MountedImage
+    from bootseer.launch.image_environment import ImageEnvironment
 
 STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
@@ -71,11 +72,6 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
     wanted = options.image
     if wanted is None:
         raise UsageError("no image", hint="give --image REF")
-    if options.setup or options.requirements:
-        raise UsageError(
-            "--setup and --requirements change this machine and not the image",
-            hint="put the setup into the command: -- sh -c 'pip install ... && exec python train.py'",
-        )
     supervise.block_signals()
     own_group = not supervise.in_foreground()
     measured = env.get("BOOTSEER_DISABLE") != "1"
@@ -87,11 +83,18 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
         span = new_span()
         if session is not None:
             child_env.update(session.tracer.environment(span))
+        if options.environment is not None:
+            start.has_environment(options, child_env, env, own_group=own_group, measured=measured)
         words = start.prepare(child_env, hook=options.hook and measured and env.get("BOOTSEER_HOOK") != "0")
-        if session is not None:
-            session.also_beside(start.watch)
-        code = run_command(words, options, child_env, session, own_group=own_group, program=start.program, span=span)
-        start.ended()
+        code = start.setup_code
+        if not code:
+            if session is not None:
+                session.also_beside(start.watch)
+            began_s = time.monotonic()
+            code = run_command(
+                words, options, child_env, session, own_group=own_group, program=start.program, span=span
+            )
+            start.ended(code, time.monotonic() - began_s)
     except Interrupted as interrupted:
         say(f"interrupted by {interrupted} while the image was loaded")
         code = interrupted.exit_code
@@ -99,7 +102,7 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
         code = error.exit_code
         raise
     finally:
-        start.close()
+        start.close(code)
         if session is not None:
             session.close(code)
     return code
@@ -124,35 +127,85 @@ class _ImageStart:
         self._container: Container | None = None
         self._told = threading.Lock()  # held by whoever tells of the start: it is told once
         self._seconds = 0.0
+        self._environment: ImageEnvironment | None = None
         self.program = command[0] if command else ""
+        self.setup_code = 0
+        """Exit code of a setup that failed: then there is no command to run."""
+
+    def has_environment(
+        self, options: Options, env: dict[str, str], own_env: Mapping[str, str], *, own_group: bool, measured: bool
+    ) -> None:
+        """There is a setup to be run in the image, or its snapshot to be laid on top."""
+        from bootseer.bring.places import environments_folder
+        from bootseer.launch.environment_stage import EnvironmentStart
+        from bootseer.launch.environment_task import Task
+        from bootseer.launch.image_environment import ImageEnvironment
+        from bootseer.launch.run_folder import RunFolder
+
+        wanted = options.environment
+        if wanted is None:
+            return
+        task = Task(
+            setup=options.setup,
+            requirements=tuple(options.requirements),
+            wanted=wanted if measured else replace(wanted, mode="bypass"),
+            env=env,
+            own_env=own_env,
+            session=self._session,
+            own_group=own_group,
+            folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
+        )
+        start = EnvironmentStart(task, self._command)
+        self._environment = ImageEnvironment(start, self._request, self._options, task.folder.path)
 
     def prepare(self, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
-        """Mount the image and prepare the container; returns the command line that starts it."""
+        """Mount the image and prepare the container; returns the command line that starts it.
+
+        Nothing to start when the setup failed (`setup_code`).
+        """
+        environment = self._environment
+        above = environment.before() if environment is not None else ()
         began_s = time.monotonic()
         with interruptible(), self._stage(STAGE) as span:
-            # Its imports take longer than all else where the image is here, and belong to the stage.
-            from bootseer.image.mounting.mount import mount_image
-
             root = cache_root(os.environ, os.getuid()) / "containers"
             try:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                folder = self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+                self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
             except OSError as error:
                 raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
-            mounted = self._mounted = mount_image(
-                self._request,
-                folder / "root",
-                writable=folder,
-                lifeline=True,
-                stage=lambda name: self._stage(f"{STAGE}.{name}"),
-                say=say,
-            )
+            mounted = self._mounted = self._mount(self._folder, above)
             span.update(mounted.facts)
-            with self._stage(f"{STAGE}.container"):
-                container = self._container = self._make_container(folder / "container", mounted, env, hook=hook)
-                self.program = container.process.args[0]
-                container.start_guard([mounted.undo_command()])
-        self._seconds = time.monotonic() - began_s
+            self._seconds = time.monotonic() - began_s
+            if environment is None:
+                return self._started(mounted, env, hook=hook)
+        self.setup_code, mounted = environment.set_up(mounted, dict(env), self._mount)
+        self._mounted = mounted
+        if self.setup_code:
+            return ()
+        with interruptible(), self._stage(STAGE):
+            return self._started(mounted, env, hook=hook)
+
+    def _mount(self, writable: Path, above: Sequence[Path]) -> MountedImage:
+        # Its imports take longer than all else where the image is here, and belong to the stage.
+        from bootseer.image.mounting.mount import mount_image
+
+        return mount_image(
+            self._request,
+            writable / "root",
+            writable=writable,
+            above=above,
+            lifeline=True,
+            stage=lambda name: self._stage(f"{STAGE}.{name}"),
+            say=say,
+        )
+
+    def _started(self, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
+        """The container for the command, and what starts it."""
+        with self._stage(f"{STAGE}.container"):
+            folder = self._folder or mounted.root
+            container = self._container = self._make_container(folder / "container", mounted, env, hook=hook)
+            self.program = container.process.args[0]
+            container.start_guard([mounted.undo_command()])
         return container.command
 
     @contextmanager
@@ -174,7 +227,10 @@ class _ImageStart:
         if session is not None and "spool" in session.sinks:
             binds.append(Bind(session.folder, _SPOOL))
             env["BOOTSEER_TRACE"] = session.sinks.replace(spool_word(session.folder), spool_word(_SPOOL))
-        words: Words = replace(options.words, command=self._command, prepend=prepend)
+        words: Words = replace(options.words, command=self._command)
+        if self._environment is not None:
+            words = self._environment.with_exports(words, mounted, env)
+        words = replace(words, prepend=prepend)
         options = replace(options, words=words, binds=(*binds, *options.binds))
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
@@ -193,25 +249,39 @@ class _ImageStart:
                 self._tell(TRAINING_BEGAN)
                 return
 
-    def ended(self) -> None:
-        """The command is over: what nobody told yet is told now."""
+    def ended(self, code: int, seconds: float) -> None:
+        """The command is over, after so many seconds: what nobody told yet is told now."""
         self._tell("end")
         if self._mounted is not None:
             self._mounted.tell_problems()
+        if self._environment is not None:
+            self._environment.start.ended(code, seconds)
 
     def _tell(self, until: str) -> None:
         """The start is over: say what it cost, and keep its record."""
         if self._mounted is None or not self._told.acquire(blocking=False):
             return
         session, mounted = self._session, self._mounted
+        if self._environment is not None:
+            self._environment.start.tell(until)
         numbers = mounted.began()
         if session is not None:
             facts = {**mounted.facts, **numbers, "seconds": round(self._seconds, 3), "until": until}
             session.tracer.emit("image_start", INSTANT, parent=session.span, attrs=facts)
         mounted.keep_record()
 
-    def close(self) -> None:
-        """Remove container, mounts and folders."""
+    def close(self, code: int) -> None:
+        """The command has ended so: remove container, mounts and folders."""
+        start = self._environment.start if self._environment is not None else None
+        try:
+            if start is not None:
+                start.end(code)
+        finally:
+            self._take_away()
+            if start is not None:
+                start.close()
+
+    def _take_away(self) -> None:
         try:
             if self._container is not None:
                 self._container.close()
