@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -50,6 +51,7 @@ from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 
 _MAX_NAMED = 3
+_INSTALLERS = ("uv", "uvx", "conda", "mamba", "micromamba", "pixi", "poetry", "pdm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class _Capturing:
         task, python = self._task, done.python
         base = [str(Path(bootseer.__file__).parent), str(task.wanted.cache)]
         base += [python.prefix, python.base_prefix] if python is not None else []
+        base += _installers(task.env.get("PATH"))
         homes = [home for home in (task.env.get("HOME"),) if home]
         made = {change.path for change in changes}
         return unaccounted(reads.paths, self._key.accounted, made, base=base, homes=homes, inside=view.points)
@@ -281,6 +284,12 @@ def _problems(task: Task, view: Capture, division: Division, done: SetUp) -> Seq
             opened.callback(seen.close)
             enter = seen.enter
         return validate(done.python, done.before, env, runner(enter), imports=task.wanted.imports)
+
+
+def _installers(path: str | None) -> list[str]:
+    """The programs that install for others, wherever the user has them: their versions are in the key."""
+    found = (shutil.which(name, path=path) for name in _INSTALLERS)
+    return [os.path.realpath(program) for program in found if program is not None]
 
 
 def _rewritten(view: Capture, path: str) -> Change | None:
