@@ -123,7 +123,8 @@ start_registry
 setup=()
 if [[ -n ${REQUIREMENTS:-} ]]; then
   export FULL_PULL_INSTALL="$IN_IMAGE" FULL_PULL_WHEELS="$WHEELS"
-  setup=(--requirements "$REQUIREMENTS" --mount "$WHEELS:/wheels:ro" --env PIP_NO_INDEX=1 --env PIP_FIND_LINKS=/wheels)
+  setup=(--requirements "$REQUIREMENTS" --mount "$WHEELS:/wheels:ro" --container-env PIP_NO_INDEX=1
+    --container-env PIP_FIND_LINKS=/wheels)
 fi
 in_image() { # name, more options..., -- command...
   local name="$1"

@@ -97,6 +97,8 @@ class EnvironmentDocument:
     job: str = ""
     what: str = ""
     """The setup, for people: names of its files."""
+    loose: Stored | None = None
+    """A manifest of the paths outside of `roots` alone, which each restore needs; None when there are none."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Unknown keys of later versions, kept."""
 
@@ -108,7 +110,7 @@ class EnvironmentDocument:
     @property
     def objects(self) -> tuple[Stored, ...]:
         """All objects of the store that the snapshot needs."""
-        return (*self.file.objects, self.manifest)
+        return (*self.file.objects, self.manifest, *([self.loose] if self.loose is not None else []))
 
     def expired(self, now_s: float) -> bool:
         """Whether it is too old, or its age cannot be known because it was made in the future."""
@@ -126,6 +128,7 @@ class EnvironmentDocument:
             "schema": SCHEMA,
             "file": self.file.as_json(),
             "manifest": [self.manifest.name, self.manifest.size_bytes],
+            "loose": None if self.loose is None else [self.loose.name, self.loose.size_bytes],
             "exports": [asdict(export) for export in self.exports],
             "components": dict(self.components),
             "platform": dict(self.platform),
@@ -143,12 +146,12 @@ class EnvironmentDocument:
         value = _json_object(data)
         if value.pop("schema", None) != SCHEMA:
             raise OtherVersionError(f"environment document: another version, this BootSeer reads {SCHEMA}")
-        max_age = value.pop("max_age_s", None)
+        max_age, loose = value.pop("max_age_s", None), value.pop("loose", None)
         return cls(
             key=_matching(value, "key", _KEY),
             components=_components(value),
             file=BlockFile.from_json(value.pop("file", None)),
-            manifest=_stored(value.pop("manifest", None)),
+            manifest=_stored(value.pop("manifest", None), "manifest"),
             digest=_matching(value, "digest", _DIGEST),
             roots=_roots(value),
             num_loose=_count(value, "num_loose"),
@@ -166,6 +169,7 @@ class EnvironmentDocument:
             max_age_s=None if max_age is None else _seconds(max_age, "max_age_s"),
             job=_text(value, "job", ""),
             what=_text(value, "what", ""),
+            loose=None if loose is None else _stored(loose, "loose"),
             more=value,
         )
 
@@ -260,14 +264,14 @@ def _components(value: dict[str, Any]) -> dict[str, str]:
     return found  # to the letter: they are compared with those of other keys
 
 
-def _stored(row: object) -> Stored:
+def _stored(row: object, field: str) -> Stored:
     if not isinstance(row, list) or len(row) != 2:
-        raise _wrong("manifest")
+        raise _wrong(field)
     name, size_bytes = row
     if not isinstance(name, str) or not is_content_name(name):
-        raise _wrong("manifest")
+        raise _wrong(field)
     if type(size_bytes) is not int or not 0 <= size_bytes <= MAX_MANIFEST_BYTES:
-        raise _wrong("manifest")
+        raise _wrong(field)
     return Stored(name, size_bytes)
 
 

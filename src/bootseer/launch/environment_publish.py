@@ -171,6 +171,7 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         components=key.components,
         file=written.file,
         manifest=written.manifest,
+        loose=written.loose,
         digest=written.digest,
         roots=publication.division.roots if publication.division is not None else (),
         num_loose=len(publication.division.loose) if publication.division is not None else 0,

@@ -82,8 +82,8 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     store = open_store(task.store_uri, plain_http=wanted.plain_http)
     shown.undo.callback(store.close)
     entries: Sequence[Entry] = ()
-    if on_host and document.num_loose:
-        data = Local(wanted.cache, say).object(document.manifest, store)
+    if on_host and document.loose is not None:
+        data = Local(wanted.cache, say).object(document.loose, store)
         entries = Manifest.parse(data).entries
     bring = Bring(
         cache=wanted.cache,

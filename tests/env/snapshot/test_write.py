@@ -115,6 +115,23 @@ def test_a_loose_deletion_is_one_in_the_manifest(tmp_path: Path) -> None:
     assert [(entry.kind, entry.loose, entry.before) for entry in done.entries] == [("deleted", True, "directory")]
 
 
+def test_the_loose_paths_have_a_manifest_of_their_own_that_stands_alone(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    (upper / "usr").mkdir(parents=True)
+    (upper / "home").mkdir()
+    (upper / "home/notes").write_bytes(b"notes")
+    (upper / "usr/tool").write_bytes(b"tool")
+    (upper / "zone").hardlink_to(upper / "usr/tool")
+    store = MemoryStore(str(tmp_path))
+    done = snapshot(store, upper, is_loose=lambda path: not path.startswith("/usr"))
+    assert done.loose is not None
+    found = {entry.path: entry for entry in load_manifest(store, done.loose).entries}
+    assert set(found) == {"/home", "/home/notes", "/zone"}
+    assert {entry.path: entry.link for entry in done.entries if entry.link} == {"/zone": "/usr/tool"}
+    assert (found["/zone"].link, found["/zone"].size) == ("", 4)
+    assert snapshot(store, upper).loose is None
+
+
 def test_two_runs_of_one_setup_give_the_same_objects(tmp_path: Path) -> None:
     _everything(tmp_path / "one")
     # Other inodes in another order, other times of everything, a store elsewhere, other numbers of threads.

@@ -96,5 +96,6 @@ class Local:
                 self.store.delete(name)
 
 
-def _names(document: EnvironmentDocument) -> tuple[str, str]:
-    return document.file.index_name, document.manifest.name
+def _names(document: EnvironmentDocument) -> list[str]:
+    names = [document.file.index_name, document.manifest.name]
+    return names if document.loose is None else [*names, document.loose.name]

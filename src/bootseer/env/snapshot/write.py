@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL
@@ -56,6 +56,8 @@ class Written:
     """Of all files; a file with several names counts once."""
     left_out: tuple[str, ...]
     """Paths that no snapshot can hold, each with the reason."""
+    loose: Stored | None = None
+    """A manifest of the loose paths alone; None when there are none."""
 
 
 def write_snapshot(
@@ -102,6 +104,7 @@ def write_snapshot(
     # An upload cannot be taken up again in the middle; all of it can.
     file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
     manifest = Manifest(tuple(run.entries))
+    loose = _loose_part(manifest.entries, is_loose)
     return Written(
         file,
         store_manifest(store, manifest),
@@ -110,7 +113,15 @@ def write_snapshot(
         run.num_files,
         run.size_bytes,
         tuple(left_out),
+        store_manifest(store, loose) if loose.entries else None,
     )
+
+
+def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
+    """The manifest of the loose paths alone. One that is a link to a file which is mounted is a file of its own."""
+    part = [entry for entry in entries if is_loose(entry.path)]
+    paths = {entry.path for entry in part}
+    return Manifest(tuple(entry if entry.link in paths else replace(entry, link="") for entry in part))
 
 
 class _Run:
