@@ -11,7 +11,7 @@ ARGS ?=
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
 
-demo: setup ## Start a real training job three times from its image, and show where the time went (root)
+demo: setup ## Start a real training job four times from its image, and show where the time went (root)
 	@examples/demo.sh $(ARGS)
 
 check: setup ## Lint, types, import rules and module sizes

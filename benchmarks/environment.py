@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,8 @@ from image_registry import Registry
 from link import THERE, Link
 from node import drop_page_cache
 
+from bootseer.env.document import EnvironmentDocument
+from bootseer.store.open import open_store
 from hdfs_cluster import HdfsCluster
 
 _ROUNDS = 2
@@ -33,13 +35,15 @@ _METHOD = (
     "a cold node has an interpreter in a new venv and nothing else: no package cache, no snapshot, an empty page "
     "cache. The index (wheels with their metadata, as a public one serves them), HDFS and the registry run on the "
     "same processors, and what they serve is in memory; the index is near (a link without a limit) unless the arm "
-    "names one. Time is from the first command until the job's Python runs (usable), then for two runs of the same "
-    "imports; the samples are the sum of the first two. 'installed' has the environment on its disk, behind an "
-    "emptied page cache; those that install have just written it, so that it is in memory. 'uv, warm cache' has uv's "
-    "cache on the same file system. 'tar.zst' unpacks an archive (zstd -3) that is on the disk. 'capture' is the "
-    "first start anywhere; all other 'bootseer' are starts on cold nodes, with the record of one start on another "
-    "node, but 'again': the same node later, with all of the snapshot here, behind an emptied page cache. Arms turn "
-    "their order around every round; other programs may use the machine meanwhile, so judge by the median"
+    "names one. Tools are warm alike, as on a node in use: behind the emptied page cache pip and uv tell their "
+    "versions, and BootSeer restores an environment of one small package. Time is from the first command until the "
+    "job's Python runs (usable), then for two runs of the same imports; the samples are the sum of the first two. "
+    "'installed' has the environment on its disk, behind an emptied page cache; those that install have just written "
+    "it, so that it is in memory. 'uv, warm cache' has uv's cache on the same file system. 'tar.zst' unpacks an "
+    "archive (zstd -3) that is on the disk. 'capture' is the first start anywhere; all other 'bootseer' are starts on "
+    "cold nodes, with the record of one start on another node, but 'again': the same node later, with all of the "
+    "snapshot here, behind an emptied page cache. Arms turn their order around every round; other programs may use "
+    "the machine meanwhile, so judge by the median"
 )
 
 
@@ -76,8 +80,14 @@ def measure(quick: bool) -> Outcome:
         there = Node(folder / "node", tools, registry.host)
         archive = folder / "environment.tar.zst"
         _pack(there, archive)
-        for store in stores.values():
-            _fill(there, store)
+        _start(there, stores[Names.LOCAL])
+        for name, store in stores.items():
+            if name != Names.LOCAL:
+                _copy(stores[Names.LOCAL], store, registry.host)
+            _start(there, store)
+        there.prepare()
+        there.warm(folder / "small")
+        there.clean()
         for number in range(1 if quick else _ROUNDS):
             arms = _arms(there, archive, stores, folder / f"new-{number}")
             for arm in arms if number % 2 else reversed(arms):
@@ -86,6 +96,7 @@ def measure(quick: bool) -> Outcome:
                     link.shape(None)
                     arm.ahead(there)
                     drop_page_cache()
+                    there.warm(folder / "small")
                     tools.warm()
                     registry.warm()
                     link.shape(arm.mbit_per_s)
@@ -147,14 +158,28 @@ def _pack(there: Node, archive: Path) -> None:
         there.clean()
 
 
-def _fill(there: Node, store: str) -> None:
-    """Capture into a store, then start once on another node, so that there is a record."""
-    for _ in range(2):
-        there.prepare()
-        try:
-            there.start([[*_with_uv(there), *there.bootseer(store)]])
-        finally:
-            there.clean()
+def _start(there: Node, store: str) -> None:
+    """A start on a new node: it captures the first time, and has a record the second time."""
+    there.prepare()
+    try:
+        there.start([[*_with_uv(there), *there.bootseer(store)]])
+    finally:
+        there.clean()
+
+
+def _copy(source: str, target: str, plain_http: str) -> None:
+    """Put what a store has into another one: a capture takes longer."""
+    os.environ["BOOTSEER_PLAIN_HTTP"] = plain_http
+    with closing(open_store(source)) as here, closing(open_store(target)) as there:
+        for stored in here.list("environments/"):
+            if stored.name.endswith("/document"):
+                data = b"".join(here.read(stored.name))
+                objects = EnvironmentDocument.parse(data).objects
+                for name in [*(each.name for each in objects), stored.name]:
+                    upload = there.upload()
+                    for piece in here.read(name):
+                        upload.write(piece)
+                    upload.commit(name, refs=objects if name == stored.name else ())
 
 
 def _with_uv(there: Node) -> list[str]:

@@ -77,8 +77,8 @@ class Node:
         self.job.write_text(_JOB)
 
     def install(self) -> None:
-        """The whole environment, as pip makes it."""
-        self._run([f"{self.venv}/bin/pip", "install", "--quiet", "--no-cache-dir", "-r", str(LOCK)])
+        """The whole environment with its bytecode, as pip would make it, in less time."""
+        self._run([*self.uv(), "--compile-bytecode"])
 
     def fill_uv_cache(self) -> None:
         """What an earlier installation by uv leaves on the node."""
@@ -92,6 +92,15 @@ class Node:
         """uv's installation into the venv, or that of another interpreter."""
         install = [str(self.tools.uv), "pip", "install", "--quiet", "--python", python or f"{self.venv}/bin/python"]
         return [*install, "--cache-dir", str(self._folder / "uv-cache"), "--default-index", INDEX, "-r", str(LOCK)]
+
+    def warm(self, store: Path) -> None:
+        """The tools' own code is in memory. `store` gets a snapshot of one package the first time."""
+        small = self._folder / "small.txt"
+        small.write_text(next(line for line in LOCK.read_text().splitlines(True) if line.startswith("idna==")))
+        spool = ["--quiet", "--spool", str(self._folder / "small")]
+        self._run([_BOOTSEER, "run", *spool, "--store", str(store), "--requirements", str(small), "--", "true"])
+        self._run([f"{self.venv}/bin/pip", "--version"])
+        self._run([str(self.tools.uv), "--version"])
 
     def clean(self) -> None:
         """The node is gone."""

@@ -12,17 +12,24 @@ from pathlib import Path
 from typing import Any
 
 EXPLAINED = {
-    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, pip installs what "
-    "the job needs besides, and only then the job starts.",
+    "full-pull": "What nodes do today: containerd downloads every layer of the image and unpacks it, and only then the "
+    "job starts.",
     "lazy": "The job starts on an image whose bytes are still in the registry: image_loading is nearly nothing. Each "
     "block is fetched when it is first read, so PyTorch's imports wait for the network again and again, and "
-    "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks. pip installs as before, "
-    "and BootSeer keeps the files that it made: the environment's snapshot.",
+    "model_initialization grows. BootSeer writes down which blocks those were: the hot blocks.",
     "recorded": "The same on another new node, which finds that record beside the image. The hot blocks come in the "
     "order in which they were needed, ahead of the program and several requests at a time. The rest of the image "
-    "follows when the job is running. The snapshot is mounted as one more layer: nothing is installed.",
-    "hot-update": "The same node again, as after a change of the code: image and environment are here.",
+    "follows when the job is running.",
+    "hot-update": "The same node again, as after a change of the code: what the job reads is here.",
 }
+WITH_SETUP = {
+    "full-pull": "Before that, pip installs what the job needs besides, at every start.",
+    "lazy": "pip installs as before, and BootSeer keeps the files that it made beside the image: the environment's "
+    "snapshot.",
+    "recorded": "The environment's snapshot is mounted as one more layer: nothing is installed.",
+    "hot-update": "The requirements are the same, so that the snapshot is, too.",
+}
+"""Where the job installs something when it starts."""
 STAGES = {
     "image_loading": ("█", "#c2410c", "until the container can be started"),
     "environment_setup": ("▓", "#a16207", "what the job needs besides the image"),
@@ -62,8 +69,12 @@ class Start:
     total_s: float
     stages: dict[str, float]
     """Seconds by the names of `STAGES`."""
+    parts: dict[str, float]
+    """Seconds by the parts of environment_setup."""
     image: dict[str, Any] | None
     """How the image came; None where BootSeer did not load it."""
+    environment: dict[str, Any] | None
+    """How the environment came; None where BootSeer did not bring it."""
 
     @property
     def fetched(self) -> str:
@@ -72,11 +83,30 @@ class Start:
             return ""
         hot, demand = self.image["hot_bytes"], self.image["demand_bytes"]
         total = (hot + demand + self.image["cold_bytes"]) / 1e6
+        if total < 1:
+            return "The image: what the job read was here, and next to nothing was fetched."
         ahead = f", {hot / 1e6:.0f} MB of them ahead of the program" if hot else ", each when it was read"
         return (
-            f"{total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched until then, "
+            f"The image: {total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched until then, "
             f"in {self.image['requests']} requests{ahead}."
         )
+
+    @property
+    def installed(self) -> str:
+        """What the environment took, in a sentence; empty when nobody knows."""
+        if self.environment is None:
+            return ""
+        mode, parts = self.environment["mode"], self.parts
+        if mode == "restored":
+            files, size = self.environment["num_files"], self.environment["size_bytes"] / 1e6
+            return (
+                f"The environment's snapshot ({files:,} files, {size:.0f} MB) was found and mounted in "
+                f"{self.environment['seconds']:.1f} s."
+            )
+        known = (("pip", "install"), ("bytecode", "compile"), ("making a layer of what they wrote", "capture"))
+        told = [f"{words} {parts[part]:.1f} s" for words, part in known if part in parts]
+        kept = "; a snapshot was kept while the job ran" if self.environment["published"] else ""
+        return f"The environment: {', '.join(told)}{kept}."
 
 
 def read(folder: Path, name: str) -> Start:
@@ -85,14 +115,21 @@ def read(folder: Path, name: str) -> Start:
     stages = {row["stage"]: row["median_s"] or 0.0 for row in report["stages"] if row["depth"] == 0}
     known = {stage: stages.get(stage, 0.0) for stage in STAGES}
     known["other"] = max(total_s - sum(known.values()), 0.0)
-    return Start(name, total_s, known, report["images"][0] if report["images"] else None)
+    parts = {
+        row["stage"].removeprefix("environment_setup."): row["median_s"] or 0.0
+        for row in report["stages"]
+        if row["depth"] == 1 and row["stage"].startswith("environment_setup.")
+    }
+    image, environment = (report[kind][0] if report[kind] else None for kind in ("images", "environments"))
+    return Start(name, total_s, known, parts, image, environment)
 
 
 def print_one(start: Start) -> None:
     parts = [f"{seconds:.1f} s {stage}" for stage, seconds in start.stages.items() if seconds >= 0.1]
     print(f"    {start.total_s:.1f} s from submission to the first step's end: {', '.join(parts)}.")
-    if start.fetched:
-        print(f"    {start.fetched}")
+    for line in (start.installed, start.fetched):
+        if line:
+            print(f"    {line}")
 
 
 def print_all(starts: list[Start]) -> None:
@@ -108,6 +145,11 @@ def faster(start: Start, first: Start) -> str:
     return "" if start is first else f", {first.total_s / start.total_s:.1f} times as fast"
 
 
+def explained(start: Start) -> str:
+    more = WITH_SETUP.get(start.name, "") if start.stages["environment_setup"] else ""
+    return f"{EXPLAINED.get(start.name, '')} {more}"
+
+
 def page(starts: list[Start]) -> str:
     scale_s = max(start.total_s for start in starts)
     parts = []
@@ -120,8 +162,8 @@ def page(starts: list[Start]) -> str:
         name = html.escape(start.name)
         parts.append(
             f'<h2><a href="{name}.html">{name}</a>: {start.total_s:.1f} s{faster(start, starts[0])}</h2>\n'
-            f'<div class="bar">{"".join(boxes)}</div>\n<p>{EXPLAINED.get(start.name, "")}</p>\n'
-            f'<p class="facts">{start.fetched}</p>'
+            f'<div class="bar">{"".join(boxes)}</div>\n<p>{explained(start)}</p>\n'
+            f'<p class="facts">{"<br>".join(filter(None, (start.installed, start.fetched)))}</p>'
         )
     key = " ".join(f'<span style="background: {color}">{name}</span>{tip}' for name, (_, color, tip) in STAGES.items())
     return PAGE.format(key=key, starts="\n".join(parts))

@@ -7,8 +7,9 @@
 #
 # IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
 # IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
-# packages. Called by demo.sh. Needs root. The nodes are this machine: caches and page cache are emptied in front of each
-# of the three starts. All that it starts and mounts ends with it, also when it is interrupted.
+# packages; BootSeer keeps what that did as a snapshot, in the image's repository. Called by demo.sh. Needs root. The nodes
+# are this machine: caches and page cache are emptied in front of each of the three starts. All that it starts and mounts
+# ends with it, also when it is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"
@@ -123,8 +124,8 @@ start_registry
 setup=()
 if [[ -n ${REQUIREMENTS:-} ]]; then
   export FULL_PULL_INSTALL="$IN_IMAGE" FULL_PULL_WHEELS="$WHEELS"
-  setup=(--requirements "$REQUIREMENTS" --mount "$WHEELS:/wheels:ro" --container-env PIP_NO_INDEX=1
-    --container-env PIP_FIND_LINKS=/wheels)
+  setup=(--requirements "$REQUIREMENTS" --store "oci://$host/team/job" --mount "$WHEELS:/wheels:ro"
+    --container-env PIP_NO_INDEX=1 --container-env PIP_FIND_LINKS=/wheels --container-env PIP_QUIET=1)
 fi
 in_image() { # name, more options..., -- command...
   local name="$1"
@@ -147,7 +148,7 @@ empty_node
 say "start 2, lazy: another node, the same image and job" \
   "The container is there at once. What it reads is fetched when it is read, so it waits for the registry again and again." \
   "BootSeer records which blocks those were: 'hot blocks'." \
-  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed: the environment's snapshot."}
+  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed in the registry: the environment's snapshot."}
 forget_memory
 in_image lazy -- "${command[@]}"
 empty_node
@@ -159,7 +160,7 @@ forget_memory
 in_image recorded -- "${command[@]}"
 
 say "start 4, hot-update: the same node, when somebody has changed the code" \
-  "Image and environment are here."
+  "What it reads of the image${REQUIREMENTS:+ and of the snapshot} is here."
 in_image hot-update --kind hot_update -- "${command[@]}"
 
 "$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded hot-update

@@ -64,8 +64,8 @@ class Place:
 
     @property
     def outside(self) -> Path:
-        """A folder that no capture sees: what a setup writes there tells that it ran."""
-        return self.root / "cache" / "outside"
+        """A folder that no node captures: what a setup writes there tells that it ran."""
+        return Path("/run", self.root.name)
 
     @property
     def env(self) -> dict[str, str]:
@@ -173,6 +173,7 @@ def made_place() -> Iterator[Place]:
     finally:
         unmount_below(root)
         shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(Path("/run", root.name), ignore_errors=True)
 
 
 @functools.cache

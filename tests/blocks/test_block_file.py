@@ -43,6 +43,9 @@ def test_objects_leave_out_stripes_without_bytes(store):
     [
         lambda data: bytes(len(data)),
         lambda data: data[:50] + b"x" + data[51:],
+        lambda data: data[:50],
+        lambda data: data + b"x",
+        lambda data: b"",
     ],
 )
 def test_an_index_of_other_bytes_is_refused(store, block_file, change):

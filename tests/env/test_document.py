@@ -192,3 +192,12 @@ def test_a_snapshot_from_the_future_has_no_age_and_is_not_used_where_one_matters
     assert not week.expired(BUILT_S - CLOCK_SKEW_S)
     assert week.expired(BUILT_S - CLOCK_SKEW_S - 1)
     assert not document().expired(0)
+
+
+def test_a_document_that_shows_none_of_its_files_is_none() -> None:
+    value = json.loads(document().encode())
+    value |= {"roots": [], "loose": None, "num_files": 3, "platform": {"base": "host 1234"}}
+    with pytest.raises(CorruptError, match="roots"):
+        EnvironmentDocument.parse(json.dumps(value).encode())
+    value["platform"] = {"base": "image sha256:12"}
+    assert EnvironmentDocument.parse(json.dumps(value).encode()).roots == ()

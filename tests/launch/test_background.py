@@ -40,6 +40,18 @@ def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "a word for the log\n"
 
 
+def test_no_answer_is_lost_when_two_come_at_once(tmp_path: Path) -> None:
+    def work(tell: Tell) -> None:
+        tell({"number": 1})
+        tell({"number": 2})
+
+    helper = start_background(work, name="test-helper", log=tmp_path / "log")
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # both lie in the pipe
+    assert [helper.answer(DEADLINE_S)["number"] for _ in range(2)] == [1, 2]
+    with pytest.raises(TransientError, match="without an answer"):
+        helper.answer(DEADLINE_S)
+
+
 def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
     def work(tell: Tell) -> None:
         raise PermanentError("the disk is full")

@@ -183,7 +183,7 @@ def test_a_failing_setup_is_no_snapshot_and_starts_nothing(place: Place) -> None
     script = place.counting_script("echo half > half\nexit 7\n")
     ran = place.run("--setup", script, "--", "touch", "started", code=7)
     assert "exit code 7" in ran.stderr
-    assert "this machine is as it was" in ran.stderr
+    assert "was private to it and is gone" in ran.stderr
     assert not (place.project / "started").exists()
     assert not (place.project / "half").exists()
     assert not place.documents()
@@ -250,14 +250,18 @@ def test_nothing_is_compiled_at_a_restored_start(place: Place) -> None:
         assert f"code object from {place.site}/{name}.py" not in said
 
 
-def test_bypass_leaves_everything_as_without_snapshots(place: Place) -> None:
-    script = place.counting_script("export GREETING=hello")
+def test_bypass_runs_the_setup_each_time_and_gives_the_same_job(place: Place) -> None:
+    script = place.counting_script("export GREETING=hello\nunset GONE\n")
+    words = ("--setup", script, "--", "sh", "-c", 'echo "$GREETING ${GONE-none}"')
     for number in (1, 2):
-        assert place.run("--env", "bypass", "--setup", script, "--", "sh", "-c", "echo $GREETING").stdout == "\n"
+        assert place.run("--env", "bypass", *words, more={"GONE": "here"}).stdout == "hello none\n"
         assert place.num_setups == number
     assert not place.documents()
+    ran = place.bootseer("run", *words, more={"GONE": "here", "BOOTSEER_DISABLE": "1"})
+    assert ran.stdout == " here\n"
     place.run("--setup", script, "--", "true", more={"BOOTSEER_ENV": "bypass"})
-    assert place.num_setups == 3
+    assert place.num_setups == 4
+    assert not place.documents()
 
 
 def test_refresh_makes_the_snapshot_anew(place: Place) -> None:
@@ -303,6 +307,32 @@ def test_imports_that_were_asked_for_are_tried_before_a_snapshot_is_kept(place: 
     assert not place.documents()
     place.run("--env-import", "alpha", "-r", "requirements.txt", "--", "true")
     assert len(place.documents()) == 1
+
+
+def test_conflicts_of_versions_keep_a_snapshot_from_being_kept_unless_they_are_accepted(place: Place) -> None:
+    script = place.counting_script("python -m pip install -q --no-deps beta==2.0\n")
+    words = ("--setup", script, "--", "true")
+    ran = place.run(*words)
+    assert "beta 2.0 requires alpha, which is not installed (--env-conflicts accept" in ran.stderr
+    assert not place.documents()
+    place.run("--env-conflicts", "accept", *words)
+    assert len(place.documents()) == 1
+
+
+def test_what_is_installed_from_a_scratch_folder_and_leads_there_is_in_no_snapshot(place: Place) -> None:
+    folder = Path("/tmp", place.root.name)
+    text = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    place.write("lib/pyproject.toml", text + '[project]\nname = "lib"\nversion = "1"\n')
+    place.write("lib/backend.py", EDITABLE_BACKEND)
+    place.write("lib/lib.py", "WORD = 'one'\n")
+    script = place.counting_script(f"cp -r lib {folder}\npython -m pip install -q -e {folder}\n")
+    try:
+        ran = place.run("--setup", script, "--", "python", "-c", "import lib; print(lib.WORD)")
+        assert ran.stdout == "one\n"
+        assert f"it left {folder}, which is used later but not kept" in ran.stderr
+        assert not place.documents()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_the_command_s_exit_code_and_arguments_pass(place: Place) -> None:

@@ -55,6 +55,7 @@ def test_of_two_starts_at_once_one_builds_and_the_other_restores(place: Place) -
     for run in (one, two):
         output, error = run.communicate(timeout=DEADLINE_S)
         assert (run.returncode, output) == (0, "made\n"), error
+    assert "waiting for it, 600 s at most" in error
     assert place.num_setups == 1
     modes = {event.node: event.attrs["mode"] for event in place.events() if event.stage == "environment_start"}
     assert modes == {"cache": "captured", "other": "restored"}
@@ -166,7 +167,7 @@ def test_without_the_store_a_node_restores_what_it_knows(place: Place) -> None:
     assert (place.start()["mode"], place.start()["code"]) == ("installed", "store-down")
 
 
-def test_damaged_objects_make_the_setup_run(place: Place) -> None:
+def test_damaged_objects_make_the_setup_run_and_the_snapshot_anew(place: Place) -> None:
     script = place.counting_script("mkdir data; echo words > data/vocab\n")
     words = ("--setup", script, "--", "cat", "data/vocab")
     place.run(*words)
@@ -176,8 +177,12 @@ def test_damaged_objects_make_the_setup_run(place: Place) -> None:
         path.write_bytes(data)
     place.cache = "other"
     assert place.run(*words).stdout == "words\n"
-    assert (place.start()["mode"], place.start()["code"]) == ("installed", "damaged")
+    assert (place.start()["mode"], place.start()["code"]) == ("captured", "damaged")
     assert place.num_setups == 2
+    place.cache = "third"
+    (place.project / "data" / "vocab").unlink()
+    assert place.run(*words).stdout == "words\n"
+    assert (place.start()["mode"], place.num_setups) == ("restored", 2)
 
 
 def test_a_forged_document_is_no_snapshot(place: Place) -> None:
@@ -262,10 +267,24 @@ def test_a_job_that_dies_at_import_behind_a_restore_has_its_environment_made_ane
     assert place.start()["mode"] == "restored"
 
 
-def test_a_user_without_root_gets_the_same_job(place: Place) -> None:
+@contextlib.contextmanager
+def user_s(place: Place) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """The place belongs to a user without root, who runs `bootseer run` in it."""
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv (util-linux)")
-    script = place.write("setup.sh", "mkdir -p data; echo words > data/vocab\n")
+    from conftest_launch import BOOTSEER
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *BOOTSEER, "run", "-q", *words],
+            env=place.env,
+            cwd=place.project,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
     with contextlib.ExitStack() as undo:
         for folder in [*place.root.parents][:-1]:
             mode = folder.stat().st_mode
@@ -275,18 +294,25 @@ def test_a_user_without_root_gets_the_same_job(place: Place) -> None:
         for path, folders, files in os.walk(place.root):
             for name in ("", *folders, *files):
                 os.chown(Path(path, name), 65534, 65534, follow_symlinks=False)
-        become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-        from conftest_launch import BOOTSEER
+        yield run
 
+
+def test_a_user_without_root_gets_the_same_job(place: Place) -> None:
+    script = place.write("setup.sh", "mkdir -p data; echo words > data/vocab\n")
+    with user_s(place) as run:
         for _ in range(2):
-            ran = subprocess.run(
-                [*become, *BOOTSEER, "run", "-q", "--setup", script, "--", "cat", "data/vocab"],
-                env=place.env,
-                cwd=place.project,
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
+            ran = run("--setup", script, "--", "cat", "data/vocab")
             assert (ran.returncode, ran.stdout) == (0, "words\n"), ran.stderr
             assert "Traceback" not in ran.stderr
+
+
+def test_a_setup_that_needs_more_than_a_user_namespace_allows_runs_without(place: Place) -> None:
+    script = place.write("setup.sh", "set -e; echo words > ../shared/words\n")
+    with user_s(place) as run:
+        shared = place.root / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        ran = run("--setup", script, "--", "cat", str(shared / "words"))
+        assert (ran.returncode, ran.stdout) == (0, "words\n"), ran.stderr
+        failing = place.write("failing.sh", "exit 7\n")
+        assert run("--setup", failing, "--", "true").returncode == 7

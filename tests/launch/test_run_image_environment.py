@@ -39,6 +39,7 @@ def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]])
         )  # fmt: skip
         assert ran.returncode == code, ran.stderr
         assert "Traceback" not in ran.stderr
+        assert "not unmounted" not in ran.stderr
         measured = (tmp_path / "spool").exists()
         said = [event.attrs for event in events() if event.stage == "environment_start"] if measured else []
         return ran, said[-1] if said else {}
@@ -79,3 +80,121 @@ def test_a_failing_setup_starts_nothing(job: Callable[..., Any], tmp_path: Path)
 def test_without_measuring_the_setup_still_runs(job: Callable[..., Any]) -> None:
     ran, start = job("--", "cat", "/opt/tool/words", more={"BOOTSEER_DISABLE": "1"})
     assert (ran.stdout, start) == ("words of the project\n", {})
+
+
+def test_variables_that_the_setup_took_away_are_gone(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "project" / "bare.sh").write_text("unset GREETING\nexport MOOD=good\n")
+    script = 'echo "${GREETING-none} $MOOD"'
+    for mode in ("captured", "restored"):
+        ran, start = job("--", "sh", "-c", script, setup="bare.sh")
+        assert (ran.stdout, start["mode"]) == ("none good\n", mode)
+
+
+def test_a_mounted_working_folder_is_where_the_setup_runs(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "project" / "where.sh").write_text("pwd > /where\n")
+    ran, start = job("--mount", f"{tmp_path}:/data:ro", "--", "cat", "/where", setup="where.sh")
+    assert (ran.stdout, start["mode"]) == ("/data/project\n", "captured")
+    # What was installed there remembers the place.
+    ran, start = job("--mount", f"{tmp_path}:/other:ro", "--", "cat", "/where", setup="where.sh")
+    assert (ran.stdout, start["mode"]) == ("/other/project\n", "captured")
+
+
+def test_a_setup_that_writes_into_a_mount_is_not_kept(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "project" / "build.sh").write_text("echo built > result\n")
+    for _ in range(2):
+        ran, start = job("--mount", f"{tmp_path}/project:/code", "--", "cat", "/code/result", setup="build.sh")
+        assert (ran.stdout, start["mode"]) == ("built\n", "installed")
+    assert "project/result, in a mount, which is not kept" in ran.stderr
+
+
+def test_a_mount_that_the_setup_names_is_in_the_key_by_content(job: Callable[..., Any], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "project" / "copy.sh").write_text("cat /data/words > /words\n")
+    for words, mode in (("one", "captured"), ("one", "restored"), ("two", "captured")):
+        (data / "words").write_text(words)
+        ran, start = job("--mount", f"{data}:/data:ro", "--", "cat", "/words", setup="copy.sh")
+        assert (ran.stdout, start["mode"]) == (words, mode)
+
+
+def test_requirements_need_a_python_in_the_image(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "project" / "requirements.txt").write_text("einops\n")
+    ran, _ = job("--requirements", "requirements.txt", "--", "echo", "started", code=127)
+    assert "started" not in ran.stdout
+    assert "there is no Python in the image" in ran.stderr
+
+
+WORDS = ("--", "sh", "-c", 'cat /opt/tool/words; echo "greeting: $GREETING"')
+SAID = "words of the project\ngreeting: hello\n"
+
+
+def test_where_layers_cannot_be_moved_the_command_still_runs_on_what_the_setup_did(
+    job: Callable[..., Any], node: Node, tmp_path: Path
+) -> None:
+    folder = node.cache / "environments" / "runs"
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    ran, start = job(*WORDS)
+    assert (ran.stdout, start["mode"]) == (SAID, "installed")
+    assert "no snapshot of the environment was kept" in ran.stderr
+    assert not list((tmp_path / "store").glob("environments/*/document"))
+
+
+def test_without_a_folder_for_environments_the_setup_runs(job: Callable[..., Any], node: Node) -> None:
+    folder = node.cache / "environments"
+    folder.mkdir(parents=True)
+    (folder / "runs").write_text("a file")
+    ran, start = job(*WORDS)
+    assert (ran.stdout, start["mode"]) == (SAID, "bypassed")
+    assert "no snapshot of the environment" in ran.stderr
+    job("--env", "require", *WORDS, code=1)
+
+
+def test_without_a_store_the_setup_runs(job: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    ran, start = job(*WORDS)
+    assert (ran.stdout, start["mode"]) == (SAID, "installed")
+
+
+def test_a_damaged_snapshot_is_not_mounted_and_the_setup_runs(
+    job: Callable[..., Any], node: Node, tmp_path: Path
+) -> None:
+    job(*WORDS)
+    for path in (tmp_path / "store").rglob("*"):
+        if path.is_file() and path.name != "document":
+            path.write_bytes(b"damaged")
+    more = {"BOOTSEER_CACHE": str(tmp_path / "cache2")}  # another node
+    ran, start = job(*WORDS, more=more)
+    assert (ran.stdout, start["mode"]) == (SAID, "installed")
+
+
+def test_required_and_not_there_it_starts_nothing(job: Callable[..., Any]) -> None:
+    ran, _ = job("--env", "require", "--", "echo", "started", code=1)
+    assert "started" not in ran.stdout
+    assert "no environment snapshot" in ran.stderr
+
+
+@pytest.mark.parametrize("runtime", ["runc", "direct"])
+def test_a_setup_that_leaves_a_process_is_not_kept(job: Callable[..., Any], tmp_path: Path, runtime: str) -> None:
+    (tmp_path / "project" / "daemon.sh").write_text("sleep 60 </dev/null >/dev/null 2>&1 &\necho done > /done\n")
+    ran, start = job("--runtime", runtime, "--", "cat", "/done", setup="daemon.sh")
+    assert (ran.stdout, start["mode"]) == ("done\n", "installed")
+    assert "it left a process running" in ran.stderr
+
+
+def test_what_the_command_needs_from_a_scratch_folder_keeps_the_snapshot_away(
+    job: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "project" / "scratch.sh").write_text("mkdir -p /tmp/tool; echo tool > /tmp/tool/words\n")
+    ran, _ = job("--", "cat", "/tmp/tool/words", setup="scratch.sh")
+    assert ran.stdout == "tool\n"
+    assert "not snapshot-safe" in ran.stderr
+    assert job("--", "cat", "/tmp/tool/words", setup="scratch.sh")[0].stdout == "tool\n"
+
+
+def test_a_replaced_node_mounts_image_and_snapshot_lazily(job: Callable[..., Any], node: Node, tmp_path: Path) -> None:
+    words = ("--loading", "lazy", "--", "sh", "-c", "cat /opt/tool/words; wc -c < /hot")
+    first, _ = job(*words)
+    for number in range(3):
+        ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / f"node{number}")})
+        assert (ran.stdout, start["mode"]) == (first.stdout, "restored")

@@ -86,7 +86,8 @@ def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) 
     if block_file.index_bytes > MAX_READ_BYTES:
         raise CorruptError(f"{block_file.index_name}: an index of {block_file.index_bytes} bytes is too large")
     data = bytearray()
-    with closing(store.read(block_file.index_name, 0, block_file.index_bytes, timeout_s=timeout_s)) as pieces:
+    # All of it, whatever its size is: damage may have changed that, too.
+    with closing(store.read(block_file.index_name, timeout_s=timeout_s)) as pieces:
         for piece in pieces:
             data += piece
             if len(data) > block_file.index_bytes:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import time
 from collections.abc import Callable
 
 from bootseer import errors
 from bootseer.errors import BootseerError, TransientError
 
+DEADLINE_S = 300.0
+"""More than all deadlines of what is asked for together: only for a client that hangs."""
 _MAX_BYTES = 65_536
 
 
@@ -23,16 +27,18 @@ def breaks_forks(uri: str | None) -> bool:
     return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
 
 
-def do_apart(work: Callable[[], object]) -> None:
-    """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised."""
+def do_apart(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
+    """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised.
+
+    `TransientError` after `deadline_s` seconds: the child is killed then.
+    """
     answer, report = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         _work(work, report)
     os.close(report)
     try:
-        with os.fdopen(answer, "rb") as pipe:
-            said = pipe.read(_MAX_BYTES)
+        said = _hear(answer, deadline_s)
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
@@ -44,6 +50,20 @@ def do_apart(work: Callable[[], object]) -> None:
         raise (found if isinstance(found, type) and issubclass(found, BootseerError) else BootseerError)(message)
     if status:
         raise TransientError(f"the process that asked the store ended with status {status}")
+
+
+def _hear(answer: int, deadline_s: float) -> bytes:
+    """What the child says until it ends."""
+    said, end = b"", time.monotonic() + deadline_s
+    with os.fdopen(answer, "rb", buffering=0) as pipe:
+        while len(said) < _MAX_BYTES:
+            if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TransientError(f"the process that asked the store has not answered for {deadline_s:g} s")
+            piece = pipe.read(_MAX_BYTES - len(said))
+            if not piece:
+                break
+            said += piece
+    return said
 
 
 def _work(work: Callable[[], object], report: int) -> None:

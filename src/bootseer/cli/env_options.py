@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import Option
+from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment_wanted import EnvironmentWanted, Mode
+    from bootseer.launch.environment_wanted import EnvironmentWanted
 
 MODE = "BOOTSEER_ENV"
 _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
 _WAIT = "BOOTSEER_ENV_WAIT"
 _PUBLISH = "BOOTSEER_ENV_PUBLISH"
 _TENANT = "BOOTSEER_ENV_TENANT"
-_MODES = ("auto", "refresh", "bypass", "require")
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
@@ -53,6 +53,12 @@ CAPTURE = (
         many=True,
     ),
     Option(
+        "conflicts",
+        ("--env-conflicts",),
+        "Whether a new conflict that `pip check` finds keeps a snapshot from being kept (refuse, the default; accept).",
+        choices=("refuse", "accept"),
+    ),
+    Option(
         "max_age",
         ("--env-max-age",),
         "Snapshots older than this are made anew, as 12h or 7d (default: 7d unless all versions are pinned; none).",
@@ -67,7 +73,7 @@ ENVIRONMENT = (
         ("--env",),
         "Snapshots of the environment: use and make them (auto, the default), make anew (refresh), neither (bypass), "
         "or end where none can be used (require).",
-        choices=_MODES,
+        choices=MODES,
     ),
     *KEY,
     *CAPTURE,
@@ -113,6 +119,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),
         imports=tuple(values.get("imports", ())),
+        conflicts=values.get("conflicts") or "refuse",
         max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
         wait_s=_duration(values.get("wait"), "--env-wait", env, _WAIT) or 600.0,
         publish_s=_duration(None, "", env, _PUBLISH) or 600.0,
@@ -122,8 +129,6 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
 
 def _mode(env: Mapping[str, str]) -> Mode:
     said = env.get(MODE) or "auto"
-    from bootseer.launch.environment_wanted import MODES
-
     for mode in MODES:
         if mode == said:
             return mode

@@ -31,4 +31,4 @@ class Change:
     """A directory that replaced one: nothing of the old one shows through."""
     before: str = ""
     """What was there: `file:sha256:<hex>`, `symlink:<target>`, `directory` or `other`; empty for what was added. Only
-    asked for outside the system's own folders, where a restore must not overwrite what somebody else wrote."""
+    asked for where people keep or edit files: a restore must neither overwrite nor hide what somebody else wrote."""

@@ -98,7 +98,8 @@ class EnvironmentDocument:
     what: str = ""
     """The setup, for people: names of its files."""
     loose: Stored | None = None
-    """A manifest of the paths outside of `roots` alone, which each restore needs; None when there are none."""
+    """A manifest of what each restore has to look at: paths outside of `roots`, and those inside where a mount might
+    hide what somebody wrote on its machine. None where that is nothing."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Unknown keys of later versions, kept."""
 
@@ -147,6 +148,7 @@ class EnvironmentDocument:
         if value.pop("schema", None) != SCHEMA:
             raise OtherVersionError(f"environment document: another version, this BootSeer reads {SCHEMA}")
         max_age, loose = value.pop("max_age_s", None), value.pop("loose", None)
+        _check_shown(value, loose)
         return cls(
             key=_matching(value, "key", _KEY),
             components=_components(value),
@@ -172,6 +174,14 @@ class EnvironmentDocument:
             loose=None if loose is None else _stored(loose, "loose"),
             more=value,
         )
+
+
+def _check_shown(value: dict[str, Any], loose: object) -> None:
+    """On a machine, a document that leads to none of its files: nothing would be there, and the job would find out."""
+    platform = value.get("platform")
+    on_machine = isinstance(platform, dict) and str(platform.get("base", "")).startswith("host")
+    if on_machine and value.get("num_files") and not value.get("roots") and loose is None:
+        raise _wrong("roots")
 
 
 def is_key(text: str) -> bool:

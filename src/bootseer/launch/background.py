@@ -34,6 +34,8 @@ class Background:
         self._pipe = pipe
         self._data = b""
         self._said: list[dict[str, Any]] = []
+        self._next = 0
+        """The first one that `answer` has not given yet."""
         self._open = True
 
     def heard(self) -> list[dict[str, Any]]:
@@ -51,13 +53,13 @@ class Background:
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """The next thing that it tells. Raises `TransientError` when it tells nothing in time, or has ended."""
         until = time.monotonic() + timeout_s
-        seen = len(self._said)
-        while len(self._said) == seen:
+        while len(self._said) == self._next:
+            if not self._open:
+                raise TransientError("a helper process ended without an answer")
             if not self._hear(max(until - time.monotonic(), 0.0)):
                 raise TransientError("a helper process did not answer in time")
-            if not self._open and len(self._said) == seen:
-                raise TransientError("a helper process ended without an answer")
-        return self._said[seen]
+        self._next += 1
+        return self._said[self._next - 1]
 
     def stop(self) -> None:
         """Let it undo what it does and end; kill it when that takes long."""

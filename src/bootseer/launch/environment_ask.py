@@ -34,6 +34,7 @@ def ask_for(
         inputs=wanted.inputs,
         tenant=wanted.tenant,
         variables=wanted.variables,
+        salt=wanted.place,
     )
 
 

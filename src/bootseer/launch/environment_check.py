@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bootseer.env.capturing.capture import open_capture
 from bootseer.errors import BootseerError
+from bootseer.launch.environment_view import private_ways
 from bootseer.machine.check import Check
 
 CHECK = "environments"
@@ -24,7 +25,7 @@ def check(cache: Path) -> Check:
         # One that is not there yet is judged by the folder that it would be made in.
         place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
         with tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder:
-            for way in ("overlay", "user"):
+            for way in private_ways():
                 try:
                     open_capture(Path(folder), way=way, own=[cache]).close()
                 except BootseerError as error:
@@ -35,5 +36,6 @@ def check(cache: Path) -> Check:
     except OSError as error:
         todo = "set BOOTSEER_CACHE to another folder"
         return Check(CHECK, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
-    why = f"nothing can be mounted ({'; '.join(refused)}): setups are captured by two walks over the disks"
+    lacks = "; ".join(refused) or "root without the right to mount"
+    why = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
     return Check(CHECK, "limited", "files are copied", why, "run as root, or allow user namespaces", opens)

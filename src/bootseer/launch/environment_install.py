@@ -2,7 +2,7 @@
 
 The same on this machine itself and in a capture, which `enter` leads into. What the setup writes to standard output
 goes to standard error. Signals must be blocked: one that arrives meanwhile goes to the step and ends the setup with it.
-Called by `environment_stage` and `environment_capture`.
+Called by `environment_stage`, `environment_capture`, `environment_private` and `environment_look`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bootseer.env.capturing import exports
 from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
-from bootseer.env.installing.choose import Installation, choose
+from bootseer.env.installing.choose import Command, Installation, choose
 from bootseer.env.installing.interpreter import Interpreter
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.running import Run, runner
 from bootseer.errors import BootseerError
 from bootseer.launch import supervise
-from bootseer.launch.environment_setup import steps
+from bootseer.launch.environment_script import telling
+from bootseer.launch.environment_setup import Step, steps
 from bootseer.launch.environment_task import Task
 from bootseer.launch.supervise import CannotStart, say
 
@@ -104,23 +104,29 @@ class _SettingUp:
         if task.requirements and not done.code:
             done = self._requirements(done)
         if not done.code:
-            after = self._installed()
-            new = new_distributions(self._before, after)
-            if self._python is not None:
-                compile_new(self._task, self._python, new, enter=self._enter)
-            done = replace(done, packages=new_packages(self._before, after), new=new)
+            try:
+                done = self._new(done)
+            except Exception as error:  # the setup itself went well
+                unknown = f"what it installed is not known: {type(error).__name__}: {error}"
+                done = replace(done, reasons=(*done.reasons, unknown))
         return replace(done, ended_s=time.time())
 
+    def _new(self, done: SetUp) -> SetUp:
+        """What there is now that was not there before, with its bytecode."""
+        after = self._installed()
+        new = new_distributions(self._before, after)
+        if self._python is not None:
+            compile_new(self._task, self._python, new, enter=self._enter)
+        return replace(done, packages=new_packages(self._before, after), new=new)
+
     def _script(self, script: str, done: SetUp) -> SetUp:
+        task = self._task
         (step,) = steps(script, ())
-        folder = self._task.folder.path / _EXPORTS
-        folder.mkdir(exist_ok=True)
-        argv, more = exports.command(script, folder, self._env)
-        env = {**self._env, **more}
-        code = self._spawn(step.stage, Path(script).name, argv, env)
+        asked = telling(script, step.command, task.folder.path / _EXPORTS, self._env)
+        code = self._spawn(step.stage, Path(script).name, asked.argv, asked.env)
         if code:
             return self._failed(done, script, code)
-        left = exports.read(folder, env, node_words=[self._task.node])
+        left = asked.left(task.node)
         return replace(done, exports=left.exports, reasons=left.unsafe)
 
     def _requirements(self, done: SetUp) -> SetUp:
@@ -129,7 +135,7 @@ class _SettingUp:
         if self._python is None:
             code = self._spawn(step.stage, Path(step.what).name, step.command, self._env)
             return self._failed(done, step.what, code) if code else done
-        way = self._chosen(self._python)
+        way = self._chosen(self._python, step)
         code = 1
         for number, command in enumerate(way.commands):
             if number:
@@ -145,9 +151,13 @@ class _SettingUp:
                 return replace(done, installer=command.installer)
         return self._failed(done, step.what, code)
 
-    def _chosen(self, python: Interpreter) -> Installation:
+    def _chosen(self, python: Interpreter, step: Step) -> Installation:
         task = self._task
-        way = choose(task.requirements, self._env, python, self._run, cwd=task.cwd, root=self._root)
+        try:
+            way = choose(task.requirements, self._env, python, self._run, cwd=task.cwd, root=self._root)
+        except Exception as error:  # whatever is wrong with our choice, pip installs
+            say(f"installing with pip, as no other way was found: {type(error).__name__}: {error}")
+            return Installation((Command("pip", tuple(step.command), {}),))
         if way.why_pip and way.why_pip != "there is no uv":
             say(f"installing with pip, not with uv: {way.why_pip}")
         return way
@@ -171,7 +181,7 @@ class _SettingUp:
         python = shutil.which("python3", path=path) or shutil.which("python", path=path) or sys.executable
         try:
             return interpreter.ask(python, self._env, self._run)
-        except BootseerError:
+        except (BootseerError, OSError):  # pip says why it does not run
             return None
 
     def _installed(self) -> Installed:

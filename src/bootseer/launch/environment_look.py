@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bootseer.bring.places import environments_folder, runtime_root
+from bootseer.bring.places import runtime_root
 from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision
@@ -31,7 +31,7 @@ from bootseer.launch.environment_shown import NotShown
 from bootseer.launch.environment_task import Task
 from bootseer.launch.environment_wanted import EnvironmentWanted
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.run_folder import RunFolder
+from bootseer.launch.start_end import harmless
 from bootseer.launch.supervise import CannotStart, say
 from bootseer.store.open import open_store
 
@@ -156,8 +156,9 @@ def run_on_snapshot(
     except Interrupted as interrupted:
         return interrupted.exit_code
     finally:
-        if shown is not None:
-            shown.undo.close()
+        with harmless("the environment was not taken away"):
+            if shown is not None:
+                shown.undo.close()
         task.folder.remove()
         supervise.unblock_signals()
 
@@ -165,16 +166,8 @@ def run_on_snapshot(
 def _task(
     setup: str | None, requirements: Sequence[str], uri: str, cache: Path, plain_http: bool, env: Mapping[str, str]
 ) -> Task:
-    return Task(
-        setup=setup,
-        requirements=tuple(requirements),
-        wanted=EnvironmentWanted(cache, runtime_root(env, os.getuid()), store=uri, plain_http=plain_http),
-        env=env,
-        own_env=env,
-        session=None,
-        own_group=not supervise.in_foreground(),
-        folder=RunFolder.made(environments_folder(cache) / "runs"),
-    )
+    wanted = EnvironmentWanted(cache, runtime_root(env, os.getuid()), store=uri, plain_http=plain_http)
+    return Task.made(setup, requirements, wanted, env)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bootseer.bring.places import environments_folder
 from bootseer.env.life.decide import Action
 from bootseer.errors import Interrupted
 from bootseer.launch import supervise
@@ -15,7 +14,6 @@ from bootseer.launch.environment_shown import NotShown
 from bootseer.launch.environment_stage import EnvironmentStart
 from bootseer.launch.environment_task import Task
 from bootseer.launch.environment_wanted import EnvironmentWanted
-from bootseer.launch.run_folder import RunFolder
 from bootseer.launch.supervise import say
 
 
@@ -45,16 +43,7 @@ def make_snapshot(
 ) -> Made:
     """Run the setup in a capture and keep what it did; nothing happens when there is a snapshot."""
     supervise.block_signals()
-    task = Task(
-        setup=setup,
-        requirements=tuple(requirements),
-        wanted=wanted,
-        env=env,
-        own_env=env,
-        session=None,
-        own_group=not supervise.in_foreground(),
-        folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
-    )
+    task = Task.made(setup, requirements, wanted, env)
     start = EnvironmentStart(task, ())
     code = 1
     try:

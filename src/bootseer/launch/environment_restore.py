@@ -20,6 +20,7 @@ from bootseer.env.snapshot.manifest import Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.launch.environment_shown import NotShown, Shown
 from bootseer.launch.environment_task import Task
+from bootseer.launch.environment_view import writes_out
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
@@ -82,8 +83,10 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     store = open_store(task.store_uri, plain_http=wanted.plain_http)
     shown.undo.callback(store.close)
     entries: Sequence[Entry] = ()
-    if on_host and document.loose is not None:
-        data = Local(wanted.cache, say).object(document.loose, store)
+    written_out = on_host and writes_out()
+    listed = document.manifest if written_out else document.loose
+    if on_host and listed is not None:
+        data = Local(wanted.cache, say).object(listed, store)
         entries = Manifest.parse(data).entries
     bring = Bring(
         cache=wanted.cache,
@@ -92,6 +95,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         publish=who is None or publishes(who.node, who.num_nodes),
         plain_http=wanted.plain_http,
         loading=wanted.loading,
+        unpack=written_out,
     )
     layer = bring_layer(document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say)
     shown.undo.callback(_let_go, layer)
@@ -102,8 +106,11 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     with task.stage("restore.show"):
         if entries:
             known = environments_folder(wanted.cache) / "known" / document.key
-            place.apply(loose.plan(entries, layer.at, roots=document.roots, known=known), layer.at)
-        if document.roots:
+            roots = () if written_out else document.roots
+            place.apply(loose.plan(entries, layer.at, roots=roots, known=known), layer.at)
+        if written_out:
+            say("nothing can be mounted here: all files of the environment are written to this machine's own")
+        elif document.roots:
             user = not may_mount()
             view = show_on_host(layer.at, document.roots, changes=task.changes, user=user, say=say)
             shown.undo.callback(view.close)

@@ -59,12 +59,15 @@ class Sought:
             self.keeper.stop()
 
 
-def seek(task: Task, key: RequestKey) -> Sought:
-    """Decide what is done. Nothing that goes wrong with the store is an error: then the setup runs."""
+def seek(task: Task, key: RequestKey, *, damaged: str = "") -> Sought:
+    """Decide what is done. Nothing that goes wrong with the store is an error: then the setup runs.
+
+    `damaged` says what is wrong with the snapshot that was found before: it is to be made anew.
+    """
     stay, held = os.pipe2(os.O_CLOEXEC)
     try:
         keeper = start_background(
-            lambda tell: _Seeker(task, key, tell, stay, held).seek(),
+            lambda tell: _Seeker(task, key, tell, stay, held, damaged).seek(),
             name="bootseer-lease",
             log=task.folder.path / "seek.log",
         )
@@ -79,6 +82,7 @@ def seek(task: Task, key: RequestKey) -> Sought:
             said = _answer(keeper, _LOOK_S)
             facts["code"] = said["code"]
         if said["action"] == Action.WAIT.value:
+            say(f"{said['words']}; waiting for it, {task.wanted.wait_s:g} s at most (--env-wait)")
             with task.stage("wait") as facts:
                 facts["for"] = said["words"]
                 said = _answer(keeper, task.wanted.wait_s + _SLACK_S)
@@ -147,12 +151,13 @@ def _decision(said: Mapping[str, Any]) -> Decision:
 class _Seeker:
     """In the child."""
 
-    def __init__(self, task: Task, key: RequestKey, tell: Tell, stay: int, held: int) -> None:
+    def __init__(self, task: Task, key: RequestKey, tell: Tell, stay: int, held: int, damaged: str) -> None:
         os.close(held)  # of those that hold the lease we are none
         self._task = task
         self._key = key
         self._tell = tell
         self._stay = stay
+        self._damaged = damaged
 
     def seek(self) -> None:
         """Answer once, twice if there was somebody to wait for; then keep the lease, if there is one."""
@@ -190,7 +195,7 @@ class _Seeker:
             found,
             now_s=time.time(),
             refusal=self._refusal(document),
-            quarantined=self._suspicion(catalog, local, document),
+            quarantined=self._damaged or self._suspicion(catalog, local, document),
         )
 
     def _suspicion(self, catalog: Catalog, local: Local, document: EnvironmentDocument | None) -> str:

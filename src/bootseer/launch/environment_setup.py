@@ -1,7 +1,7 @@
 """The environment setup before the command, as a measured stage: a script, a requirements file, or both.
 
-What the setup writes to standard output goes to standard error, so that the job's own output stays clean. Called by
-`launch.run`.
+It runs on this machine itself, by pip; with snapshots `environment_install` does it. What the setup writes to standard
+output goes to standard error, so that the job's own output stays clean. Called by `launch.run`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from bootseer.errors import UsageError
-from bootseer.launch.supervise import CannotStart, spawn, wait
+from bootseer.launch.supervise import CannotStart, say, spawn, wait
 from bootseer.trace.tracer import Tracer
 
 STAGE = "environment_setup"
@@ -29,6 +30,20 @@ class Step:
     command: Sequence[str]
     what: str
     """For the user: the file it came from."""
+    script: str = ""
+    """The setup script, if it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the setup ended."""
+
+    code: int
+    """Of the step that failed; else 0."""
+    what: str
+    """What failed."""
+    env: Mapping[str, str]
+    """The command's environment: what the setup was given, and what its script exported."""
 
 
 def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
@@ -44,7 +59,7 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
         command = (
             [str(Path(script).absolute())] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
         )
-        found.append(Step(f"{STAGE}.script", command, script))
+        found.append(Step(f"{STAGE}.script", command, script, script))
     if requirements:
         # The job's Python is the one on PATH, not the one that BootSeer runs on.
         python = shutil.which("python3") or shutil.which("python") or sys.executable
@@ -53,40 +68,59 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
     return found
 
 
-def run(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> tuple[int, str]:
-    """Run the steps until one fails; returns its exit code, or 0, and what failed.
+def run(
+    steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool, exports: bool
+) -> Ended:
+    """Run the steps until one fails. `exports`: whether the command gets what the script exports.
 
     Signals must be blocked. A signal that arrives meanwhile goes to the step and ends the setup with it.
     """
 
-    def all_steps() -> tuple[int, str]:
+    def all_steps() -> Ended:
+        found = env
         for step in steps:
-            work = partial(_run, step, env, tracer, own_group)
-            code, what = _staged(tracer, step.stage, {"file": Path(step.what).name}, work)
-            if code:
-                return code, what
-        return 0, ""
+            work = partial(_run_telling if step.script and exports else _run, step, env, tracer, own_group)
+            ended = _staged(tracer, step.stage, {"file": Path(step.what).name}, work)
+            if ended.code:
+                return ended
+            found = ended.env if step.script else found
+        return Ended(0, "", found)
 
     return _staged(tracer, STAGE, {}, all_steps)
 
 
-def _staged(
-    tracer: Tracer | None, stage: str, attrs: Mapping[str, object], work: Callable[[], tuple[int, str]]
-) -> tuple[int, str]:
+def _staged(tracer: Tracer | None, stage: str, attrs: Mapping[str, object], work: Callable[[], Ended]) -> Ended:
     """Do the work as a stage, when there is a tracer; an exit code other than 0 makes it a failed one."""
     if tracer is None:
         return work()
     with tracer.span(stage, attrs) as span:
-        code, what = work()
-        if code:
-            span.fail(f"exit code {code}")
-    return code, what
+        ended = work()
+        if ended.code:
+            span.fail(f"exit code {ended.code}")
+    return ended
 
 
-def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> tuple[int, str]:
+def _run_telling(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> Ended:
+    """Run the script so that it tells what it exports."""
+    from bootseer.env.capturing import exports
+    from bootseer.launch.environment_script import telling
+
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="bootseer-", ignore_cleanup_errors=True)
+    except OSError as error:
+        say(f"what {step.script} exports does not reach the command: {error}")
+        return _run(step, env, tracer, own_group)
+    with folder:
+        asked = telling(step.script, step.command, Path(folder.name), env)
+        ended = _run(replace(step, command=asked.argv), asked.env, tracer, own_group)
+        node = tracer.identity.node if tracer is not None else os.uname().nodename
+        return replace(ended, env=exports.apply(asked.left(node).exports, env))
+
+
+def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> Ended:
     child_env = {**env, **tracer.environment()} if tracer is not None else env
     try:
         pid = spawn(step.command, child_env, own_group=own_group, stdout=2)
     except CannotStart as error:
-        return error.code, str(error)
-    return wait(pid, own_group=own_group), step.what
+        return Ended(error.code, str(error), env)
+    return Ended(wait(pid, own_group=own_group), step.what, env)

@@ -1,6 +1,6 @@
 """The environment as the command finds it: which way it came, how to get there, and what to undo at the end.
 
-Made by `environment_restore`, `environment_capture` and `environment_stage`.
+Made by `environment_restore`, `environment_capture`, `environment_private` and `image_environment`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from bootseer.env.life.decide import Decision
+from bootseer.env.life.decide import REASONS, Decision, fell_back
 
 if TYPE_CHECKING:
     from bootseer.env.restoring.layer import Layer
@@ -42,3 +42,10 @@ class NotShown(Exception):  # noqa: N818 - it is no end: the setup runs on the m
     def __init__(self, code: str, words: str) -> None:
         super().__init__(words)
         self.code = code
+
+
+def given_up(decision: Decision, error: Exception) -> Decision:
+    """What follows when a snapshot could not be used after all, or the setup not be captured."""
+    if isinstance(error, NotShown):
+        return fell_back(decision, error.code, str(error))
+    return fell_back(decision, "failed", f"{REASONS['failed']}: {type(error).__name__}: {error}")

@@ -11,39 +11,37 @@
     environment_setup.compile     bytecode, once
     environment_start             the moment when training began (or the command ended): how the environment came
 
-Whatever goes wrong with snapshots, the setup runs for real on this machine, and the report says why. Imported by
+Whatever goes wrong with snapshots, the setup runs for real, privately to the command where that is possible, and the
+report says why. Imported by
 `launch.run` only when there is a setup and snapshots are wanted.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bootseer.bring.places import environments_folder
 from bootseer.errors import BootseerError, Interrupted
 from bootseer.launch.environment_task import Task
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.run import Options, run_command
-from bootseer.launch.run_folder import RunFolder
+from bootseer.launch.run import Options, run_command, run_set_up
 from bootseer.launch.session import Session
+from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
-from bootseer.trace.otlp_tail import SpoolTail
-from bootseer.trace.tracer import TRAINING_BEGAN
 
 if TYPE_CHECKING:
     from bootseer.env.keys.key import RequestKey
     from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
+    from bootseer.env.modes import Mode
     from bootseer.launch.environment_publish import Publishing
     from bootseer.launch.environment_seek import Sought
     from bootseer.launch.environment_shown import Shown
 
 EVENT = "environment_start"
-_LOOK_EVERY_S = 1.0
 _SIGNALLED = 128
 
 
@@ -63,16 +61,19 @@ def run_in_environment(
     """
     wanted = options.environment
     assert wanted is not None  # noqa: S101 - for the type checker: `launch.run` looked
-    task = Task(
-        setup=options.setup,
-        requirements=tuple(options.requirements),
-        wanted=wanted,
-        env=env,
-        own_env=own_env,
-        session=session,
-        own_group=own_group,
-        folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
-    )
+    try:
+        task = Task.made(
+            options.setup,
+            options.requirements,
+            wanted,
+            env,
+            own_env=own_env,
+            session=session,
+            own_group=own_group,
+        )
+    except BootseerError as error:
+        came = _without_cache(wanted.mode, str(error))
+        return run_set_up(command, options, env, session, own_group=own_group, came=came)
     start = EnvironmentStart(task, command)
     code = 1
     try:
@@ -83,15 +84,23 @@ def run_in_environment(
         say(f"interrupted by {interrupted} while the environment was made ready")
         code = interrupted.exit_code
     finally:
-        try:
-            start.end(code)
-        finally:
-            start.close()
+        start.end(code)
+        start.close()
     return code
 
 
+def _without_cache(mode: Mode, why: str) -> Mapping[str, object]:
+    """What the report says where nothing can be kept on this node. Raises `UsageError` where a snapshot is required."""
+    from bootseer.env.life.decide import Action, Decision, fell_back
+
+    decision = fell_back(Decision(Action.INSTALL, "failed", why, mode=mode), "failed", why)
+    decision.check()
+    say(f"the environment is set up without a snapshot: {why}")
+    return {"mode": "installed", "code": decision.code, "reason": decision.words, "until": "setup"}
+
+
 class EnvironmentStart:
-    """One environment start on this node. `watch` runs in a thread; all else in the main one, before or after it."""
+    """One environment start on this node. `tell` may come from a thread; all else runs in the main one."""
 
     def __init__(self, task: Task, command: Sequence[str]) -> None:
         self.task = task
@@ -101,7 +110,7 @@ class EnvironmentStart:
         self.publishing: Publishing | None = None
         self.seconds = 0.0
         """What bringing the environment took."""
-        self._told = threading.Lock()  # held by whoever tells of the start: it is told once
+        self._over = StartEnd(task.session, self._record)
 
     def prepare(self) -> int:
         """Bring the environment, one way or another. Returns the setup's exit code: 0 when the command can start."""
@@ -117,22 +126,34 @@ class EnvironmentStart:
 
     def _prepare(self) -> int:
         # Its imports take longer than all else where the environment is here, and belong to the stage.
-        from bootseer.env.life.decide import REASONS, Action, fell_back
-        from bootseer.launch.environment_shown import NotShown
+        from bootseer.env.life.decide import Action
+        from bootseer.launch.environment_private import set_up_here, set_up_privately
+        from bootseer.launch.environment_shown import given_up
 
         key, decision = self.look()
-        try:
-            if decision.action is Action.RESTORE:
-                self._restore(decision)
-                return 0
-            if decision.action is Action.BUILD and key is not None:
+        if decision.action is Action.RESTORE:
+            decision = self._restore(decision)
+            if decision.code == "damaged" and key is not None:
+                decision = self._look_again(key, decision)
+        if self.shown is not None:
+            return 0
+        if decision.action is Action.BUILD and key is not None:
+            say(f"environment {key.digest[:12]} is set up and kept: {decision.words}")
+            try:
                 return self._capture(key, decision)
-        except NotShown as error:
-            decision = fell_back(decision, error.code, str(error))
-        except Exception as error:  # whatever is wrong with us, the job starts
-            decision = fell_back(decision, "failed", f"{REASONS['failed']}: {type(error).__name__}: {error}")
+            except Exception as error:  # whatever is wrong with us, the job starts
+                decision = given_up(decision, error)
+                say(f"the environment is set up without a snapshot: {decision.words}")
+                code, self.shown = set_up_here(self.task, decision)
+                return code
         decision.check()
-        return self._install(decision)
+        say(f"the environment is set up without a snapshot: {decision.words}")
+        try:
+            code, self.shown = set_up_privately(self.task, decision)
+        except Exception as error:  # see above
+            say(f"the setup runs on this machine itself: {error}")
+            code, self.shown = set_up_here(self.task, decision)
+        return code
 
     def look(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
         """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
@@ -153,14 +174,38 @@ class EnvironmentStart:
                     facts["key"] = key.digest
                 self._sought = seek(task, key)
                 return key, self._sought.decision
-        except (BootseerError, OSError, ValueError) as error:
+        except Exception as error:  # whatever is wrong with us, the job starts
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
-    def _restore(self, decision: Decision) -> None:
+    def _restore(self, decision: Decision) -> Decision:
+        """Show the snapshot; the same decision, or what follows when it cannot be shown."""
         from bootseer.launch.environment_restore import restore
+        from bootseer.launch.environment_shown import given_up
 
-        with interruptible():
-            self.shown = restore(self.task, decision, self.command)
+        try:
+            with interruptible():
+                self.shown = restore(self.task, decision, self.command)
+        except Exception as error:  # whatever is wrong with us, the job starts
+            return given_up(decision, error)
+        return decision
+
+    def _look_again(self, key: RequestKey, decision: Decision) -> Decision:
+        """The snapshot is damaged in the store, and stays so until somebody makes it anew: this start, or another."""
+        from bootseer.env.life.decide import Action
+        from bootseer.launch.environment_seek import seek
+
+        try:
+            with interruptible():
+                if self._sought is not None:
+                    self._sought.close()
+                self._sought = seek(self.task, key, damaged=decision.words)
+        except Exception as error:  # whatever is wrong with us, the job starts
+            say(f"the environment is not made anew: {error}")
+            return decision
+        again = self._sought.decision
+        if again.action is Action.RESTORE:  # another start made it meanwhile
+            return self._restore(again)
+        return replace(again, code=decision.code, words=decision.words)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
         """The setup's exit code."""
@@ -173,26 +218,12 @@ class EnvironmentStart:
         self.shown, self.publishing = captured.shown, captured.publishing
         return captured.code
 
-    def _install(self, decision: Decision) -> int:
-        """The setup on this machine itself, as without snapshots."""
-        from bootseer.env.capturing import exports
-        from bootseer.launch.environment_install import say_failed, set_up
-        from bootseer.launch.environment_shown import Shown
-
-        say(f"the environment is set up without a snapshot: {decision.words}")
-        done = set_up(self.task)
-        if done.code:
-            say_failed(done)
-        else:
-            self.shown = Shown("installed", decision, exports.apply(done.exports, self.task.env))
-        return done.code
-
     def run(self, options: Options) -> int:
         """Run the command in it; returns its exit code."""
         shown, session = self.shown, self.task.session
         assert shown is not None  # noqa: S101 - for the type checker: `prepare` returned 0
         if session is not None:
-            session.also_beside(self.watch)
+            session.also_beside(self._over.watch)
         began_s = time.monotonic()
         code = run_command(self.command, options, shown.env, session, own_group=self.task.own_group, enter=shown.enter)
         self.ended(code, time.monotonic() - began_s)
@@ -200,28 +231,23 @@ class EnvironmentStart:
 
     def ended(self, code: int, seconds: float) -> None:
         """The command is over, after so many seconds: what nobody told yet is told now."""
-        self.tell("end")
+        self.tell(ENDED)
         shown = self.shown
-        if shown is not None and shown.layer is not None:
-            shown.layer.tell_problems()
-        if shown is not None and shown.mode == "restored" and code:
-            self.suspect(code, seconds)
-
-    def watch(self, ended: threading.Event) -> None:
-        """Look for the hook's word that training has begun, until the command has ended."""
-        session = self.task.session
-        if session is None:
-            return
-        tail = SpoolTail(session.folder)
-        while not ended.wait(_LOOK_EVERY_S):
-            if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
-                self.tell(TRAINING_BEGAN)
-                return
+        with harmless("problems of the environment are not known"):
+            if shown is not None and shown.layer is not None:
+                shown.layer.tell_problems()
+        with harmless("whether the environment is at fault is not known"):
+            if shown is not None and shown.mode == "restored" and code:
+                self.suspect(code, seconds)
 
     def tell(self, until: str) -> None:
-        """The start is over: say how the environment came and what that cost, and keep its record."""
+        """The start is over, by this: keep its record, once."""
+        self._over.tell(until)
+
+    def _record(self, until: str) -> None:
+        """Say how the environment came and what that cost, and keep its record."""
         shown, session = self.shown, self.task.session
-        if shown is None or not self._told.acquire(blocking=False):
+        if shown is None:
             return
         numbers = shown.layer.began() if shown.layer is not None else {}
         if session is not None:
@@ -253,22 +279,20 @@ class EnvironmentStart:
 
     def end(self, code: int) -> None:
         """The command has ended so: wait for the snapshot that is being kept, unless the command was killed."""
-        self.release()
-        if self.publishing is not None:
-            self.finish(self.publishing, given_up=code >= _SIGNALLED)
+        with harmless("what became of the environment's snapshot is not known"):
+            self.release()
+            if self.publishing is not None:
+                self.finish(self.publishing, given_up=code >= _SIGNALLED)
 
     def close(self) -> None:
         """Take everything away."""
-        self.release()
-        try:
+        with harmless("the environment was not taken away"):
             if self.shown is not None:
                 self.shown.undo.close()
-        except BootseerError as error:
-            say(f"the environment was not taken away: {error}")
-        finally:
+        with harmless("the lease of the environment was not given back"):
             if self._sought is not None:
                 self._sought.close()
-            self.task.folder.remove()
+        self.task.folder.remove()
 
     def finish(self, publishing: Publishing, *, given_up: bool = False) -> None:
         """Wait until the snapshot is kept; Ctrl-C gives it up."""

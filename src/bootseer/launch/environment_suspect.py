@@ -35,7 +35,7 @@ def suspect(task: Task, document: EnvironmentDocument, code: int, seconds: float
     session = task.session
     if seconds > _SOON_S or session is None:
         return
-    events = [event for event in SpoolTail(session.folder).poll() if session.owns(event)]
+    events = [event for event in SpoolTail(session.folder).poll(last=True) if session.owns(event)]
     if any(event.stage == TRAINING_BEGAN for event in events):
         return
     why = _why(events, code)
@@ -46,7 +46,6 @@ def suspect(task: Task, document: EnvironmentDocument, code: int, seconds: float
     except BootseerError as error:
         say(f"the environment's snapshot was not marked as suspected: {error}")
         return
-    say(f"{why}: the environment's snapshot {document.key[:12]} is suspected, the next start makes it anew")
     session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": why})
 
 
@@ -62,7 +61,11 @@ def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
     def mark() -> None:
         with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
             quarantine = Quarantine(store, Local(task.wanted.cache, say).store, say)
-            quarantine.mark(document, task.node, why, time.time())
+            if quarantine.mark(document, task.node, why, time.time()):
+                what = "is suspected, the next start makes it anew"
+            else:
+                what = "is not at fault: made anew it was the same"
+            say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
 
     if breaks_forks(task.store_uri):
         do_apart(mark)

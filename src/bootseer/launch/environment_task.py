@@ -1,12 +1,13 @@
 """What the parts of one environment start share: what is asked for, where, and how its stages are marked.
 
-Made by `environment_stage`.
+Made by whoever runs a setup or shows a snapshot: `environment_stage`, `environment_make`, `environment_look` and
+`image_stage`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from bootseer.launch.environment_setup import STAGE
 from bootseer.launch.environment_wanted import EnvironmentWanted, own_store
 from bootseer.launch.run_folder import RunFolder
 from bootseer.launch.session import Session
+from bootseer.launch.supervise import in_foreground
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,33 @@ class Task:
     folder: RunFolder
     outcome: dict[str, Any] = field(default_factory=dict)
     """What became of the snapshot, once that is known (`environment_publish.tell`)."""
+
+    @classmethod
+    def made(
+        cls,
+        setup: str | None,
+        requirements: Sequence[str],
+        wanted: EnvironmentWanted,
+        env: Mapping[str, str],
+        *,
+        own_env: Mapping[str, str] | None = None,
+        session: Session | None = None,
+        own_group: bool | None = None,
+    ) -> Task:
+        """With a folder of its own, which is to be removed. Raises `PermanentError` when the cache takes none.
+
+        What is not said is that of a start without a job.
+        """
+        return cls(
+            setup=setup,
+            requirements=tuple(requirements),
+            wanted=wanted,
+            env=env,
+            own_env=env if own_env is None else own_env,
+            session=session,
+            own_group=not in_foreground() if own_group is None else own_group,
+            folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
+        )
 
     @cached_property
     def cwd(self) -> str:
@@ -62,6 +91,12 @@ class Task:
     def store_uri(self) -> str:
         """The store of snapshots."""
         return self.wanted.store or own_store(self.wanted.cache)
+
+    @property
+    def store_folder(self) -> tuple[str, ...]:
+        """The store's folder, where it is one: starts write into it meanwhile, here and on other nodes."""
+        scheme, separator, path = self.store_uri.partition("://")
+        return (path,) if separator and scheme == "file" else () if separator else (scheme,)
 
     @property
     def changes(self) -> Path:

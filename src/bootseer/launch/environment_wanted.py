@@ -13,11 +13,9 @@ from bootseer.bring.places import environments_folder
 
 if TYPE_CHECKING:
     from bootseer.bring.forecast import Loading
+    from bootseer.env.modes import Mode
 
-Mode = Literal["auto", "refresh", "bypass", "require"]
-MODES: tuple[Mode, ...] = ("auto", "refresh", "bypass", "require")
-"""Use a snapshot if there is one, and make one if there is none; make it anew; neither use nor make any; end where
-none can be used."""
+Conflicts = Literal["refuse", "accept"]
 UNPINNED_AGE_S = 7 * 86_400.0
 """How long a snapshot serves whose setup would install other versions some day, if nobody says."""
 
@@ -41,6 +39,8 @@ class EnvironmentWanted:
     """Names of further variables that it depends on."""
     imports: tuple[str, ...] = ()
     """Modules that must be importable before a snapshot is published."""
+    conflicts: Conflicts = "refuse"
+    """Whether a snapshot is published although `pip check` finds a conflict that was not there before."""
     max_age_s: float | None = None
     """A snapshot older than this is not used; None: by whether versions are pinned; infinite: never."""
     wait_s: float = 600.0
@@ -49,6 +49,8 @@ class EnvironmentWanted:
     """How long the end of the command is held up for the snapshot's sake."""
     tenant: str = ""
     """Who shares snapshots: part of the key."""
+    place: str = ""
+    """Where in a container the setup runs, if that is the user's own folder: what it installs remembers that."""
 
 
 def own_store(cache: Path) -> str:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,11 @@ from bootseer.launch import supervise
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.run import Options, run_command
 from bootseer.launch.session import Session
+from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
-from bootseer.trace.otlp_tail import SpoolTail
-from bootseer.trace.tracer import TRAINING_BEGAN, new_span, spool_word
+from bootseer.trace.tracer import new_span, spool_word
 
 if TYPE_CHECKING:
     from bootseer.image.mounting.mounted import MountedImage
@@ -54,7 +54,8 @@ STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
 _HOOK = f"{_IN_CONTAINER}/package"
 _SPOOL = f"{_IN_CONTAINER}/spool"
-_LOOK_EVERY_S = 1.0
+_OF_SETUP = "-setup"
+_MAX_WORKLOAD = 94
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
         code = start.setup_code
         if not code:
             if session is not None:
-                session.also_beside(start.watch)
+                session.also_beside(start.end.watch)
             began_s = time.monotonic()
             code = run_command(
                 words, options, child_env, session, own_group=own_group, program=start.program, span=span
@@ -109,7 +110,7 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
 
 
 class _ImageStart:
-    """One image start on this node. `watch` runs in a thread; everything else in the main one, before or after it."""
+    """One image start on this node. `end.watch` runs in a thread; all else in the main one, before or after it."""
 
     def __init__(self, wanted: Wanted, command: Sequence[str], session: Session | None, env: Mapping[str, str]) -> None:
         request = wanted.request
@@ -125,7 +126,7 @@ class _ImageStart:
         self._folder: Path | None = None
         self._mounted: MountedImage | None = None
         self._container: Container | None = None
-        self._told = threading.Lock()  # held by whoever tells of the start: it is told once
+        self.end = StartEnd(session, self._record)
         self._seconds = 0.0
         self._environment: ImageEnvironment | None = None
         self.program = command[0] if command else ""
@@ -136,27 +137,49 @@ class _ImageStart:
         self, options: Options, env: dict[str, str], own_env: Mapping[str, str], *, own_group: bool, measured: bool
     ) -> None:
         """There is a setup to be run in the image, or its snapshot to be laid on top."""
-        from bootseer.bring.places import environments_folder
         from bootseer.launch.environment_stage import EnvironmentStart
         from bootseer.launch.environment_task import Task
+        from bootseer.launch.image_ask import variables_of
         from bootseer.launch.image_environment import ImageEnvironment
-        from bootseer.launch.run_folder import RunFolder
+        from bootseer.launch.image_setup import place_of
 
         wanted = options.environment
         if wanted is None:
             return
-        task = Task(
-            setup=options.setup,
-            requirements=tuple(options.requirements),
-            wanted=wanted if measured else replace(wanted, mode="bypass"),
+        if not measured:
+            wanted = replace(wanted, mode="bypass")
+        found = variables_of(self._options.words.env, own_env, wanted.variables)
+        named = self._named_mounts(options, found, wanted.inputs)
+        wanted = replace(wanted, place=place_of(os.getcwd(), self._options.binds))  # noqa: PTH109
+        make = partial(
+            Task.made,
+            options.setup,
+            options.requirements,
             env=env,
-            own_env=own_env,
+            own_env=found,
             session=self._session,
             own_group=own_group,
-            folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
         )
-        start = EnvironmentStart(task, self._command)
-        self._environment = ImageEnvironment(start, self._request, self._options, task.folder.path)
+        try:
+            task = make(wanted=replace(wanted, inputs=(*wanted.inputs, *named)))
+        except BootseerError as error:
+            if wanted.mode == "require":
+                raise
+            say(f"no snapshot of the environment: {error}")
+            elsewhere = cache_root(os.environ, os.getuid()) / "containers"
+            task = make(wanted=replace(wanted, mode="bypass", cache=elsewhere))
+        self._environment = ImageEnvironment(EnvironmentStart(task, self._command), self._request, self._options)
+
+    def _named_mounts(self, options: Options, env: Mapping[str, str], declared: Sequence[str]) -> list[str]:
+        """What the user mounts and the setup names; everything where nobody can tell."""
+        from bootseer.launch.image_ask import named_mounts
+
+        binds = self._options.binds
+        try:
+            binds = named_mounts(options.setup, options.requirements, os.getcwd(), env, binds, declared)  # noqa: PTH109
+        except Exception as error:  # whatever is wrong with us, the container starts
+            say(f"the setup could not be read: {error}")
+        return [bind.source for bind in binds]
 
     def prepare(self, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
         """Mount the image and prepare the container; returns the command line that starts it.
@@ -173,7 +196,11 @@ class _ImageStart:
                 self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
             except OSError as error:
                 raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
-            mounted = self._mounted = self._mount(self._folder, above)
+            if environment is None:
+                mounted = self._mount(self._folder, ())
+            else:
+                mounted = environment.mount(self._mount, self._folder, above)
+            self._mounted = mounted
             span.update(mounted.facts)
             self._seconds = time.monotonic() - began_s
             if environment is None:
@@ -185,12 +212,15 @@ class _ImageStart:
         with interruptible(), self._stage(STAGE):
             return self._started(mounted, env, hook=hook)
 
-    def _mount(self, writable: Path, above: Sequence[Path]) -> MountedImage:
+    def _mount(self, writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
         # Its imports take longer than all else where the image is here, and belong to the stage.
         from bootseer.image.mounting.mount import mount_image
 
+        request = self._request
+        if setup:  # its hot set is another
+            request = replace(request, workload=f"{request.workload[:_MAX_WORKLOAD]}{_OF_SETUP}")
         return mount_image(
-            self._request,
+            request,
             writable / "root",
             writable=writable,
             above=above,
@@ -238,30 +268,21 @@ class _ImageStart:
             os.chown(session.folder, user.uid, user.gid)  # the program in the container writes events there too
         return container
 
-    def watch(self, ended: threading.Event) -> None:
-        """Look for the hook's word that training has begun, until the command has ended."""
-        session = self._session
-        if session is None:
-            return
-        tail = SpoolTail(session.folder)
-        while not ended.wait(_LOOK_EVERY_S):
-            if any(event.stage == TRAINING_BEGAN and session.owns(event) for event in tail.poll()):
-                self._tell(TRAINING_BEGAN)
-                return
-
     def ended(self, code: int, seconds: float) -> None:
         """The command is over, after so many seconds: what nobody told yet is told now."""
-        self._tell("end")
-        if self._mounted is not None:
-            self._mounted.tell_problems()
-        if self._environment is not None:
-            self._environment.start.ended(code, seconds)
+        self.end.tell(ENDED)
+        with harmless("the image's last words are lost"):
+            if self._mounted is not None:
+                self._mounted.tell_problems()
+        with harmless("the environment's last words are lost"):
+            if self._environment is not None:
+                self._environment.start.ended(code, seconds)
 
-    def _tell(self, until: str) -> None:
+    def _record(self, until: str) -> None:
         """The start is over: say what it cost, and keep its record."""
-        if self._mounted is None or not self._told.acquire(blocking=False):
-            return
         session, mounted = self._session, self._mounted
+        if mounted is None:
+            return
         if self._environment is not None:
             self._environment.start.tell(until)
         numbers = mounted.began()
@@ -273,24 +294,21 @@ class _ImageStart:
     def close(self, code: int) -> None:
         """The command has ended so: remove container, mounts and folders."""
         start = self._environment.start if self._environment is not None else None
-        try:
+        with harmless("the environment's snapshot was given up"):
             if start is not None:
                 start.end(code)
-        finally:
+        with harmless("the image was not unmounted"):
             self._take_away()
+        with harmless("the environment was not taken away"):
             if start is not None:
                 start.close()
 
     def _take_away(self) -> None:
-        try:
-            if self._container is not None:
-                self._container.close()
-            if self._mounted is not None:
-                self._mounted.close()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-        except BootseerError as error:
-            say(f"the image was not unmounted: {error}")
-        else:
-            if self._container is not None:
-                self._container.dismiss_guard()
+        if self._container is not None:
+            self._container.close()
+        if self._mounted is not None:
+            self._mounted.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._container is not None:
+            self._container.dismiss_guard()

@@ -19,7 +19,7 @@ from bootseer.launch.supervise import say
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment_setup import Step
+    from bootseer.launch.environment_setup import Ended, Step
     from bootseer.launch.environment_wanted import EnvironmentWanted
     from bootseer.launch.image_stage import Wanted
     from bootseer.trace.tracer import Tracer
@@ -55,7 +55,6 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     supervise.block_signals()
     own_group = not supervise.in_foreground()
     session = Session.opened(command, options, env)
-    tracer = session.tracer if session is not None else None
     child_env = session.child_env(env, hook=options.hook) if session is not None else dict(env)
     code = 1
     try:
@@ -64,10 +63,10 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
 
             code = run_in_environment(command, options, child_env, session, own_env=env, own_group=own_group)
             return code
-        code = _run_setup(steps, child_env, tracer, own_group=own_group) if steps else 0
-        if not code:
-            if steps and tracer is not None:
-                tracer.emit("environment_start", INSTANT, attrs={"mode": "bypassed", "code": "bypass"})
+        if steps:
+            came = {"mode": "bypassed", "code": "bypass"}
+            code = run_set_up(command, options, child_env, session, own_group=own_group, came=came)
+        else:
             code = run_command(command, options, child_env, session, own_group=own_group)
     finally:
         if session is not None:
@@ -83,13 +82,37 @@ def _setup_steps(options: Options) -> Sequence[Step]:
     return environment_setup.steps(options.setup, options.requirements)
 
 
-def _run_setup(steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool) -> int:
+def run_set_up(
+    command: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    session: Session | None,
+    *,
+    own_group: bool,
+    came: Mapping[str, object],
+) -> int:
+    """Run the setup on this machine itself, then the command; returns the exit code. Signals must be blocked.
+
+    `came` is what the event `environment_start` says of how the environment came.
+    """
+    tracer = session.tracer if session is not None else None
+    ended = _run_setup(_setup_steps(options), env, tracer, own_group=own_group)
+    if ended.code:
+        return ended.code
+    if tracer is not None:
+        tracer.emit("environment_start", INSTANT, attrs=came)
+    return run_command(command, options, dict(ended.env), session, own_group=own_group)
+
+
+def _run_setup(
+    steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool, exports: bool = True
+) -> Ended:
     from bootseer.launch import environment_setup
 
-    code, what = environment_setup.run(steps, env, tracer, own_group=own_group)
-    if code:
-        say(f"the environment setup failed ({what}, exit code {code}); the command was not started")
-    return code
+    ended = environment_setup.run(steps, env, tracer, own_group=own_group, exports=exports)
+    if ended.code:
+        say(f"the environment setup failed ({ended.what}, exit code {ended.code}); the command was not started")
+    return ended
 
 
 def _unmeasured(command: Sequence[str], steps: Sequence[Step], env: Mapping[str, str]) -> int:
@@ -97,9 +120,10 @@ def _unmeasured(command: Sequence[str], steps: Sequence[Step], env: Mapping[str,
     if steps:
         supervise.block_signals()
         own_group = not supervise.in_foreground()
-        code = _run_setup(steps, env, None, own_group=own_group)
-        if code:
-            return code
+        # What it exports ends with it, as it does for a wrapper script that calls the setup.
+        ended = _run_setup(steps, env, None, own_group=own_group, exports=False)
+        if ended.code:
+            return ended.code
         supervise.unblock_signals()
     return supervise.replace_process(command, env)
 

@@ -15,7 +15,6 @@ The data is pinned in the cache as long as the mount is there. Who calls: whoeve
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import re
@@ -23,15 +22,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from bootseer.errors import BootseerError, TransientError, UsageError
-from bootseer.mounts import kernel
+from bootseer.errors import BootseerError, UsageError
+from bootseer.mounts import flock, kernel
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.state import Runtime
 
 PIN = "mounted"
 """Name of the pin in the cache."""
 _LOCK_S = 20.0
-_POLL_S = 0.01
 _IDENTITY = re.compile(r"[0-9a-f]{16,128}")
 
 
@@ -116,15 +114,7 @@ def _locked(runtime: Runtime, identity: str) -> Iterator[int]:
     path = _lock_path(runtime, identity)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        end = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TransientError(f"{path}: another process has held it for {_LOCK_S:g} s") from None
-                time.sleep(_POLL_S)
+        flock.lock(lock, path, _LOCK_S)
         os.utime(lock)
         yield lock
     finally:

@@ -30,10 +30,10 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fuse.syscalls import libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.layers import mount_overlay
+from bootseer.mounts.process import die_with
 from bootseer.mounts.table import is_below, mount_table, visible
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
-_PR_SET_PDEATHSIG = 1
 _MAX_REPORT = 1 << 20
 _MAPPED, _NOT_MAPPED = b"y", b"n"
 _KINDS = (
@@ -128,7 +128,7 @@ class Namespace:
         """Move this process, which must have one thread, into the namespace: for children between fork and exec.
 
         It keeps its working folder by name, and its user and group: in a user namespace they are called what they were.
-        The kernel forgets the death signal that a user asked for on the way (`PR_SET_PDEATHSIG`), so ask for it later.
+        The kernel forgets a death signal on the way, so ask for it later (`process.die_with`).
         Raises `OSError`.
         """
         uid, gid = os.geteuid(), os.getegid()
@@ -202,12 +202,11 @@ def _help(build: Callable[[], Built | None], parent: int, tell: int, stay: int, 
             user_namespace.enter_new(functools.partial(_ask_for_ids, tell, stay))
         else:
             kernel.unshare_mounts()
-        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() == parent:
-            built = build() or Built()
-            said: dict[str, Any] = {"facts": dict(built.facts), "folders": dict(built.folders)}
-            _write(tell, said)
-            os.read(stay, 1)
+        die_with(parent)
+        built = build() or Built()
+        said: dict[str, Any] = {"facts": dict(built.facts), "folders": dict(built.folders)}
+        _write(tell, said)
+        os.read(stay, 1)
     except BaseException as error:  # nothing may unwind into the parent's code
         own = isinstance(error, BootseerError)
         number = number_of(error) if isinstance(error, BootseerError) else getattr(error, "errno", None) or 0

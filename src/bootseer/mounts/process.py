@@ -1,15 +1,32 @@
 """A process that can be recognised later: its number alone may belong to another one by then.
 
-Who calls: `state`, `daemon`.
+And the other way round: a process that ends with the one that started it.
+
+Who calls: `state`, `daemon`; whoever forks helpers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+from bootseer.fuse.syscalls import libc
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the process `parent`, which started this one, ends: for children behind a fork.
+
+    The kernel forgets it where a process changes its rights or enters a namespace: call it later than that.
+    """
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)

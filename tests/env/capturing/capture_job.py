@@ -61,7 +61,9 @@ def main() -> None:
         os.chdir(spec["cwd"])
     said: list[str] = []
     captures = Path(spec["captures"])
-    with open_capture(captures, say=said.append, way=spec["way"], env=spec["env"], own=spec["own"]) as capture:
+    with open_capture(
+        captures, say=said.append, way=spec["way"], env=spec["env"], own=spec["own"], folders=spec["folders"]
+    ) as capture:
         code = capture.run(["/bin/sh", "-ec", spec["script"]], spec["env"], stdout=2)
         print(json.dumps(report(capture, code) | {"said": said}))
 

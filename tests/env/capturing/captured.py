@@ -56,6 +56,7 @@ class Machine:
             "binds": {"/srv": str(self.work), "/home": str(self.home)},
             "cwd": "/srv",
             "own": [],
+            "folders": [],
             "script": script,
             **more,
             "env": {**env, **more.get("env", {})},

@@ -358,3 +358,65 @@ def test_the_view_can_be_read_from_outside_and_sources_too(tmp_path: Path) -> No
 def test_an_unknown_way_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no way to capture"):
         open_capture(tmp_path, way="magic")  # type: ignore[arg-type]
+
+
+@BOTH
+def test_a_project_and_an_environment_in_a_scratch_folder_are_captured_and_the_rest_is_not(
+    machine: Machine, way: str
+) -> None:
+    scratch = machine.folder / "scratch"
+    for name in ("project/cache", "env/bin", "others"):
+        (scratch / name).mkdir(parents=True)
+    (scratch / "env/pyvenv.cfg").touch()
+    (scratch / "project/old").write_text("old")
+    script = (
+        "cd /var/tmp; echo p > project/new; rm project/old; echo e > env/bin/tool; echo r > others/rest; echo t > t"
+    )
+    script += "; echo c > project/cache/block; cat project/new"
+
+    ended = machine.capture(
+        script,
+        way,
+        binds={"/srv": str(machine.work), "/home": str(machine.home), "/var/tmp": str(scratch)},
+        folders=["/var/tmp/project"],
+        own=["/var/tmp/project/cache"],
+        env={"PATH": f"/var/tmp/env/bin:{os.environ['PATH']}"},
+    )
+
+    assert ended.said["code"] == 0, ended.error
+    assert ended.actions("/var/tmp/") == {"env/bin/tool": "added", "project/new": "added", "project/old": "deleted"}
+    assert {"/var/tmp/project", "/var/tmp/env"} <= {*ended.said["points"]}
+    # What is captured has not happened on the machine; all else has, as without a capture.
+    assert (scratch / "project/old").exists()
+    assert not (scratch / "project/new").exists()
+    assert not (scratch / "env/bin/tool").exists()
+    assert (scratch / "others/rest").read_text() == "r\n"
+    assert (scratch / "t").exists()
+    assert (scratch / "project/cache/block").read_text() == "c\n"
+
+
+def test_folders_that_a_plain_user_may_not_look_into_are_no_hindrance(machine: Machine) -> None:
+    home = machine.home / "user"
+    os.chown(home, UID, UID)
+    rights = as_plain_user(machine.folder, fuse=False)
+    closed = machine.folder / "closed"
+    (closed / "env/bin").mkdir(parents=True)
+    closed.chmod(0o700)
+    for path in (machine.folder, machine.folder.parent, machine.home):
+        path.chmod(0o755)
+
+    def become() -> None:
+        kernel.unshare_mounts()
+        kernel.move(kernel.clone(machine.home), Path("/home"))
+        os.chdir("/home/user")
+        rights()
+
+    ended = machine.capture(
+        "echo x > x",
+        "auto",
+        become=become,
+        captures="/home/user/.cache/captures",
+        env={"PATH": f"{closed}/env/bin:{os.environ['PATH']}", "PIP_CACHE_DIR": f"{closed}/pip"},
+    )
+    assert ended.said["way"] == "user", ended.said["refused"]
+    assert ended.actions("/home/user/") == {"x": "added"}

@@ -130,3 +130,9 @@ def test_other_variables_are_not(name: str, value: str) -> None:
 def test_a_value_says_what_kind_of_secret_it_is() -> None:
     assert value_kind(f"Bearer {GITHUB}") == "a GitHub token"
     assert value_kind("https://host/x") is None
+
+
+def test_a_password_that_ends_like_an_example_is_a_password() -> None:
+    address = b"[global]\nindex-url = https://user:hunter2token@packages.example.com/simple\n"
+    assert find("/home/u/venv/pip.conf", address) == "an address with a password"
+    assert find("/home/u/venv/pip.conf", address.replace(b"hunter2token", b"my-token")) is None

@@ -18,6 +18,7 @@ from bootseer.env.capturing.unaccounted import unaccounted
         "/proc/cpuinfo",
         "/tmp/x",
         "/root/.netrc",
+        "/root/.local/lib/python3.11/site-packages/a-1.0.dist-info/METADATA",
         "/root/.cache/uv/simple-v15/x",
         "/home/somebody/.config/pip/pip.conf",
         "/data/home/me/.gitconfig",
@@ -57,3 +58,14 @@ def test_a_base_of_everything_covers_nothing() -> None:
 def test_bytecode_of_a_file_in_the_key_is_accounted_for_and_other_bytecode_is_not() -> None:
     reads = ["/p/__pycache__/a.cpython-312.pyc", "/p/__pycache__/b.cpython-312.pyc"]
     assert unaccounted(reads, ["/p/a.py"], ()) == (reads[1],)
+
+
+def test_a_project_in_a_scratch_folder_counts_and_the_rest_of_the_folder_does_not() -> None:
+    reads = ["/tmp/project/pins.txt", "/tmp/project-2/x", "/tmp/x", "/var/tmp/env/bin/tool"]
+    assert unaccounted(reads, [], set(), inside=["/", "/tmp/project", "/var/tmp/env"]) == (
+        "/tmp/project/pins.txt",
+        "/var/tmp/env/bin/tool",
+    )
+    assert (
+        unaccounted(reads, ["/tmp/project"], {"/var/tmp/env/bin/tool"}, inside=["/tmp/project", "/var/tmp/env"]) == ()
+    )

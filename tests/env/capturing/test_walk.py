@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.before import state_at
+from bootseer.env.capturing.before import found_at, state_of
 from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import Layer, Walk
@@ -15,6 +15,12 @@ from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
 
 pytestmark = pytest.mark.root
+
+
+def state_at(path: Path) -> str:
+    found = found_at(str(path.parent), path.name)
+    assert found is not None
+    return state_of(found)
 
 
 @pytest.fixture
@@ -144,4 +150,5 @@ def test_states_are_told_apart(tmp_path: Path) -> None:
     assert state_at(tmp_path / "link") == "symlink:a"
     assert state_at(tmp_path) == "directory"
     assert state_at(tmp_path / "fifo") == "other"
-    assert state_at(tmp_path / "a/none") == state_at(tmp_path / "none") == ""
+    assert found_at(str(tmp_path), "none") is None
+    assert found_at(str(tmp_path / "a"), "none") is None

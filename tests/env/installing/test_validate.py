@@ -9,7 +9,7 @@ import pytest
 
 from bootseer.env.installing.packages import installed
 from bootseer.env.installing.running import runner
-from bootseer.env.installing.validate import validate
+from bootseer.env.installing.validate import conflicts, validate
 from wheels import make_wheel
 
 
@@ -27,7 +27,8 @@ def judge(python, job_env):
     before = installed(python.folders)
 
     def call(*imports: str, since=before) -> list[str]:
-        return validate(python, since, job_env, runner(), imports=imports)
+        found = validate(python, since, job_env, runner(), imports=imports)
+        return [*found, *conflicts(python, since, job_env, runner())]
 
     return call
 

@@ -323,3 +323,22 @@ def test_the_base_of_the_host_is_the_same_after_a_program_ran(project: Project) 
     before = project.key().components
     assert project.key(setup=None, inputs=()).components["system"] == before["system"]
     assert before["distributions"] == project.key().components["distributions"]
+
+
+def test_a_repository_of_this_machine_is_in_the_key_by_its_commit_and_read_by_nobodys_surprise(
+    project: Project,
+) -> None:
+    accounted = project.key().accounted
+    repository = str(project.root / "repository")
+    assert f"{repository}/.git" in accounted
+    assert repository not in accounted
+
+
+def test_a_description_of_a_project_above_is_accounted_for_and_counts_by_what_it_tells_uv(empty: Project) -> None:
+    empty.write("pyproject.toml", "[project]\nname = 'job'\nversion = '1'\n")
+    one = empty.key()
+    assert str(empty.job / "pyproject.toml") in one.accounted
+    empty.write("pyproject.toml", "[project]\nname = 'job'\nversion = '2'\n")
+    assert empty.key().digest == one.digest
+    empty.write("pyproject.toml", "[project]\nname = 'job'\n[tool.uv]\nindex-strategy = 'unsafe-best-match'\n")
+    assert empty.key().digest != one.digest

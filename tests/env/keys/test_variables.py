@@ -17,7 +17,9 @@ def test_names_of_secrets_are_known(name: str) -> None:
     assert "hunter2" not in repr(choose({name: "hunter2"}, referenced=[name], declared=[name]))
 
 
-@pytest.mark.parametrize("name", ["PATH", "MONKEY", "KEYBOARD_LAYOUT", "AUTHOR", "PIP_INDEX_URL"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "MONKEY", "KEYBOARD_LAYOUT", "AUTHOR", "PIP_INDEX_URL", "TOKENIZERS_PARALLELISM"]
+)
 def test_other_names_are_none(name: str) -> None:
     assert not looks_secret(name)
 

@@ -6,6 +6,7 @@ line, so that several begin at once, or `take`, which does not.
 
 from __future__ import annotations
 
+import select
 import sys
 
 from bootseer.env.life.catalog import Catalog
@@ -22,9 +23,10 @@ def main(uri: str, key: str, node: str, ttl_s: float, what: str) -> None:
     if not isinstance(found, Lease):
         print("held" if isinstance(found, Held) else f"none: {found}", flush=True)
         return
-    with found.beating():
-        print("lease", flush=True)
-        sys.stdin.readline()
+    print("lease", flush=True)
+    while not select.select([sys.stdin], [], [], found.interval_s)[0] and found.beat():
+        pass
+    sys.stdin.readline()
     print(found.release() and not found.lost, flush=True)
 
 

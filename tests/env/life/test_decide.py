@@ -10,18 +10,17 @@ import pytest
 
 from bootseer.env.life.decide import (
     FALLBACKS,
-    MODES,
     NOT_LOOKED,
     REASONS,
     Action,
     Decision,
     Lookup,
-    Mode,
     decide,
     elected,
     fell_back,
     waited,
 )
+from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 from env.life.samples import BUILT_S, document
 
@@ -82,7 +81,7 @@ def test_what_was_found_and_asked_for_decides(
     decision = decide(mode, found, now_s=NOW_S, **more)
     assert (decision.action, decision.code, decision.mode) == (action, code, mode)
     assert decision.words
-    assert decision.is_hit == (action is Action.RESTORE) == (decision.document is not None)
+    assert (action is Action.RESTORE) == (decision.document is not None)
 
 
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
@@ -93,7 +92,7 @@ def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
         assert decision.code in REASONS or decision.code.startswith("refused:")
         assert decision.action is not Action.WAIT
         # Nothing suspicious is ever used, and `require` never installs.
-        if decision.is_hit:
+        if decision.action is Action.RESTORE:
             assert refusal is None
             assert not quarantined
             assert not problems

@@ -101,15 +101,6 @@ def test_beats_change_what_others_see(store: Store) -> None:
     assert len(set(marks)) == 4
 
 
-def test_a_lease_is_beaten_while_its_block_runs(store: Store) -> None:
-    lease = held(store, ttl_s=1.0)
-    with lease.beating():
-        first = look(store, NAME).mark
-        wait_for(lambda: look(store, NAME).mark != first)
-    assert lease.release()
-    assert look(store, NAME).kind == "free"
-
-
 def test_who_lost_his_lease_gives_nothing_back(store: Store) -> None:
     lease = held(store)
     taken = take_over(store, KEY, "node-2", look(store, NAME), sleep=lambda seconds: None)

@@ -71,15 +71,6 @@ def test_a_rebuild_with_other_content_is_used_and_the_old_one_is_not(store: Stor
     assert node.quarantine.why(A)
 
 
-def test_a_fresh_installation_that_dies_too_clears_the_key(store: Store) -> None:
-    node = Node(store)
-    assert not node.quarantine.exonerate(KEY)
-    node.quarantine.mark(A, "node-1", "ImportError", 100.0)
-    assert node.quarantine.exonerate(KEY)
-    assert node.quarantine.why(A) == ""
-    assert not node.quarantine.exonerate(KEY)
-
-
 def test_where_the_store_refuses_the_node_remembers(store: Store) -> None:
     node, other = Node(read_only(store)), Node(store)
     assert node.quarantine.mark(A, "node-1", "ImportError", 100.0)

@@ -330,3 +330,108 @@ def test_a_restore_that_was_killed_is_completed_by_the_next(machine: Machine, tm
     machine.restore(list(written.entries))
     assert len([path for path in machine.at("/home/u/d").iterdir() if path.name.startswith("f")]) == 10
     assert stat.S_IMODE(machine.at("/home/u/d").stat().st_mode) == 0o555
+
+
+@pytest.mark.parametrize("name", ["index", "logs/HEAD", "logs/refs/heads/main", "FETCH_HEAD", "modules/a/index"])
+def test_files_that_git_writes_by_itself_are_left_as_they_are(machine: Machine, name: str) -> None:
+    path = f"/home/u/repo/.git/{name}"
+    machine.setup.write(path, "the setup's")
+    entries = machine.entries()
+    machine.restore(entries)
+    machine.at(path).write_text("after git status")
+    assert machine.restore(entries) == 0
+    assert machine.at(path).read_text() == "after git status"
+    machine.at(path).unlink()
+    machine.restore(entries)
+    assert machine.at(path).read_text() == "the setup's"
+
+
+def test_what_a_clone_consists_of_is_compared(machine: Machine) -> None:
+    machine.setup.write("/home/u/repo/.git/HEAD", "ref: refs/heads/main")
+    entries = machine.entries()
+    machine.restore(entries)
+    machine.at("/home/u/repo/.git/HEAD").write_text("ref: refs/heads/mine")
+    with pytest.raises(Conflict):
+        machine.restore(entries)
+
+
+def test_a_file_that_the_setup_wrote_again_as_it_was_is_written_where_it_is_not(machine: Machine) -> None:
+    machine.setup.write("/home/u/data", "same")
+    machine.setup.at("/home/u/link").symlink_to("data")
+    entries = machine.entries(before={"/home/u/data": sha256("same"), "/home/u/link": "symlink:data"})
+    machine.restore(entries)
+    assert machine.at("/home/u/data").read_text() == "same"
+    assert str(machine.at("/home/u/link").readlink()) == "data"
+    machine.at("/home/u/data").write_text("theirs")
+    with pytest.raises(Conflict):
+        machine.restore(entries)
+
+
+def settings(machine: Machine, before: str) -> list[Entry]:
+    """A setup that changed a file in /etc, which is mounted, and added another."""
+    for name in ("profile", "new.conf", "ld.so.cache"):
+        machine.setup.write(f"/etc/{name}", f"{name} of the setup")
+    return [
+        entry
+        for entry in machine.setup.written(
+            machine.setup.changes(
+                Path("/etc"),
+                before={"/etc/profile": before, "/etc/ld.so.cache": ""},
+                deleted=[Path("/etc/gone")],
+            )
+        ).entries
+        if entry.kind != "directory"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fits"),
+    [
+        ("profile", "found", True),
+        ("profile", "profile of the setup", True),
+        ("profile", "edited since", False),
+        ("new.conf", "new.conf of the setup", True),
+        ("new.conf", "somebody's", False),
+        ("ld.so.cache", "of other libraries", True),
+        ("other", "x", True),
+    ],
+)
+def test_a_mount_hides_nothing_but_what_the_setup_had_found(machine: Machine, name: str, text: str, fits: bool) -> None:
+    entries = settings(machine, sha256("found"))
+    machine.at("/etc").mkdir()
+    machine.at("/etc/profile").write_text("found")
+    machine.at(f"/etc/{name}").write_text(text)
+    if not fits:
+        with pytest.raises(Conflict, match=f"/etc/{name}"):
+            machine.restore(entries, roots=("/etc",))
+    else:
+        assert machine.restore(entries, roots=("/etc",)) == 0
+    assert machine.at(f"/etc/{name}").read_text() == text
+
+
+def test_settings_that_are_not_there_are_no_longer_what_the_setup_found(machine: Machine) -> None:
+    entries = settings(machine, sha256("found"))
+    with pytest.raises(Conflict, match="/etc/profile"):
+        machine.restore(entries, roots=("/etc",))
+
+
+def test_what_was_found_out_is_forgotten_after_a_month(machine: Machine, tmp_path: Path) -> None:
+    folder = tmp_path / "known"
+    folder.mkdir()
+    for name, age_s in (("old", 40 * 86_400), ("young", 86_400)):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, times=(0, tmp_path.stat().st_mtime - age_s))
+    plan([], machine.setup.at, known=folder / "mine")
+    assert [path.name for path in folder.iterdir()] == ["young"]
+
+
+def test_who_asks_for_no_threads_gets_none(machine: Machine) -> None:
+    machine.setup.write("/home/u/a/b", "x")
+    threads_seen = []
+
+    def at(path: str) -> Path:
+        threads_seen.append(threading.current_thread())
+        return machine.setup.at(path)
+
+    apply(plan(machine.entries(), machine.setup.at, root=str(machine.root)), at)
+    assert threads_seen == [threading.main_thread()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.restoring.roots import Division, Environment, divide, is_system
+from bootseer.env.restoring.roots import Division, Environment, divide, is_system, may_be_edited
 
 PYTHON = "lib/python3.11"
 
@@ -13,7 +13,10 @@ PYTHON = "lib/python3.11"
 class Node:
     """Folders as they are after a setup: those given, and all that hold a changed path."""
 
-    def __init__(self, kinds: dict[str, Environment], folders: set[str], files: set[str]) -> None:
+    def __init__(
+        self, kinds: dict[str, Environment], folders: set[str], files: set[str], working_folder: str = ""
+    ) -> None:
+        self.working_folder = working_folder
         self.kinds = kinds
         self.folders = folders
         self.files = files
@@ -31,6 +34,7 @@ def divided(
     new: tuple[str, ...] = (),
     deleted: tuple[str, ...] = (),
     opaque: tuple[str, ...] = (),
+    working_folder: str = "",
 ) -> Division:
     """`paths` are files that are new; `new` and `opaque` are new and replaced folders."""
     changes = [
@@ -39,7 +43,7 @@ def divided(
         *(Change(path, Action.MODIFIED, opaque=True) for path in opaque),
     ]
     above = {change.path[:end] for change in changes for end in range(1, len(change.path)) if change.path[end] == "/"}
-    return divide(changes, Node(kinds or {}, above | {*new, *opaque}, set(paths)))
+    return divide(changes, Node(kinds or {}, above | {*new, *opaque}, set(paths), working_folder))
 
 
 VENV = "/home/u/project/.venv"
@@ -61,6 +65,17 @@ def test_a_new_venv_is_mounted_and_the_project_around_it_is_not() -> None:
 def test_a_venv_that_was_there_is_mounted_by_its_parts() -> None:
     found = divided(f"{VENV}/bin/tool", f"{VENV}/{PYTHON}/site-packages/a.py", f"{VENV}/note", kinds={VENV: "venv"})
     assert found == Division((f"{VENV}/bin", f"{VENV}/lib"), (f"{VENV}/note",))
+
+
+def test_what_packages_put_beside_their_code_is_mounted_in_a_venv_that_was_there() -> None:
+    shared = [f"{VENV}/{name}/x" for name in ("share/man", "share/jupyter", "etc", "opt", "man")]
+    found = divided(*shared, "/home/u/.local/share/x", kinds={VENV: "venv", "/home/u/.local": "python"})
+    assert found == Division(
+        (f"{VENV}/etc", f"{VENV}/man", f"{VENV}/opt", f"{VENV}/share"), ("/home/u/.local/share/x",)
+    )
+    # In a venv that is new around a project they may be the project's.
+    found = divided(f"{VENV}/share/x", f"{VENV}/train.py", kinds={VENV: "venv"}, new=(VENV,))
+    assert f"{VENV}/share/x" in found.loose
 
 
 def test_a_venv_that_was_made_anew_is_mounted_as_a_whole() -> None:
@@ -140,8 +155,36 @@ def test_below_opt_the_outermost_new_folder_is_mounted() -> None:
 
 
 def test_an_opt_that_is_new_itself_is_not_a_root() -> None:
-    found = divided("/opt/tool/x", new=("/opt", "/opt/tool"))
+    found = divided("/opt/tool/lib/x", new=("/opt", "/opt/tool"))
     assert found == Division(("/opt/tool",), ("/opt",))
+
+
+def test_a_new_folder_below_opt_without_programs_may_get_the_jobs_results() -> None:
+    found = divided("/opt/job/data/x", "/opt/job/train.py", new=("/opt/job", "/opt/job/data"))
+    assert found.roots == ()
+
+
+@pytest.mark.parametrize("working_folder", ["/opt/tool", "/opt/tool/run/1"])
+def test_no_mount_takes_what_a_job_leaves_in_its_working_folder(working_folder: str) -> None:
+    new = ("/opt/tool", "/opt/tool/bin")
+    assert divided("/opt/tool/bin/x", new=new, working_folder=working_folder).roots == ()
+    assert divided("/opt/tool/bin/x", new=new, working_folder="/opt/tools").roots == ("/opt/tool",)
+
+
+def test_a_job_that_works_in_a_folder_of_the_system_keeps_its_results() -> None:
+    paths = ("/usr/bin/jq", "/etc/jq.conf", "/usr/local/bin/a", f"/usr/local/{PYTHON}/dist-packages/a.py")
+    paths += ("/usr/share/doc/jq", "/usr/src/app/x", "/usr/local/app/y")
+    found = divided(*paths, kinds=KINDS, working_folder="/usr/src/app")
+    assert found == Division(("/etc", "/usr/bin", "/usr/local", "/usr/share"), ("/usr/src/app/x",))
+    found = divided(*paths, kinds=KINDS, working_folder="/usr/local/app")
+    assert found.loose == ("/usr/local/app/y",)
+    assert found.roots == ("/etc", "/usr/bin", "/usr/local/bin", "/usr/local/lib", "/usr/share", "/usr/src")
+
+
+def test_an_environment_that_the_job_works_in_is_mounted_all_the_same() -> None:
+    assert divided("/opt/conda/bin/a", kinds={"/opt/conda": "conda"}, working_folder="/opt/conda/w").roots == (
+        "/opt/conda",
+    )
 
 
 @pytest.mark.parametrize("folder", ["/home/u/web/node_modules", "/workspace/node_modules"])
@@ -192,3 +235,15 @@ def test_roots_with_similar_names_are_not_inside_each_other() -> None:
 )
 def test_the_systems_folders_are_known_by_their_names(path: str, system: bool) -> None:
     assert is_system(path) is system
+
+
+@pytest.mark.parametrize(
+    ("path", "edited"),
+    [
+        *((path, True) for path in ("/etc/profile", "/usr/local/bin/tool", "/home/u/.bashrc", f"{VENV}/bin/activate")),
+        *((path, False) for path in ("/usr/bin/jq", "/var/lib/dpkg/status", "/etc/ld.so.cache")),
+        *((path, False) for path in (f"{VENV}/{PYTHON}/site-packages/a.py", "/usr/local/x/__pycache__/a.pyc")),
+    ],
+)
+def test_files_that_people_edit_are_told_from_those_of_packages(path: str, edited: bool) -> None:
+    assert may_be_edited(path) is edited

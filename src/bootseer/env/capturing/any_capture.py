@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +13,17 @@ from typing import IO, Any, Literal, Self
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
-from bootseer.env.restoring.roots import is_system
+from bootseer.env.restoring.roots import is_system, may_be_edited
 from bootseer.errors import PermanentError
-from bootseer.fuse.syscalls import libc
+from bootseer.mounts.process import die_with
 
 Way = Literal["overlay", "user", "scan"]
 Stream = int | IO[Any] | None
-_PR_SET_PDEATHSIG = 1
 
 
-def is_not_system(path: str) -> bool:
-    """Where `Change.before` is asked for: nobody keeps files of his own in the folders of the system."""
-    return not is_system(path)
+def may_be_somebodys(path: str) -> bool:
+    """Where `Change.before` is asked for: in folders of the system only where people edit files."""
+    return not is_system(path) or may_be_edited(path)
 
 
 class Capture(ABC):
@@ -56,10 +53,10 @@ class Capture(ABC):
     @abstractmethod
     def enter(self) -> None:
         """For a child between fork and exec: see what the setup sees, with the same user, in the same folder. Raises
-        `OSError`. Ask for a death signal (`PR_SET_PDEATHSIG`) afterwards, as the kernel may forget it."""
+        `OSError`. Ask for a death signal (`process.die_with`) afterwards, as the kernel may forget it."""
 
     @abstractmethod
-    def changes(self, *, wants_before: Callable[[str], bool] = is_not_system) -> list[Change]:
+    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
         """What is different now, sorted by path; call it when the setup has ended.
 
         `wants_before` tells for which paths `Change.before` is asked. Raises `PermanentError`.
@@ -95,9 +92,7 @@ class Capture(ABC):
 
         def begin() -> None:
             self.enter()
-            libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGKILL)
+            die_with(parent)
 
         try:
             code = subprocess.run(

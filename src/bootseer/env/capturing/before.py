@@ -1,6 +1,6 @@
 """What is at a path, in a form that can be compared: with what is below an overlay, or with what another node has.
 
-Who calls: `walk` and `scan`; restores, which compare a path with `Change.before`.
+Who calls: `walk` and `scan`; `launch.environment_capture` for what a setup wrote again unchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from bootseer.env.capturing.exclude import Kind
@@ -111,14 +110,6 @@ def state_of(found: Found) -> str:
     if found.kind == "symlink":
         return f"symlink:{os.readlink(found.path)}"  # noqa: PTH115
     return "directory" if found.kind == "directory" else "other"
-
-
-def state_at(path: str | Path) -> str:
-    """What is at a path now, in the form of `Change.before`; empty for nothing. Raises `OSError`."""
-    try:
-        return state_of(Found(os.fspath(path), os.lstat(path)))
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
 
 
 def _opened(path: str) -> BinaryIO:

@@ -237,11 +237,6 @@ class Exclusions:
         return self.rule_for(path, kind=kind, size=size)
 
 
-def is_excluded(path: str, homes: Iterable[str] = ("/root",)) -> Rule | None:
-    """Why a regular file with content is left out, or None."""
-    return Exclusions(homes=homes).why(path)
-
-
 def caches_of(env: Mapping[str, str]) -> list[str]:
     """Package caches that the environment moves away from their usual place."""
     found = [

@@ -19,10 +19,13 @@ from pathlib import Path
 
 from bootseer.bring.unpacked import delete_tree
 from bootseer.errors import AccessError, PermanentError
+from bootseer.mounts import flock
 from bootseer.mounts.table import is_mounted_anywhere
 
 _PREFIX = "capture-"
 _LOCK = "lock"
+_LOCK_S = 60.0
+"""Who holds it may be deleting what a killed capture left."""
 
 
 class CaptureFolder:
@@ -34,7 +37,7 @@ class CaptureFolder:
 
     @classmethod
     def made(cls, captures: Path) -> CaptureFolder:
-        """A new folder below `captures`; what killed captures left there goes. Raises `PermanentError`."""
+        """A new folder below `captures`; what killed captures left there goes. Raises `BootseerError`."""
         try:
             captures.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(captures):
@@ -47,8 +50,8 @@ class CaptureFolder:
             raise PermanentError(f"{error.filename or captures}: {error.strerror}") from error
 
     def close(self, *, keep: bool = False) -> None:
-        """Delete it, unless it is to be kept: then until the next capture."""
-        if not keep:
+        """Delete it, unless it is to be kept, or somebody still works on it: then until a later capture."""
+        if not keep and not is_mounted_anywhere(f"/{self.path.name}/"):
             # Something in it that cannot be deleted (an immutable file, too deep a tree) is no reason to fail a job.
             with contextlib.suppress(OSError, RecursionError):
                 delete_tree(self.path)
@@ -62,7 +65,7 @@ def _locked(captures: Path) -> Iterator[None]:
         state = os.fstat(folder)
         if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o022:
             raise AccessError(f"{captures} belongs to somebody else, or others may write to it")
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        flock.lock(folder, captures, _LOCK_S)
         yield
     finally:
         os.close(folder)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.env.capturing import overlay
-from bootseer.env.capturing.any_capture import Capture, Way, is_not_system
+from bootseer.env.capturing.any_capture import Capture, Way, may_be_somebodys
 from bootseer.env.capturing.exclude import OWN, REAL_FILES, Exclusions, caches_of
 from bootseer.env.capturing.folder import CaptureFolder
 from bootseer.env.capturing.leftovers import SCRATCH
@@ -61,7 +61,7 @@ class OverlayCapture(Capture):
     def enter(self) -> None:
         self._namespace.enter()
 
-    def changes(self, *, wants_before: Callable[[str], bool] = is_not_system) -> list[Change]:
+    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
         walk = Walk(self._exclusions, wants_before=wants_before)
         for layer in self.uppers:
             walk.layer(layer)
@@ -137,7 +137,7 @@ def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterabl
     named = [*folders, *(env[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name))]
     for folder in env.get("PATH", "").split(":"):
         prefix = os.path.dirname(folder)  # noqa: PTH120
-        if any(Path(prefix, mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
+        if any(os.path.exists(f"{prefix}/{mark}") for mark in ("pyvenv.cfg", "conda-meta")):  # noqa: PTH110
             named.append(prefix)
     for path in dict.fromkeys(os.path.realpath(path) for path in named):
         if any(is_below(path, scratch) for scratch in SCRATCH) and os.path.isdir(path):  # noqa: PTH112
@@ -162,8 +162,8 @@ def _make_caches(homes: Sequence[str], env: Mapping[str, str]) -> list[Path]:
     """The caches that installers would make, so that the real ones can be shown; the new folders, outermost first."""
     made: list[Path] = []
     for path in [*(f"{home}/.cache/{name}" for home in homes[:1] for name in ("pip", "uv")), *caches_of(env)]:
-        missing = [above for above in (Path(path), *Path(path).parents) if not above.exists()]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # `exists` as well: a folder may be closed to us
+            missing = [above for above in (Path(path), *Path(path).parents) if not above.exists()]
             if not missing or missing[-1].parent.stat().st_uid != os.geteuid():
                 continue
             for folder in reversed(missing):

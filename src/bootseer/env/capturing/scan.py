@@ -15,10 +15,10 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from bootseer.env.capturing.any_capture import Capture, Way, is_not_system
+from bootseer.env.capturing.any_capture import Capture, Way, may_be_somebodys
 from bootseer.env.capturing.before import Found
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.overlay import takes_overlay
+from bootseer.env.capturing.overlay_places import takes_overlay
 from bootseer.env.capturing.walk import LeftOut, join
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
@@ -60,7 +60,7 @@ class ScanCapture(Capture):
         """Forget the first walk."""
         self._before = {}
 
-    def changes(self, *, wants_before: Callable[[str], bool] = is_not_system) -> list[Change]:
+    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
         """As for all captures, but `before` of modified and deleted files is `other` where it is asked for: nobody
         knows it any more."""
         self.left_out = LeftOut()
@@ -105,7 +105,7 @@ class ScanCapture(Capture):
                         continue
                     try:
                         here = Found(path, entry.stat(follow_symlinks=False))
-                    except FileNotFoundError:
+                    except OSError:  # deleted meanwhile; or a mount of somebody else, which not even root may look at
                         continue
                     if not left_out.add(path, here.kind, self._exclusions, here.size):
                         found[entry.name] = here

@@ -64,7 +64,8 @@ _ASSIGNED = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*[\"']?(?P<value>[^\s\"'#;]+)", re.MULTILINE
 )
 _PLACEHOLDER = re.compile(
-    r"[$%{}<>*]|\.\.\.|^(x+|\*+|none|null|true|false)$|your|change.?me|example|dummy|placeholder|redacted|secret$|password$|token$"
+    r"[$%{}<>*]|\.\.\.|^(x+|\*+|none|null|true|false)$|your|change.?me|example|dummy|placeholder|redacted"
+    r"|^[a-z_.-]*(secret|password|token)$"
     r"|^(user|pass|passwd|password|name|login)$",
     re.IGNORECASE,
 )
@@ -115,9 +116,7 @@ def is_secret_variable(name: str, value: str) -> bool:
     """Whether a variable is a secret: by its value, or by its name where the value is no path, number or switch."""
     if value_kind(value) is not None:
         return True
-    # Tokenizers make other tokens.
-    named = looks_secret(name.upper().replace("TOKENIZER", ""))
-    return named and len(value) >= 4 and _HARMLESS.fullmatch(value) is None
+    return looks_secret(name) and len(value) >= 4 and _HARMLESS.fullmatch(value) is None
 
 
 def _found(path: str, text: str) -> Iterator[str]:

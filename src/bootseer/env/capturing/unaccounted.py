@@ -22,8 +22,8 @@ SYSTEM = (
 PASSING = ("/dev", "/proc", "/run", "/sys", "/tmp", "/var/run", "/var/tmp")  # noqa: S108 - nothing is written
 """State of the running system, and scratch space."""
 AT_HOME = (
-    # Programs of the user's own: what /usr/local is for the machine.
-    ".local/bin", ".local/share/mise", ".local/share/uv", ".asdf", ".cargo", ".nvm", ".pyenv", ".rustup",
+    # Programs and packages of the user's own: what /usr/local is for the machine. The packages are in the key.
+    ".local/bin", ".local/lib", ".local/share/mise", ".local/share/uv", ".asdf", ".cargo", ".nvm", ".pyenv", ".rustup",
     # Caches, whose entries are named by what they hold.
     ".cache", ".ccache", ".conda/pkgs", ".local/share/pnpm/store", ".m2", ".npm", ".nv",
     # Settings of installers: in the key by what they say.

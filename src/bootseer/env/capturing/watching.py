@@ -7,7 +7,6 @@ the pipe with its orders is closed, or when its parent dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ from typing import NoReturn
 from bootseer.env.capturing.fanotify import OPENED, WRITTEN, Group, Overflow
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.syscalls import libc
+from bootseer.mounts.process import die_with
 from bootseer.mounts.table import Mount, mount_table, visible
 
 # What these file systems show are no files that a setup could install or depend on.
@@ -42,7 +41,6 @@ MAX_FILES = 4_000_000
 """So many different files, about 1 GiB of names; more are not written down."""
 # Between two looks the kernel merges what happens to the same file, and we sleep.
 _PAUSE_S = 0.02
-_PR_SET_PDEATHSIG = 1
 _NUM_DESCRIPTORS = 4096
 # A queue that can only fail must not keep us for ever.
 _MAX_LOST = 1000
@@ -84,9 +82,7 @@ def _begin(
     if Path(_NAMESPACE).readlink() == ours:
         raise PermanentError("the setup has no mounts of its own")
     os.chdir("/")
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it was faster
-        os._exit(1)
+    die_with(parent)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _NUM_DESCRIPTORS:
         wanted = _NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _NUM_DESCRIPTORS)

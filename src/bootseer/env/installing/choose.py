@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -57,16 +57,18 @@ def choose(
     cwd: str,
     constraints: Sequence[str] = (),
     root: str = "/",
+    at: Callable[[str], Path] | None = None,
 ) -> Installation:
     """How to install these files for this Python.
 
     `constraints` are further constraint files. `root` is where the job's `/` can be read, `cwd` its working folder,
-    `run` asks uv for its version.
+    `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
     """
+    at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
     files += [word for path in constraints for word in ("-c", path)]
     pip = Command("pip", (python.executable, "-m", "pip", "install", "--no-compile", *files), {})
-    translation = _translated((*requirements, *constraints), env, python, cwd, root)
+    translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
@@ -78,13 +80,20 @@ def choose(
     return Installation((command, pip) if python.pip else (command,))
 
 
-def _translated(files: Sequence[str], env: Mapping[str, str], python: Interpreter, cwd: str, root: str) -> Translation:
-    read = _reader(root)
+def _translated(
+    files: Sequence[str],
+    env: Mapping[str, str],
+    python: Interpreter,
+    cwd: str,
+    root: str,
+    at: Callable[[str], Path],
+) -> Translation:
+    read = _reader(at)
     home = env.get("HOME") or str(Path("~").expanduser())
     found = settings(env, python.prefix, home, read)
 
     def exists(path: str) -> bool:
-        return _below(root, os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
+        return at(os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
 
     wanted = requirement_files(files, cwd, env, read)
     translation = translate(found, wanted, env, exists)
@@ -130,10 +139,10 @@ def _installed_from_sources(python: Interpreter, root: str) -> list[str]:
     return sorted({each.name for each in found if _below(root, f"{each.record}/direct_url.json").is_file()})
 
 
-def _reader(root: str) -> Read:
+def _reader(at: Callable[[str], Path]) -> Read:
     def read(path: str) -> str | None:
         try:
-            with _below(root, path).open(encoding="utf-8", errors="surrogateescape") as file:
+            with at(path).open(encoding="utf-8", errors="surrogateescape") as file:
                 return file.read(_MAX_TEXT_BYTES)
         except (OSError, ValueError):
             return None

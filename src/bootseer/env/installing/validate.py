@@ -1,8 +1,9 @@
 """Whether an environment is good enough to be kept for others: three questions after a setup that said it went well.
 
-Code that new distributions list and that is missing, conflicts of versions that were not there before, imports that
-the user asked for. The exit code of the setup is the launcher's to judge. Called by the launcher before a snapshot is
-published, with a `run` that sees what a restored start would see.
+Code that new distributions list and that is missing, imports that the user asked for; and, as some users install
+against what packages require, by itself: conflicts of versions that were not there before. The exit code of the setup
+is the launcher's to judge. Called by the launcher before a snapshot is published, with a `run` that sees what a
+restored start would see.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def validate(
 
     `before` is what was installed before the setup, `env` the environment in which the job will run.
     """
-    problems = [*_missing_files(python, before, env, run), *_conflicts(python, before, env, run)]
+    problems = _missing_files(python, before, env, run)
     for module in imports:
         problems += _import(module, python, env, run)
     return problems[:_MAX_PROBLEMS]
@@ -93,7 +94,7 @@ def _missing_files(python: Interpreter, before: Installed, env: Mapping[str, str
     return problems
 
 
-def _conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
+def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], run: Run) -> list[str]:
     """What `pip check` says and would not have said before. An environment without pip is not asked."""
     if not python.pip:
         return []
@@ -110,7 +111,7 @@ def _conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], r
         now = {normalised(found["name"]): found["version"], normalised(found["other"]): found["has"]}
         if any(old.get(name) != version for name, version in now.items()):
             problems.append(line.strip().rstrip("."))
-    return problems
+    return problems[:_MAX_PROBLEMS]
 
 
 def _import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:

@@ -68,6 +68,11 @@ class NodeFiles:
             raise PermanentError(f"{path}: more than {format_bytes(MAX_TEXT_BYTES)}, too large for a file of this kind")
         return data
 
+    def is_program(self, path: str) -> bool:
+        """Whether somebody may run the file: who copies it copies that."""
+        with _opened(path) as file:
+            return bool(os.fstat(file.fileno()).st_mode & 0o111)
+
     def digest(self, path: str) -> tuple[str, int]:
         """SHA-256 of the content as hex digits, and the size. Raises `PermanentError`."""
         with _opened(path) as file:

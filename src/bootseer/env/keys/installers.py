@@ -21,7 +21,8 @@ _MAX_LINES = 500
 
 
 class Settings(NamedTuple):
-    """`lines` are in the key, in order; `files` were read for them."""
+    """`lines` are in the key, in order; `files` were read for them, also those that say nothing about installers: of a
+    `pyproject.toml` above the working folder uv and pip read no more than we do."""
 
     lines: tuple[str, ...]
     files: tuple[str, ...]
@@ -45,8 +46,7 @@ def settings(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFiles) ->
         except BootseerError as error:
             problems.append(str(error))
             continue
-        if found:
-            read.append(path)
+        read.append(path)
         for section, name, value in found:
             lines.append(f"{section} {name} = {without_credentials(value)}")
             if name == "find-links":

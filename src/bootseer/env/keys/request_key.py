@@ -238,7 +238,8 @@ class _Collector:
     def _file(self, kind: str, path: str, called: str | None = None) -> None:
         digest, size = self._files.digest(path)
         name = f"{kind} {self._called(path) if called is None else called}".rstrip()
-        self._add(name, f"sha256:{digest} {size:,} bytes", [path])
+        program = ", executable" if self._files.is_program(path) else ""
+        self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path])
         self._accounted.add(path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
@@ -269,6 +270,10 @@ class _Collector:
             self._add(name, commit or "unknown commit")
             if commit is None:
                 self._unpinned[f"{item.words} (no commit could be told)"] = None
+            elif address.startswith("git+file://"):
+                # What git reads of it is told by the commit.
+                place = address.removeprefix("git+file://")
+                self._accounted.add(f"{place}/.git" if self._files.kind(f"{place}/.git") else place)
 
     def _declared(self) -> None:
         for path in self._ask.inputs:

@@ -8,52 +8,23 @@ the setup runs and its reads are watched. Decides and touches nothing: `Look` do
 
 from __future__ import annotations
 
-import fnmatch
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from bootseer.env.keys import installs, programs, requirement, shell
 from bootseer.env.keys.addresses import without_credentials
 from bootseer.env.keys.installs import option_values
-from bootseer.env.keys.requirements import Files, Requirements, is_requirements_name
+from bootseer.env.keys.requirements import Requirements, is_requirements_name
+from bootseer.env.keys.script_paths import Look, Paths, is_of_system, is_packaged
 from bootseer.env.keys.shell import Command
 from bootseer.env.keys.variables import looks_secret
 
-SYSTEM = (
-    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run", "/sbin", "/sys",
-    "/tmp", "/usr", "/var",  # noqa: S108 - nothing is written there
-)  # fmt: skip
-"""Folders whose content is the base's, or nobody's: naming one does not make it an input. A file there does count,
-unless a package brought it."""
-_PACKAGED = (
-    "/dev",
-    "/proc",
-    "/sys",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/usr/bin",
-    "/usr/lib",
-    "/usr/lib64",
-    "/usr/sbin",
-)
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")
 _SHELL = re.compile(r"(ba|da|z|k)?sh")
 _BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
-_OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
-_MAX_WORD = 4096
-
-
-class Look(Files, Protocol):
-    """`Files` that can also list a folder."""
-
-    def names(self, path: str) -> Sequence[str]:
-        """The names in a folder, sorted; nothing when it cannot be read."""
 
 
 @dataclass(slots=True)
@@ -108,9 +79,7 @@ class _Reader:
         self._script = script
         self._look = look
         self._inputs = inputs
-        self._folder = posixpath.dirname(script.path)
-        self._bases = list(dict.fromkeys((script.cwd, self._folder)))
-        self._values: dict[str, str] = {}
+        self._paths = Paths(script.cwd, posixpath.dirname(script.path), look)
 
     def read(self, text: str) -> None:
         parsed = shell.parse(text)
@@ -121,63 +90,29 @@ class _Reader:
         env = self._script.env
         names = ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX", *parsed.variables)
         known = {name: env[name] for name in names if name in env}
-        values = {**known, **self._values, **parsed.assignments, "PWD": self._script.cwd}
+        values = {**known, **self._paths.values, **parsed.assignments, "PWD": self._script.cwd}
         # What a secret is worth must not get into an address, a file name or a message.
-        self._values = {name: value for name, value in values.items() if not looks_secret(name) or name == "PWD"}
+        self._paths.values = {name: value for name, value in values.items() if not looks_secret(name) or name == "PWD"}
         # Outputs first: a file may be named before the text says that the script makes it.
         for command in parsed.commands:
             for word in programs.outputs(command):
-                self._inputs.outputs.update(self._places(word))
-                if not self._is_absolute(word):
+                self._inputs.outputs.update(self._paths.places(word))
+                if not self._paths.is_absolute(word):
                     self._runs_here(f"`{command.program or 'a redirection'}` writes to it")
         for command in parsed.commands:
             self._command(command)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _expand(self, word: str) -> str:
-        word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expanded(word, self._values))
-        if word == "~" or word.startswith("~/"):
-            word = self._values.get("HOME", "~") + word[1:]
-        return word.removeprefix("file://")
-
-    def _is_absolute(self, word: str) -> bool:
-        return self._expand(word).startswith("/")
-
-    def _places(self, word: str) -> list[str]:
-        """Absolute paths that a word may mean. A variable at its beginning that is not known stands for some folder."""
-        word = self._expand(word)
-        while "$" in word.partition("/")[0] and "/" in word:
-            word = word.partition("/")[2]
-        if (
-            not word
-            or len(word) > _MAX_WORD
-            or "://" in word
-            or word[0] == "-"
-            or any(sign in word for sign in "$\0\n")
-        ):
-            return []
-        return list(dict.fromkeys(posixpath.normpath(posixpath.join(base, word)) for base in self._bases))
-
-    def _existing(self, word: str) -> list[str]:
-        found = []
-        for path in self._places(word):
-            folder, _, last = path.rpartition("/")
-            if any(letter in last for letter in "*?["):
-                found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
-            elif self._look.kind(path):
-                found.append(path)
-        return found
-
     def candidate(self, word: str, *, folders: bool, script: bool = False) -> None:
         """A word that may name an input. `script`: a shell reads it."""
         inputs = self._inputs
-        for path in self._existing(word):
+        for path in self._paths.existing(word):
             if path in inputs.outputs or self._environment(path):
                 continue
             kind = self._look.kind(path)
-            inside = any(path.startswith(f"{base}/") for base in self._bases if base != "/")
-            if kind == "file" and (inside or not _below(path, _PACKAGED)):
+            inside = any(path.startswith(f"{base}/") for base in self._paths.bases if base != "/")
+            if kind == "file" and (inside or not is_packaged(path)):
                 inputs.files[path] = inputs.files.get(path, False) or script
                 if is_requirements_name(path):
                     inputs.requirement_files.setdefault(path, False)
@@ -186,7 +121,11 @@ class _Reader:
 
     def _counts(self, folder: str, inside: bool) -> bool:
         """Whether a folder that is named is an input: not the system's, and not all that the user has."""
-        return (inside or not _below(folder, SYSTEM)) and folder not in ("/", self._values.get("HOME"), *self._bases)
+        return (inside or not is_of_system(folder)) and folder not in (
+            "/",
+            self._paths.values.get("HOME"),
+            *self._paths.bases,
+        )
 
     def _environment(self, path: str) -> bool:
         """Note the Python environment that the path lies in; the base's own is not asked for."""
@@ -229,9 +168,9 @@ class _Reader:
             self._other(program, words)
 
     def _change_folder(self, words: Sequence[str]) -> None:
-        for path in self._existing(words[1]) if len(words) > 1 else ():
-            if self._look.kind(path) == "folder" and path not in self._bases:
-                self._bases.insert(0, path)
+        for path in self._paths.existing(words[1]) if len(words) > 1 else ():
+            if self._look.kind(path) == "folder" and path not in self._paths.bases:
+                self._paths.bases.insert(0, path)
 
     def _shell(self, words: Sequence[str]) -> None:
         for index, word in enumerate(words[1:], 1):
@@ -249,40 +188,40 @@ class _Reader:
             return
         asked = self._inputs.requirements
         for option, value in install.settings:
-            asked.settings.append(f"{option} {without_credentials(self._expand(value))}".strip())
+            asked.settings.append(f"{option} {without_credentials(self._paths.expand(value))}".strip())
             if option == "--find-links":
-                asked.find_links += [path for path in self._existing(value) if self._look.kind(path) == "folder"]
+                asked.find_links += [path for path in self._paths.existing(value) if self._look.kind(path) == "folder"]
         for word, constraint in install.files:
             self._requirement_file(word, constraint)
         for word, editable in install.wanted:
             self._wanted(word, editable=editable, no_deps=install.no_deps)
         for place in install.places:
-            if not self._is_absolute(place):
+            if not self._paths.is_absolute(place):
                 self._runs_here(f"`pip {install.action}` writes to {place} in it")
 
     def _requirement_file(self, word: str, constraint: bool) -> None:
-        text, asked = self._expand(word), self._inputs.requirements
+        text, asked = self._paths.expand(word), self._inputs.requirements
         if "://" in text:
             asked.unpinned[f"the file {without_credentials(text)}"] = None
-        for path in self._existing(word):
+        for path in self._paths.existing(word):
             if path in self._inputs.outputs:
                 asked.unpinned[f"{word} (written when the setup runs)"] = None
             elif self._look.kind(path) == "file":
                 self._inputs.requirement_files[path] = constraint
 
     def _wanted(self, word: str, *, editable: bool, no_deps: bool) -> None:
-        text, asked = self._expand(word), self._inputs.requirements
+        text, asked = self._paths.expand(word), self._inputs.requirements
         wanted = requirement.parse(text, editable=editable)
         if wanted is not None and wanted.kind == "path":
-            found = self._existing(wanted.target)
+            found = self._paths.existing(wanted.target)
             for path in self._projects(found) or found:
                 asked.add(wanted._replace(target=path), self._look, ("/",), no_deps=no_deps)
-            if not found and not self._inputs.outputs.intersection(self._places(wanted.target)):
+            if not found and not self._inputs.outputs.intersection(self._paths.places(wanted.target)):
                 asked.add(wanted, self._look, (), no_deps=no_deps)
         elif wanted is None or "$" in text:
             asked.unpinned[f"{word} (known when the setup runs)"] = None
         else:
-            asked.add(wanted, self._look, self._bases, no_deps=no_deps)
+            asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
             if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._script.env:
                 self._runs_here("a checkout that is installed in place lies in it")
 
@@ -299,16 +238,16 @@ class _Reader:
         """Any other program: its words are candidates; what it fetches is open; what it writes is not known."""
         self._fetched(program, words)
         called = next((word for word in words[:2] if posixpath.basename(word) == "setup.py"), "")
-        for path in self._existing(called) if called else ():
+        for path in self._paths.existing(called) if called else ():
             self._wanted(posixpath.dirname(path), editable="develop" in words, no_deps=False)
         marker = programs.PROJECTS.get(program)
         if marker is not None:
             named = [
                 path
                 for word in option_values(words, ("-C", "-S", "--directory", "--project"))
-                for path in self._existing(word)
+                for path in self._paths.existing(word)
             ]
-            for base in named or self._bases:
+            for base in named or self._paths.bases:
                 if self._look.kind(f"{base}/{marker}") == "file":
                     self._inputs.folders[base] = None
         for index, word in enumerate(words):
@@ -316,7 +255,7 @@ class _Reader:
                 if part not in ("", ".", "./", ".."):
                     self.candidate(part, folders=index > 0 and program not in programs.NAMES_FOLDERS)
         # `python setup.py` and the like is told by its program; its project is in the key.
-        if not called and (why := programs.writes_here(program, words, self._is_absolute)):
+        if not called and (why := programs.writes_here(program, words, self._paths.is_absolute)):
             self._runs_here(why)
 
     def _fetched(self, program: str, words: Sequence[str]) -> None:
@@ -328,21 +267,17 @@ class _Reader:
             self._clone(words[words.index("clone") + 1 :])
         elif program in ("curl", "wget", "aria2c"):
             for word in words[1:]:
-                text = self._expand(word)
+                text = self._paths.expand(word)
                 if text.startswith(("http://", "https://", "ftp://")):
                     asked.unpinned[f"download of {without_credentials(text)[:80]}"] = None
 
     def _clone(self, words: Sequence[str]) -> None:
         branch = next(option_values(words, ("-b", "--branch")), "")
         for word in words:
-            text = self._expand(word)
-            local = [path for path in self._existing(text) if self._look.kind(path) == "folder"]
+            text = self._paths.expand(word)
+            local = [path for path in self._paths.existing(text) if self._look.kind(path) == "folder"]
             if word != branch and (local or "://" in text or re.match(r"[\w.-]+@[\w.-]+:", text)):
                 address = f"git+file://{local[0]}" if local else f"git+{without_credentials(text)}"
-                wanted = requirement.Requirement("vcs", "", address, self._expand(branch))
+                wanted = requirement.Requirement("vcs", "", address, self._paths.expand(branch))
                 self._inputs.requirements.repositories[address, wanted.reference] = wanted
                 return
-
-
-def _below(path: str, folders: Sequence[str]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)

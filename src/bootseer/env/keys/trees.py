@@ -1,12 +1,14 @@
 """The content of a folder as one digest: names, kinds, who may execute, link targets, bytes.
 
 Not times, owners and other modes, which differ from one checkout to the next. Left out is what tools leave behind in a
-source tree and no build reads: version control's own files, bytecode, caches of tools, metadata that an installation in
-place writes, virtual environments. Called by `request_key`.
+source tree and no build reads: version control's own files, bytecode, caches of tools, what an installation from the
+tree builds in it, virtual environments. Otherwise a setup would change its own key by its first run. Called by
+`request_key`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -20,12 +22,17 @@ from bootseer.errors import PermanentError
 _JUNK_FOLDERS = frozenset(
     """
     .git .hg .svn __pycache__ .mypy_cache .pytest_cache .ruff_cache .tox .nox .eggs .ipynb_checkpoints .hypothesis
-    .venv .idea .vscode
+    .venv .idea .vscode node_modules _skbuild
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
 _JUNK = re.compile(r".*\.(pyc|pyo|swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
-# Of setuptools; a `build` folder of somebody's own making counts.
-_BUILT = re.compile(r"(lib|temp|bdist|scripts)([.-].*)?|__editable__\..*")
+# What setuptools, scikit-build and meson-python make in folders of these names; what else is in them counts.
+_BUILT = {
+    "build": re.compile(r"(lib|temp|bdist|scripts)([.-].*)?|__editable__\..*|(cp|pp|py)\d.*"),
+    "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
+}
+_BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
+"""By one of these a folder is known that was made from something else."""
 _MAX_LINES = 500
 _VERSIONED = re.compile(
     rb"setuptools[_-]scm|hatch-vcs|versioneer|\bpbr\b|vcs-versioning|dunamai|versioningit|git describe|rev-parse"
@@ -76,6 +83,7 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
         raise PermanentError(f"{folder}: {os.strerror(error.errno or 0)}") from error
     if own in above or len(above) > 100:
         return  # a link that leads back up
+    below = os.path.basename(prefix.rstrip("/"))  # noqa: PTH119 - a string; empty for the tree itself, whose name is nothing
     for entry in entries:
         name = f"{prefix}{entry.name}"
         try:
@@ -87,10 +95,10 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
             raise PermanentError(f"{entry.path}: {os.strerror(error.errno or 0)}") from error
         link = f" -> {target}" if target else ""
         if stat.S_ISDIR(mode):
-            if not _is_junk(folder, entry.name, entry.path):
+            if not _is_junk(below, entry.name, entry.path):
                 yield name, f"folder{link}", entry.path
                 yield from _walk(entry.path, (*above, own), f"{name}/")
-        elif _JUNK.fullmatch(entry.name):
+        elif _JUNK.fullmatch(entry.name) or _is_built(below, entry.name):
             continue
         elif stat.S_ISREG(mode):
             yield name, f"file{' x' if mode & 0o111 else ''}{link}", entry.path
@@ -99,11 +107,20 @@ def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> 
 
 
 def _is_junk(folder: str, name: str, path: str) -> bool:
-    if name in _JUNK_FOLDERS or _JUNK.fullmatch(name):
+    if name in _JUNK_FOLDERS or _JUNK.fullmatch(name) or _is_built(folder, name):
         return True
-    if os.path.basename(folder) == "build" and _BUILT.fullmatch(name):  # noqa: PTH119 - a string
+    if any(os.path.lexists(f"{path}/{mark}") for mark in _BUILD_FOLDER):
         return True
-    return os.path.lexists(os.path.join(path, "pyvenv.cfg")) or os.path.isdir(os.path.join(path, "conda-meta"))  # noqa: PTH112, PTH118
+    if name in _BUILT:
+        with contextlib.suppress(OSError):  # the walk says it
+            return all(_is_built(name, child) for child in os.listdir(path))  # noqa: PTH208 - names
+    return False
+
+
+def _is_built(folder: str, name: str) -> bool:
+    """Whether it is something built, by the name of the folder that it is in."""
+    built = _BUILT.get(folder)
+    return built is not None and built.fullmatch(name) is not None
 
 
 def _version_control(path: str, files: NodeFiles) -> str:

@@ -126,8 +126,8 @@ class Variables(NamedTuple):
 
 def looks_secret(name: str) -> bool:
     """Whether a variable of this name is taken for a secret."""
-    words = name.upper().split("_")
-    return bool(_SECRET_WORDS.intersection(words)) or "TOKEN" in name.upper() or "PASSWORD" in name.upper()
+    called = name.upper().replace("TOKENIZER", "")  # those make other tokens
+    return bool(_SECRET_WORDS.intersection(called.split("_"))) or "TOKEN" in called or "PASSWORD" in called
 
 
 def is_irrelevant(name: str) -> bool:

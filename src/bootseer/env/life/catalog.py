@@ -8,7 +8,8 @@
 A document that can be read is a snapshot that can be used: it is written last. Between what a publisher writes and what
 somebody else deletes at that moment stands a second look on both sides (`publish`, `prune.prune`): a document whose
 objects are not there does not stay.
-Called by `launch.environment_stage` and `cli.env`. Safe to use from many threads, processes and nodes.
+Called by `launch.environment_seek`, `launch.environment_publish` and the verbs of `cli.env`. Safe to use from many
+threads, processes and nodes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A start asks up to four times, and goes on with what the last answer says:
 
 Whatever goes wrong here ends as `INSTALL`: the start is slower and right. Only `require` turns it into `FAIL`, before
 anything was installed. `REASONS` says what each code means; codes are stable and stand in events and reports.
-Called by `launch.environment_stage`; the look-ups themselves are in `catalog`, `lease`, `quarantine` and `local`.
+Called by `launch.environment_seek`; the look-ups themselves are in `catalog`, `lease`, `quarantine` and `local`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from bootseer.env.document import EnvironmentDocument
+from bootseer.env.modes import Mode
 from bootseer.errors import UsageError
 
-Mode = Literal["auto", "refresh", "bypass", "require"]
-MODES: tuple[Mode, ...] = ("auto", "refresh", "bypass", "require")
 Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long", "no-lease"]
 """How waiting ends."""
 _REFUSED = "refused:"
@@ -111,11 +110,6 @@ class Decision:
     replace: bool = False
     """With `BUILD`: whether a document that is there may be replaced (also one that nobody could read)."""
     mode: Mode = "auto"
-
-    @property
-    def is_hit(self) -> bool:
-        """Whether a snapshot is used."""
-        return self.action is Action.RESTORE
 
     def check(self) -> None:
         """Raises `UsageError` (exit code 1) for `FAIL`."""

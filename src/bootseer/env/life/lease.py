@@ -5,7 +5,7 @@ who waits takes a lease over whose beat stands still (`lease_state`). Two may be
 in stores that cannot create in one step, and when two take over at once. Both then build, the first who publishes wins,
 and nothing is wrong. Without a lease there is no waiting: whatever the store refuses, the caller installs for himself.
 
-Called by `launch.environment_stage`: `elect`, then `Lease.beating` around the build or `wait`. Everything has a
+Called by `launch.environment_seek`: `elect`, then `Lease.beat` beside the build, or `wait`. Everything has a
 deadline; clock, sleep and chance are arguments. A `Lease` belongs to one thread, with the one that beats it.
 """
 
@@ -17,8 +17,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bootseer.env.document import EnvironmentDocument, is_key
@@ -93,23 +92,6 @@ class Lease:
             except BootseerError:
                 return False
             return True
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Beat from a thread of its own while the block runs. Does not release."""
-        ended = threading.Event()
-
-        def beat() -> None:
-            while not ended.wait(self.interval_s) and self.beat():
-                pass
-
-        thread = threading.Thread(target=beat, name="bootseer-lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join(2 * _LOOK_S)  # daemonic: a store that hangs holds up nobody
 
     def _is_ours(self) -> bool:
         """Whether the store still shows it as ours. Raises for a store that does not say."""

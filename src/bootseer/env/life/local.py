@@ -6,7 +6,7 @@
 
 A document's content never changes, so that an old one is worth as much as it was when it was found: its age limit and
 its quarantine hold here, too. A full disk costs the copy alone.
-Called by `launch.environment_seek` and `launch.environment_stage`. Safe to use from many threads and processes.
+Called by `launch.environment_seek` and `launch.environment_restore`. Safe to use from many threads and processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bootseer.bring.kept_objects import KeptObjects
 from bootseer.bring.places import environments_folder
+from bootseer.bring.private_folder import make_private
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life.catalog import FIND_S, Catalog
 from bootseer.env.life.decide import Lookup
@@ -36,7 +37,7 @@ class Local:
 
     def __init__(self, cache: Path, say: Callable[[str], None]) -> None:
         """`cache` is the root of the node's cache."""
-        self._folder = environments_folder(cache)
+        self._folder = make_private(environments_folder(cache))
         self._kept = KeptObjects(self._folder, say)
         self._catalog = Catalog(self.store)
 

@@ -2,7 +2,8 @@
 
 A quarantine is only advice (`quarantine_state` has the rules): a store that does not answer costs a line, a state that
 cannot be read counts as none, and of two nodes that write at once one may be lost, to be told again by the next job.
-Called by `launch.environment_stage` when a job ended, before `decide`, and after a build; by `cli.env` to clear.
+Called by `launch.environment_suspect` when a job ended, by `launch.environment_seek` before `decide`, by
+`launch.environment_publish` after a build, and by `cli.env_remove` to clear.
 """
 
 from __future__ import annotations
@@ -59,13 +60,6 @@ class Quarantine:
         before = self.state(document.key)
         after = self._change(document.key, lambda state: state.rebuilt(document.digest, replaced.digest))
         return after.suspect(document.digest) is None and before.suspect(document.digest) is not None
-
-    def exonerate(self, key: str) -> bool:
-        """A fresh installation of this key died in the same way: whether that cleared suspects."""
-        if not self.state(key).suspects:
-            return False
-        self._change(key, lambda state: state.exonerated())
-        return True
 
     def clear(self, key: str) -> None:
         """Forget everything that is held for or against snapshots of this key."""

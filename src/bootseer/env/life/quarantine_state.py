@@ -5,7 +5,6 @@ anew instead of using it:
 
     the new snapshot is the same, to the digest     the snapshot was not at fault: cleared, for ever
     it is another one                               that one is used; it may become a suspect in its turn
-    a fresh installation dies in the same way       whatever it is, it is not the snapshot: all are cleared, for ever
     built anew `MAX_REBUILDS` times in vain         setups that never give the same twice: no more suspects here
 
 so that a job which always dies costs a few installations and no loop. `quarantine` keeps the state.
@@ -83,10 +82,6 @@ class State:
         rebuilds = self.rebuilds + 1
         state = replace(self, rebuilds=min(rebuilds, _MAX_COUNT), settled=self.settled or rebuilds >= MAX_REBUILDS)
         return state if self.suspect(digest) is None else state._without(digest)
-
-    def exonerated(self) -> State:
-        """After a fresh installation of the same key died in the same way."""
-        return self if not self.suspects and self.settled else replace(self, suspects=(), settled=True)
 
     def united(self, other: State) -> State:
         """With what another place knows."""

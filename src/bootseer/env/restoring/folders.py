@@ -1,6 +1,6 @@
 """What `roots` wants to know of folders, looked up in the tree that a setup left behind.
 
-Called by `launch.environment_stage` at capture.
+Called by `launch.environment_capture`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ _PYTHON = re.compile(r"python3\.\d+t?")
 class FoldersBelow:
     """Looks into the tree at `root`; symbolic links are not followed."""
 
-    def __init__(self, root: str = "") -> None:
-        """`root`: where `/` as the setup saw it can be read from here."""
+    def __init__(self, root: str = "", *, working_folder: str | None = None) -> None:
+        """`root`: where `/` as the setup saw it can be read from here. The job works where this process does, if
+        nothing else is said."""
         self._root = root.rstrip("/")
+        self.working_folder = os.path.realpath(working_folder or ".")
 
     def environment(self, folder: str) -> Environment:
         """What kind of environment the folder is; empty for none."""

@@ -4,7 +4,8 @@ The job gets mounts of its own in which each root shows the snapshot's files ove
 is the machine as it is. What the job changes in a root goes into a layer of this run (`private`), so that the snapshot
 and the next job stay clean. After a capture the layer is what the setup has just written, and everything is the same.
 
-Each root takes a few system calls, whatever lies in it. Called by `launch.environment_stage`.
+Each root takes a few system calls, whatever lies in it. Called by `launch.environment_restore` and
+`launch.environment_capture`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ class HostView:
             self._private.close(self._say, self._namespace.folder(_MEMORY) if in_memory else None)
         finally:
             self._namespace.close()
-            with contextlib.suppress(OSError):
-                self._points.take_away()
+            self._points.take_away()
 
 
 def show_on_host(
@@ -143,7 +143,7 @@ class _Building:
             for _, mount in machine:
                 os.close(mount)
         for row in visible(mount_table()):
-            if is_below(row.path, root) and Path(row.path).is_dir() and _is_folder(self.where(row.path)):
+            if is_below(row.path, root) and _is_folder(Path(row.path)) and _is_folder(self.where(row.path)):
                 notes += self._overlay(row.path, alone=False)
         return notes
 
@@ -166,7 +166,7 @@ def _is_file_in(path: str, root: str) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    return os.path.isdir(path) and not path.is_symlink()  # noqa: PTH112 - no error for what is closed to us
 
 
 def _is_opaque(layer: Path) -> bool:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 _MAX_BYTES = 64 << 20
+_UNUSED_S = 30 * 86_400.0
 _SETTLED_NS = 2_000_000_000
 
 
@@ -44,13 +45,27 @@ class Known:
 
     def save(self) -> None:
         """Keep it for the next start. That costs nothing but time when it does not work."""
-        if self._path is None or self._now == self._before:
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            _forget(self._path.parent)
+        if self._now == self._before:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
             return
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             new.write_text(json.dumps(self._now))
             new.replace(self._path)
+
+
+def _forget(folder: Path) -> None:
+    """Delete what was found out for snapshots that nobody asked for in a month, and what killed starts left."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                path.unlink()
 
 
 def _row(status: os.stat_result, digest: str) -> list[object]:

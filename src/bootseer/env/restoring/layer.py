@@ -6,7 +6,7 @@ tree itself. Where neither can be mounted everything is fetched and written out.
 layer's `facts`.
 
 The mount ends with this process: when it was killed, the next start takes away what it left.
-Called by `launch.environment_stage` and `cli.env`.
+Called by `launch.environment_restore`, `launch.environment_look` and `launch.image_environment`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bootseer.bring.forecast import CachedLayer, Loading
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.kept_objects import KeptObjects
 from bootseer.bring.places import blocks_folder, environments_folder
+from bootseer.bring.private_folder import make_private
 from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
@@ -131,6 +132,7 @@ def bring_layer(
 
     Call it while this process has one thread. Raises `BootseerError` where no way helps.
     """
+    make_private(environments_folder(bring.cache))
     runtime = Runtime(bring.runtime)
     cache = Cache(blocks_folder(bring.cache))
     room = Room(cache, say)

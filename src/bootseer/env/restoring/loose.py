@@ -1,17 +1,18 @@
 """Which paths of a snapshot are written to this machine's own files, and whether nobody's work is in their way.
 
 A path is written when nothing is there, or what the setup had found itself (`Entry.before`). What looks as the setup
-left it stays. Everything else is a conflict: nothing at all is written then, and the real setup runs. System folders
-have no `before`: that they are the same is for the request key to say, and they are written over.
+left it stays. Everything else is a conflict: nothing at all is written then, and the real setup runs. Most of
+the system has no `before`: that it is the same is for the request key to say, and it is written over.
 
-Nothing is changed here (`place` does that). Called by `launch.environment_stage`, with the paths outside of the roots;
-with all of them where nothing can be mounted.
+Nothing is changed here (`place` does that). Called by `launch.environment_restore`, and by `environment_capture` for
+what a setup has just left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from blake3 import blake3
 
 from bootseer.env.restoring.inside import Inside
 from bootseer.env.restoring.known import Known
-from bootseer.env.restoring.roots import is_system, lies_in
+from bootseer.env.restoring.roots import is_checked, is_system, lies_in
 from bootseer.env.snapshot.entry import Entry
 from bootseer.errors import PermanentError
 from bootseer.mounts.table import is_below, mount_table
@@ -33,6 +34,8 @@ Deed = Literal["make", "replace", "dress", "link", "delete"]
 """`dress`: give it the attributes alone."""
 _PIECE = 1 << 20
 _SHOWN = 3
+_GITS_OWN = re.compile(r".*/\.git/(.*/)?(index|logs/.*|FETCH_HEAD|ORIG_HEAD|packed-refs)", re.DOTALL)
+"""Files of a clone that git writes anew while it is only looked at, or to keep house."""
 _NEVER = ("/proc", "/sys", "/dev")
 
 
@@ -41,7 +44,8 @@ class Conflict(PermanentError):  # noqa: N818 - the reason code of the fallback 
 
     def __init__(self, reasons: Sequence[str]) -> None:
         more = f", and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-        super().__init__(f"the environment would overwrite files of this machine: {'; '.join(reasons[:_SHOWN])}{more}")
+        named = "; ".join(reasons[:_SHOWN])
+        super().__init__(f"the environment would overwrite or hide files of this machine: {named}{more}")
         self.reasons = tuple(reasons)
         """One for each path."""
 
@@ -75,14 +79,25 @@ def plan(
 ) -> Plan:
     """Plan to write the entries outside of `roots` below the folder `root`. Raises `Conflict`.
 
+    An entry in a root is not written; where people edit files (`is_checked`), the mount must hide nothing but what
+    the setup had found: otherwise the job would see the builder's version of this machine's settings.
+
     `captured`: the setup has just run on this machine. What it deleted or replaced is what is there now, so that whole
     folders go; elsewhere nobody knows what was in them. `known` is a file for what was found out (`known.Known`).
     """
-    wanted = {entry.path: entry for entry in entries if not lies_in(entry.path, roots)}
+    wanted: dict[str, Entry] = {}
+    mounted: list[Entry] = []
+    for entry in entries:
+        if lies_in(entry.path, roots):
+            mounted.append(entry)
+        else:
+            wanted[entry.path] = entry
     planning = _Planning(Inside(root), where, wanted, captured, Known(known))
     for path in sorted(planning.entries, key=lambda path: path.split("/")):
         planning.add(planning.entries[path])
     planning.check_deletions()
+    for entry in mounted:
+        planning.check_hidden(entry)
     planning.known.save()
     if planning.reasons:
         raise Conflict(planning.reasons)
@@ -135,6 +150,23 @@ class _Planning:
             if entry.before == "directory" and not self._goes(entry.path) and self.inside.names(entry.path):
                 self._refuse(entry, "the setup deleted this folder, and here things are in it")
 
+    def check_hidden(self, entry: Entry) -> None:
+        """Nothing that nobody spoke of disappears behind a mount."""
+        if entry.kind == "directory" or not is_checked(entry.path, entry.before):
+            return
+        try:
+            found = self.inside.status(entry.path)
+            if found is None:
+                same = not entry.before or entry.kind == "deleted" or self._was_unchanged(entry)
+            elif entry.kind != "deleted" and self._is_after(entry, found):
+                same = True
+            else:
+                same = self._is_before(entry, found)
+        except OSError:  # a folder of the way is none here: the mount shows the snapshot's
+            same = not entry.before
+        if not same:
+            self._refuse(entry, "the setup changed it, and here it is not what the setup found")
+
     def _goes(self, path: str) -> bool:
         """Whether all that is in a folder may be deleted unseen."""
         return self.captured or is_system(path)
@@ -142,7 +174,7 @@ class _Planning:
     def _deed(self, entry: Entry, found: os.stat_result | None) -> Deed | None:
         """What is to be done; nothing when all is well, or when it was refused, too."""
         if found is None:
-            if entry.before and entry.kind != "deleted" and not is_system(entry.path):
+            if entry.before and entry.kind != "deleted" and not self._was_unchanged(entry):
                 self._refuse(entry, "the setup changed it, and here it is not there")
                 return None
             return None if entry.kind == "deleted" else "make"
@@ -150,8 +182,8 @@ class _Planning:
             if entry.opaque:
                 self._check_others(entry)
             return None if _is_dressed(entry, found) else "dress"
-        if _is_bytecode(entry.path) and entry.kind != "deleted":
-            return None  # Python itself looks whether it fits
+        if entry.kind != "deleted" and (_is_bytecode(entry.path) or _GITS_OWN.fullmatch(entry.path)):
+            return None  # Python itself looks whether it fits; git goes on from what it wrote itself
         return self._deed_over(entry, found)
 
     def _deed_over(self, entry: Entry, found: os.stat_result) -> Deed | None:
@@ -186,6 +218,15 @@ class _Planning:
         if kind == "symlink":
             return stat.S_ISLNK(found.st_mode) and self.inside.target(entry.path) == what
         return kind == "directory" and stat.S_ISDIR(found.st_mode)
+
+    def _was_unchanged(self, entry: Entry) -> bool:
+        """Whether the setup wrote again what had been there: it would have written it here, too."""
+        if entry.kind == "symlink":
+            return entry.before == f"symlink:{entry.target}"
+        if entry.kind != "file" or not entry.before.startswith("file:"):
+            return False
+        with self.where(entry.path).open("rb") as file:
+            return entry.before == f"file:sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
     def _same_content(self, entry: Entry, found: os.stat_result) -> bool:
         if entry.digest:

@@ -2,7 +2,7 @@
 
 Each file appears whole, under its name, by one rename or link: whoever looks meanwhile sees the old one or the new one,
 and after a kill at any point the same plan made anew does the rest. No symbolic link is followed on the way. Called by
-`launch.environment_stage`.
+`launch.environment_restore`, `launch.environment_capture` and `launch.environment_look`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,14 @@ class _Placing:
                 (folders if entry.kind == "directory" else links if entry.link else files).append(step)
         for step in folders:
             self._in_its_folder([step])
-        with ThreadPoolExecutor(threads, "bootseer-place") as pool:
-            for _ in pool.map(self._in_its_folder, [list(some) for _, some in groupby(files, key=_above)]):
-                pass
+        together = [list(some) for _, some in groupby(files, key=_above)]
+        if threads == 1:  # who forks next must not have had another thread a moment ago
+            for some in together:
+                self._in_its_folder(some)
+        else:
+            with ThreadPoolExecutor(threads, "bootseer-place") as pool:
+                for _ in pool.map(self._in_its_folder, together):
+                    pass
         for step in links:
             self._in_its_folder([step])
         # A folder may forbid what has to be written into it.

@@ -10,7 +10,6 @@ empty; what a killed run left, the next one does. Called by `host`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bootseer.env.restoring.private import is_shown
-from bootseer.errors import PermanentError
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.mounts import flock
+
+_LOCK_S = 60.0
+"""Longer than a namespace may take to be made."""
 
 
 class Points:
@@ -31,11 +34,14 @@ class Points:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else makes or takes away a place. Hold it from `make` until the mount is there: it is short."""
+        """Nobody else makes or takes away a place. Hold it from `make` until the mount is there: it is short.
+
+        Raises `TransientError` when somebody else holds it for too long.
+        """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock.lock(lock, self._folder / "lock", _LOCK_S)
             yield
         finally:
             os.close(lock)
@@ -66,10 +72,10 @@ class Points:
         return True
 
     def take_away(self) -> None:
-        """Delete the places that no run uses any more."""
+        """Delete the places that no run uses any more. A later run does what does not work now."""
         if not self._folder.is_dir():
             return
-        with self.locked():
+        with contextlib.suppress(BootseerError, OSError), self.locked():
             for record in self._folder.iterdir():
                 if record.name == "lock":
                     continue

@@ -5,9 +5,9 @@
     <changes>/<id>/<n>/upper     what the job wrote into a root; `work` beside it is overlayfs' own
     <changes>/<id>/files/...     what is kept, by its path
 
-What a job writes into `/usr` and the like ends with it, as an environment must be what its snapshot says. Everything
-else could be a result that nobody expected there, so that it is kept for a week, and the user hears where. What a
-killed run left, a later one looks through. Called by `host`.
+What a job writes into `/usr` and the like ends with it, as an environment must be what its snapshot says: a line tells
+of it, unless it is caches. Everything else could be a result that nobody expected there, so that it is kept for a week,
+and the user hears where. What a killed run left, a later one looks through. Called by `host`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -27,10 +28,13 @@ from typing import Any
 from bootseer.bring.unpacked import delete_tree
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import PermanentError
+from bootseer.mounts.table import is_mounted_anywhere
 
 _LOCK, _RECORD, _FILES = "lock", "run.json", "files"
 _KEPT_S = 7 * 86_400.0
 _MAX_BYTES = 1 << 20
+_CACHE = re.compile(r"cache", re.IGNORECASE)
+"""In the name of a file or folder: `__pycache__`, `ld.so.cache`, `fontconfig-cache`."""
 Say = Callable[[str], None]
 
 
@@ -75,7 +79,7 @@ class PrivateFolder:
         When a process of the job lives on, all of it stays for a later run to look through.
         """
         try:
-            if not _is_mounted(self.path):
+            if not is_mounted_anywhere(f"/{self.path.name}/"):
                 _settle(self.path, self.roots, say, place)
         finally:
             os.close(self._lock)
@@ -121,42 +125,36 @@ def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Its process was killed, and the job may live on, with all its mounts.
-        if _is_mounted(folder):
+        if is_mounted_anywhere(f"/{folder.name}/"):
             raise BlockingIOError
         yield value
     finally:
         os.close(lock)
 
 
-def _is_mounted(folder: Path) -> bool:
-    """Whether any process that we may look at has a mount that is made of something in the folder."""
-    part, seen = f"/{folder.name}/".encode(), set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            namespace = os.readlink(process / "ns" / "mnt")  # noqa: PTH115 - it names a namespace and no file
-            if namespace not in seen:
-                found = (process / "mountinfo").read_bytes()
-                seen.add(namespace)
-                if part in found:
-                    return True
-    return False
-
-
 def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None) -> None:
     files = folder / _FILES
-    num_files = num_bytes = 0
-    touched = []
+    num_files = num_bytes = num_dropped = 0
+    touched, dropped = [], []
     for root, number in roots.items():
         upper = next(
             (above / number / "upper" for above in (place, folder) if above and (above / number).is_dir()), None
         )
-        if upper is None or is_system(root):
+        if upper is None:
             continue
         count, size = _written(upper)
-        if count:
+        if count and is_system(root):
+            num_dropped += count
+            dropped.append(root)
+        elif count:
             num_files, num_bytes = num_files + count, num_bytes + size
             touched.append(root)
             _keep(upper, files / root.lstrip("/"))
+    if num_dropped:
+        say(
+            f"the job wrote {num_dropped} files into {', '.join(dropped[:3])}, and they are gone: folders of the system"
+            " belong to the environment; keep results elsewhere"
+        )
     if not num_files:
         delete_tree(folder)
         return
@@ -188,11 +186,13 @@ def _is_content(mode: int) -> bool:
 
 
 def _written(upper: Path) -> tuple[int, int]:
-    """Number and bytes of the files that a job wrote; bytecode is nothing that anybody misses."""
+    """Number and bytes of the files that a job wrote; bytecode and other caches are nothing that anybody misses."""
     num_files = num_bytes = 0
     for path, folders, names in os.walk(upper):
-        folders[:] = [name for name in folders if name != "__pycache__"]
+        folders[:] = [name for name in folders if not _CACHE.search(name)]
         for name in [*names, *(name for name in folders if Path(path, name).is_symlink())]:
+            if _CACHE.search(name):
+                continue
             status = os.lstat(f"{path}/{name}")
             if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
                 num_files += 1

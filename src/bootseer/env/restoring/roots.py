@@ -6,13 +6,15 @@ own. All the rest is loose: it is copied to its place. The rule, for each change
 
 1. The innermost environment around it (`Folders.environment`): a folder that is nothing else is a root. One that may
    hold other things as well (`~/.local`, a project folder with a `pyvenv.cfg`) has its `bin`, `include`, `lib` and
-   `lib64` as roots.
+   `lib64` as roots; a venv that was there before also its `etc`, `man`, `opt` and `share`.
 2. The outermost `site-packages`, `dist-packages` or `node_modules` around it.
 3. `/usr`, `/etc`, and `/bin`, `/sbin`, `/lib` and the like where they are folders; `/var/lib/<name>`; below `/opt`
-   the outermost folder that is new.
+   the outermost folder that is new and holds software: an environment, or one with `bin` or `lib`.
 
-A root that lies in another root is not needed. Decides and touches nothing. Called by `launch.environment_stage` at
-capture (the result stands in the document), and by the capture, which asks `is_system`.
+The folder that the job works in, and those around it, are roots only where they are a venv or a conda environment: a
+checkpoint must not end with the job. Of a folder of the system around it those beside it are. A root that lies in
+another root is not needed. Decides and touches nothing. Called by `launch.environment_view` (the result stands in the
+document); by captures and `loose`, which ask what kind of path one is.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ _SYSTEM = re.compile(rf"/(?:{_TOP_FOLDERS}|var/lib)(?:/.*)?", re.DOTALL)
 _ROOT = re.compile(rf"/(?:{_TOP_FOLDERS}|var/lib/[^/]+)", re.DOTALL)
 _PACKAGES = frozenset({"site-packages", "dist-packages", "node_modules"})
 _PARTS = frozenset({"bin", "include", "lib", "lib64"})
+_MORE_PARTS = _PARTS | {"etc", "man", "opt", "share"}
+"""Of an environment that was there before: in a new one they may be folders of the project."""
+_EDITED = ("/etc/", "/usr/local/")
+_GENERATED = frozenset({"/etc/ld.so.cache", "/etc/mtab"})
 _OF_AN_ENVIRONMENT = _PARTS | {"pyvenv.cfg", "conda-meta", "share", "etc", "man", ".gitignore", ".lock", "CACHEDIR.TAG"}
 
 
 class Folders(Protocol):
     """What is known of folders when the setup has ended."""
+
+    @property
+    def working_folder(self) -> str:
+        """Where the job will run, by its real name; empty where that does not matter."""
 
     def environment(self, folder: str) -> Environment:
         """What kind of environment the folder is; empty for none."""
@@ -66,6 +76,21 @@ def lies_in(path: str, roots: Sequence[str]) -> bool:
 def is_system(path: str) -> bool:
     """Whether the path belongs to the system itself, where nobody keeps files of his own."""
     return _SYSTEM.fullmatch(path) is not None
+
+
+def may_be_edited(path: str) -> bool:
+    """Whether people edit such files by hand: then no list of packages tells what is in them."""
+    if path in _GENERATED or path.endswith(".pyc") or not _PACKAGES.isdisjoint(path.split("/")):
+        return False
+    return not is_system(path) or path.startswith(_EDITED)
+
+
+def is_checked(path: str, before: str) -> bool:
+    """Whether a mount over this path, which had `before` (`Change.before`), may hide what somebody wrote on a machine.
+
+    Files that are new count in `/etc` alone: elsewhere they are programs. What a scan did not see is not known.
+    """
+    return may_be_edited(path) and before != "other" and (bool(before) or path.startswith("/etc/"))
 
 
 def divide(changes: Iterable[Change], folders: Folders) -> Division:
@@ -99,6 +124,8 @@ class _Finding:
 
     def __init__(self, folders: Folders) -> None:
         self.paths: dict[str, Action] = {}
+        self._job = frozenset(_folders(folders.working_folder) if folders.working_folder.strip("/") else ())
+        self._system_of_job = tuple(folder for folder in self._job if _ROOT.fullmatch(folder))
         self._folders = folders
         self._new: set[str] = set()
         self._inside: dict[str, set[str]] = {}
@@ -132,18 +159,31 @@ class _Finding:
         for place in range(len(around) - 1, -1, -1):
             folder = around[place]
             if kind := self._environment(folder):
-                if self._is_whole(folder, kind):
+                if self._is_whole(folder, kind) and (kind != "python" or folder not in self._job):
                     return folder
                 inner = around[place + 1] if place + 1 < len(around) else ""
-                if inner.rpartition("/")[2] in _PARTS:
+                if inner.rpartition("/")[2] in self._parts(folder, kind) and inner not in self._job:
                     return inner
+        around = [folder for folder in around if folder not in self._job]
         for folder in around:
             if folder.rpartition("/")[2] in _PACKAGES:
                 return folder
         for folder in around:
-            if _ROOT.fullmatch(folder) or (folder.startswith("/opt/") and folder in self._new):
+            if _ROOT.fullmatch(folder) or lies_in(folder, self._system_of_job):
+                return folder
+            if folder.startswith("/opt/") and self._is_software(folder):
                 return folder
         return ""
+
+    def _parts(self, folder: str, kind: Environment) -> frozenset[str]:
+        """What belongs to an environment alone in a folder that may hold other things as well."""
+        return _MORE_PARTS if kind in ("venv", "conda") and folder not in self._new else _PARTS
+
+    def _is_software(self, folder: str) -> bool:
+        """Whether a folder is new and holds programs, not what jobs leave."""
+        if folder not in self._new:
+            return False
+        return any(self._folders.is_folder(f"{folder}/{name}") for name in ("bin", "lib", "lib64"))
 
     def _environment(self, folder: str) -> Environment:
         found = self._environments.get(folder)

@@ -18,6 +18,7 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.env.changes import Action, Change
+from bootseer.env.restoring.roots import is_checked
 from bootseer.env.snapshot.bytecode import Source
 from bootseer.env.snapshot.contents import Contents, is_small, read_pieces
 from bootseer.env.snapshot.entry import Entry, path_bytes
@@ -57,7 +58,7 @@ class Written:
     left_out: tuple[str, ...]
     """Paths that no snapshot can hold, each with the reason."""
     loose: Stored | None = None
-    """A manifest of the loose paths alone; None when there are none."""
+    """A manifest of what a restore has to look at; None where that is nothing."""
 
 
 def write_snapshot(
@@ -118,8 +119,9 @@ def write_snapshot(
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
-    """The manifest of the loose paths alone. One that is a link to a file which is mounted is a file of its own."""
-    part = [entry for entry in entries if is_loose(entry.path)]
+    """What a restore has to look at: loose paths, and those whose mount might hide what somebody wrote on its machine.
+    A loose link to a file that is not among them is a file of its own."""
+    part = [entry for entry in entries if is_loose(entry.path) or is_checked(entry.path, entry.before)]
     paths = {entry.path for entry in part}
     return Manifest(tuple(entry if entry.link in paths else replace(entry, link="") for entry in part))
 

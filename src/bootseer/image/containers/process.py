@@ -44,6 +44,8 @@ class Words:
     """`NAME=VALUE`, or `NAME` to pass the host's value on."""
     workdir: str | None = None
     user: str | None = None
+    unset: tuple[str, ...] = ()
+    """Variables that the process is not to have, whoever set them."""
     prepend: Mapping[str, str] = field(default_factory=dict)
     """Put in front of variables that hold lists of folders (PYTHONPATH)."""
 
@@ -92,12 +94,14 @@ def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[
     for word in words.env:
         name, sign, value = word.partition("=")
         if not name:
-            raise UsageError(f"--env {word!r} has no name", hint="--env NAME=VALUE, or --env NAME")
+            raise UsageError(f"{word!r}: a variable without a name", hint="give NAME=VALUE, or NAME")
         if sign:
             env[name] = value
         elif name in host_env:
             env[name] = host_env[name]
     env.setdefault("HOME", user.home)
+    for name in words.unset:
+        env.pop(name, None)
     for name, value in words.prepend.items():
         env[name] = f"{value}:{env[name]}" if env.get(name) else value
     return env

@@ -1,0 +1,118 @@
+"""The private view of the machine in which a setup runs, and how the command gets to see what it did there.
+
+Called by `environment_capture`, which keeps what the setup did, by `environment_private`, which does not, and by
+`environment_check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bootseer.env.capturing.any_capture import Capture, Way
+from bootseer.env.capturing.capture import open_capture
+from bootseer.env.changes import Change
+from bootseer.env.restoring import loose, place
+from bootseer.env.restoring.folders import FoldersBelow
+from bootseer.env.restoring.host import show_on_host
+from bootseer.env.restoring.roots import Division, divide
+from bootseer.errors import BootseerError
+from bootseer.launch.environment_entries import loose_entries
+from bootseer.launch.environment_install import SetUp, say_failed
+from bootseer.launch.environment_shown import NotShown, Shown
+from bootseer.launch.environment_task import Task
+from bootseer.launch.supervise import say
+from bootseer.mounts.user_namespace import may_mount
+
+_SIGNALLED = 128
+
+
+def writes_out() -> bool:
+    """Whether nothing is to be mounted here although this is root: in a container without the right to mount.
+
+    A user namespace would take away what the container still has, as the right to lock memory that RDMA needs.
+    """
+    return os.geteuid() == 0 and not may_mount()
+
+
+def private_ways() -> tuple[Way, ...]:
+    """The ways to capture here that leave the machine as it is, the best first."""
+    return () if writes_out() else ("overlay", "user")
+
+
+def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Capture:
+    """Begin to catch changes; `opened` ends it. `scan`: on the machine itself, where there is no better way.
+
+    Raises `NotShown`.
+    """
+    wanted = task.wanted
+    own: list[Path | str] = [wanted.cache, wanted.runtime, *task.store_folder]
+    own += [task.session.folder] if task.session is not None else []
+    ways: tuple[Way, ...] = (*private_ways(), "scan") if scan else private_ways()
+    refused = [] if private_ways() else ["nothing can be mounted here"]
+    if refused and scan:
+        say(f"{refused[0]}: what the setup changes is found by looking through the disks before and after")
+    for way in ways:
+        try:
+            view = open_capture(
+                task.folder.path / "capture", say=say, way=way, env=task.env, own=own, folders=[task.cwd]
+            )
+        except (BootseerError, OSError) as error:
+            refused.append(str(error))
+            continue
+        opened.callback(view.close)
+        return view
+    raise NotShown("not-root", "; ".join(refused))
+
+
+def enter_of(view: Capture) -> Callable[[], None] | None:
+    """What leads a process into the view; None where the view is the machine itself."""
+    return None if view.way == "scan" else view.enter
+
+
+def check_ended(view: Capture, done: SetUp) -> None:
+    """Tell the user of a setup that failed. Raises `NotShown` when that may be due to the view: it is run without."""
+    if not done.code:
+        return
+    trouble = view.trouble()
+    if not trouble and view.way == "user":
+        trouble = "without root only folders of this user can be changed there"
+    if trouble and done.code < _SIGNALLED:
+        raise NotShown("failed", f"the setup failed in its private view (exit code {done.code}): {trouble}")
+    say_failed(done)
+    if view.way != "scan":
+        say("what it changed was private to it and is gone, but for scratch folders, logs and package caches")
+
+
+def divided(view: Capture, changes: Sequence[Change]) -> Division:
+    """Which of the changes are mounted over the machine's folders, and which are written to its own."""
+    return divide(changes, FoldersBelow(str(view.root)))
+
+
+def show(task: Task, view: Capture, changes: Sequence[Change], division: Division, shown: Shown) -> None:
+    """Let the command see what the setup did, as a restored start would. Raises `NotShown`, with nothing left behind.
+
+    A scanned setup changed the machine itself.
+    """
+    try:
+        if view.way != "scan":
+            _show(task, view, changes, division, shown)
+    except (BootseerError, OSError) as error:
+        shown.undo.close()
+        raise NotShown("failed", f"what the setup did cannot be shown: {error}") from error
+    except BaseException:
+        shown.undo.close()
+        raise
+
+
+def _show(task: Task, view: Capture, changes: Sequence[Change], division: Division, shown: Shown) -> None:
+    loose_ones = [change for change in changes if division.is_loose(change.path)]
+    if loose_ones:
+        place.apply(loose.plan(loose_entries(loose_ones), view.source_of, captured=True), view.source_of)
+    if division.roots:
+        user = view.way == "user"
+        seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=user, say=say)
+        shown.undo.callback(seen.close)
+        shown.enter = seen.enter

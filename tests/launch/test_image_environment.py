@@ -1,0 +1,89 @@
+"""Whatever goes wrong when a snapshot's layer is mounted with an image, the image is mounted without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.life.decide import Action, Decision
+from bootseer.env.modes import Mode
+from bootseer.errors import PermanentError, UsageError
+from bootseer.image.containers.container import Options
+from bootseer.image.mounting.mounted import MountedImage
+from bootseer.image.mounting.request import Request
+from bootseer.image.reference import parse_reference
+from bootseer.launch.environment_shown import Shown
+from bootseer.launch.environment_stage import EnvironmentStart
+from bootseer.launch.environment_task import Task
+from bootseer.launch.environment_wanted import EnvironmentWanted
+from bootseer.launch.image_environment import ImageEnvironment
+from bootseer.mounts.state import MountState, Runtime
+
+LAYER = Path("/layer")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> MountedImage:
+    """One that nobody has mounted."""
+    runtime = Runtime(tmp_path / "runtime")
+    state = MountState("m", str(tmp_path / "root"), "image", runtime.boot, (), None, None, 0.0, {})
+    return MountedImage(tmp_path / "root", {}, {}, runtime, state, None, lambda line: None)
+
+
+@pytest.fixture
+def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
+    """A start whose snapshot is at hand."""
+
+    def make(mode: Mode) -> ImageEnvironment:
+        wanted = EnvironmentWanted(tmp_path / "cache", tmp_path / "runtime", mode=mode)
+        start = EnvironmentStart(Task.made("setup.sh", [], wanted, {}), ["true"])
+        start.shown = Shown("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
+        start.shown.undo.callback((tmp_path / "undone").touch)
+        request = Request(parse_reference("registry.example/a:1"), None, tmp_path / "cache", tmp_path / "runtime")
+        return ImageEnvironment(start, request, Options())
+
+    return make
+
+
+def test_a_layer_that_cannot_be_mounted_is_given_up(
+    restored: Callable[[Mode], ImageEnvironment], image: MountedImage, tmp_path: Path
+) -> None:
+    asked = []
+
+    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+        asked.append((tuple(above), setup))
+        if above:
+            raise PermanentError("no overlay takes it")
+        return image
+
+    environment = restored("auto")
+    assert environment.mount(mount, tmp_path, [LAYER]) is image
+    assert asked == [((LAYER,), False), ((), True)]
+    assert environment.start.shown is None  # so that the setup runs
+    assert (tmp_path / "undone").exists()
+
+
+def test_a_layer_that_can_be_mounted_is_used(
+    restored: Callable[[Mode], ImageEnvironment], image: MountedImage, tmp_path: Path
+) -> None:
+    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+        assert list(above) == [LAYER]
+        return image
+
+    environment = restored("auto")
+    assert environment.mount(mount, tmp_path, [LAYER]) is image
+    assert environment.start.shown is not None
+    assert not (tmp_path / "undone").exists()
+
+
+def test_where_a_snapshot_is_required_nothing_is_mounted_without_it(
+    restored: Callable[[Mode], ImageEnvironment], tmp_path: Path
+) -> None:
+    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+        assert above
+        raise OSError("no overlay takes it")
+
+    with pytest.raises(UsageError, match="cannot-mount"):
+        restored("require").mount(mount, tmp_path, [LAYER])

@@ -1,0 +1,115 @@
+"""What a setup wrote in an image becomes a layer; when that does not work, the command finds it all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.keys.key import RequestKey
+from bootseer.env.life.decide import Action, Decision
+from bootseer.errors import PermanentError
+from bootseer.image.containers.container import Options
+from bootseer.image.mounting.mounted import MountedImage
+from bootseer.launch.environment_install import SetUp
+from bootseer.launch.environment_stage import EnvironmentStart
+from bootseer.launch.environment_task import Task
+from bootseer.launch.environment_wanted import EnvironmentWanted
+from bootseer.launch.image_keep import UPPER, Keeping
+from bootseer.launch.image_setup import ImageSetUp, places_of
+from bootseer.mounts import kernel
+from bootseer.mounts.state import MountState, Runtime
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")]
+KEY = RequestKey("0" * 64, {}, {}, (), (), (), {})
+
+
+class Mounts:
+    """Mounts something in the place of the image, and remembers what was asked."""
+
+    def __init__(self, folder: Path, *, refuses_layers: bool = False, refuses_all: bool = False) -> None:
+        self.root = folder / "root"
+        self.asked: list[tuple[Path, ...]] = []
+        self._refuses_layers = refuses_layers
+        self._refuses_all = refuses_all
+        self._runtime = Runtime(folder.parent / "runtime")
+
+    def __call__(self, writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+        self.asked.append(tuple(above))
+        if self.asked[1:] and (self._refuses_all or (above and self._refuses_layers)):
+            raise PermanentError("no overlay takes it")
+        (writable / UPPER).mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", self.root], check=True)
+        name = self._runtime.new_folder().name
+        state = MountState(name, str(self.root), "image", self._runtime.boot, details={"changes": str(writable)})
+        self._runtime.write(state)
+        return MountedImage(self.root, {}, {}, self._runtime, state, None, lambda line: None)
+
+
+@pytest.fixture
+def writable(tmp_path: Path) -> Iterator[Path]:
+    """An image's folder for changes."""
+    folder = tmp_path / "writable"
+    folder.mkdir()
+    yield folder
+    while kernel.is_mount(folder / "root"):
+        kernel.unmount(folder / "root", lazy=True)
+
+
+def keeping(writable: Path, mount: Mounts) -> tuple[Keeping, EnvironmentStart]:
+    wanted = EnvironmentWanted(writable.parent / "cache", writable.parent / "runtime")
+    task = Task.made("setup.sh", [], wanted, {})
+    start = EnvironmentStart(task, ["true"])
+    mounted = mount(writable, ())
+    (writable / UPPER / "tool").write_text("what the setup wrote")
+    setup = ImageSetUp(task, mounted, Options(), places_of("/work", [], []), task.folder.path, {})
+    return Keeping(start, setup, mounted, mount, Decision(Action.BUILD, "no-snapshot", "")), start
+
+
+def test_what_the_setup_wrote_becomes_a_layer(writable: Path) -> None:
+    mount = Mounts(writable)
+    keep, start = keeping(writable, mount)
+    keep.keep(SetUp(), KEY)
+    layer = start.task.folder.path / "layer"
+    assert mount.asked == [(), (layer,)]
+    assert (layer / "tool").read_text() == "what the setup wrote"
+    assert list((writable / UPPER).iterdir()) == []
+    assert start.publishing is not None
+    start.publishing.stop()
+
+
+def test_a_layer_that_cannot_be_mounted_becomes_the_upper_one_again(writable: Path) -> None:
+    mount = Mounts(writable, refuses_layers=True)
+    keep, start = keeping(writable, mount)
+    keep.keep(SetUp(), KEY)
+    assert mount.asked == [(), (start.task.folder.path / "layer",), ()]
+    assert (writable / UPPER / "tool").read_text() == "what the setup wrote"
+    assert (start.publishing, start.task.outcome["why_not"]) == (None, "no overlay takes it")
+
+
+def test_an_image_in_use_stays_as_it_is(writable: Path) -> None:
+    mount = Mounts(writable)
+    keep, start = keeping(writable, mount)
+    with (mount.root / "in use").open("w"):
+        keep.keep(SetUp(), KEY)
+    assert mount.asked == [()]
+    assert (writable / UPPER / "tool").exists()
+    assert start.publishing is None
+
+
+def test_without_a_snapshot_the_image_is_mounted_again_on_what_the_setup_wrote(writable: Path) -> None:
+    mount = Mounts(writable)
+    keep, _ = keeping(writable, mount)
+    keep.go_on()
+    assert mount.asked == [(), ()]
+    assert (writable / UPPER / "tool").exists()
+
+
+def test_an_image_that_cannot_be_mounted_any_more_is_an_error(writable: Path) -> None:
+    keep, _ = keeping(writable, Mounts(writable, refuses_all=True))
+    with pytest.raises(PermanentError, match="cannot be mounted again"):
+        keep.keep(SetUp(), KEY)

@@ -1,0 +1,44 @@
+"""Processes that are known again, and end with those that started them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+from bootseer.mounts.process import ProcessId, die_with
+
+
+def test_a_child_that_asked_for_it_dies_with_its_parent() -> None:
+    answer, report = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        own = os.getpid()
+        if os.fork() == 0:
+            die_with(own)
+            os.write(report, b"ready")
+            signal.pause()
+        signal.pause()
+    os.close(report)
+    assert os.read(answer, 5) == b"ready"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    # The end of the pipe is the end of the last process that had it.
+    assert select.select([answer], [], [], 10)[0]
+    assert os.read(answer, 1) == b""
+    os.close(answer)
+
+
+def test_a_child_whose_parent_was_faster_dies_at_once() -> None:
+    child = os.fork()
+    if child == 0:
+        die_with(1 if os.getppid() != 1 else 2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_number_alone_is_no_process() -> None:
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    assert own.alive
+    assert not ProcessId(own.pid, own.started + 1).alive
