@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bootseer.env.keys.key import Difference, RequestKey
 
 SCHEMA = "bootseer.environment-key/1"
-_MAX_LINES = 20
+_MAX_LINES = 3
 
 
 @click.command("key", short_help="What a setup's snapshot is found by, and what changed.")
@@ -117,7 +117,6 @@ def _old(old: str, store: str | None, plain_http: bool) -> tuple[dict[str, str],
 
 
 def _print(key: RequestKey, changed: list[Difference] | None, limit: int | None) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from bootseer.cli.printing import terminal
@@ -127,21 +126,23 @@ def _print(key: RequestKey, changed: list[Difference] | None, limit: int | None)
         if changed is not None:
             for row in changed:
                 console.print(Text(f"{row.name}: {row.words}", "bold"), soft_wrap=True)
-            console.print("nothing changed" if not changed else f"{len(changed)} parts changed")
+            console.print(
+                "nothing changed" if not changed else f"{len(changed)} part{'s' * (len(changed) > 1)} changed"
+            )
             return
         console.print(Text(key.digest, "bold"))
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
         for name, value, lines in explain(key):
-            shown = lines if limit is None else lines[:limit]
-            more = [f"... and {len(lines) - len(shown)} more (--all)"] if len(shown) < len(lines) else []
-            text = Text(value)
-            for line in (*shown, *more):
-                text.append(f"\n  {line}", "dim")
-            table.add_row(Text(name), text)
-        console.print(table)
+            shown = lines if limit is None or len(lines) <= limit + 1 else lines[:limit]
+            console.print(Text.assemble((name, "bold"), f"  {value}"), soft_wrap=True)
+            for line in shown:
+                console.print(Text(f"    {line}", "dim"), soft_wrap=True)
+            if len(shown) < len(lines):
+                console.print(Text(f"    and {len(lines) - len(shown):,} more (--all)", "dim"), soft_wrap=True)
         if key.unpinned:
-            console.print(Text(f"not pinned: {', '.join(key.unpinned)}", "yellow"), soft_wrap=True)
+            named = ", ".join(key.unpinned if limit is None else key.unpinned[:limit])
+            more = f" and {len(key.unpinned) - limit} more" if limit is not None and len(key.unpinned) > limit else ""
+            console.print(
+                Text(f"not pinned: {named}{more}; snapshots of it have an age limit", "yellow"), soft_wrap=True
+            )
         for problem in key.problems:
             console.print(Text(f"no snapshot can be used: {problem}", "red"), soft_wrap=True)

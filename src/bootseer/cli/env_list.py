@@ -63,7 +63,7 @@ def listed(store: str | None, plain_http: bool, as_json: bool) -> None:
             console.print(table)
         for line in (*listing.broken, *listing.unread):
             console.print(Text(line, "red"), soft_wrap=True)
-        console.print(Text(f"{len(documents)} environments in {where}"), soft_wrap=True)
+        console.print(Text(f"{len(documents)} environment{'s' * (len(documents) != 1)} in {where}"), soft_wrap=True)
 
 
 def _state(document: EnvironmentDocument, now_s: float) -> str:
