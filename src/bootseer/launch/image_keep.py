@@ -37,7 +37,7 @@ UPPER = "upper"
 _UNSAFE = "this setup is not snapshot-safe"
 _OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 _MAX_LOOKED_AT = 20_000
-_CLOCK_S = 1.0
+_CLOCK_S = 0.1
 """A file's time is that of the kernel's last tick, and of a server's own clock."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def test_a_folder_that_is_named_itself_counts_whatever_it_is_called(tmp_path: Pa
 
 
 def test_building_an_extension_for_real_leaves_the_digest_as_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
+    if find_spec("setuptools") is None:  # importing it here would replace parts of the standard library
+        pytest.skip("setuptools is not installed")
     write(tmp_path, "fast.c", _C)
     write(
         tmp_path,
