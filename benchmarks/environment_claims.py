@@ -27,6 +27,8 @@ class Names:
     AGAIN = "bootseer, again"
 
 
+SLOW = (Names.PIP, Names.PIP_NO_COMPILE, Names.CAPTURE)
+"""Arms that take minutes: a quick run goes without."""
 _USABLE_S = 0.5
 _FIRST = 1.3
 _SECOND = 1.05
@@ -49,9 +51,9 @@ def claims(found: Found) -> list[Must]:
         musts.append(Must(f"{name} / {Names.INSTALLED}: first run", slower, _FIRST, "x"))
         slower = of(name, lambda sample: sample.second_s) / second
         musts.append(Must(f"{name} / {Names.INSTALLED}: second run", slower, _SECOND, "x"))
-    pip_s = of(Names.PIP, lambda sample: sample.usable_s)
-    more = of(Names.CAPTURE, lambda sample: sample.usable_s) / pip_s - 1
-    musts.append(Must(f"{Names.CAPTURE}: beyond pip, part of pip's time", more, _CAPTURE, "x"))
+    if Names.PIP in found:
+        more = of(Names.CAPTURE, lambda sample: sample.usable_s) / of(Names.PIP, lambda sample: sample.usable_s) - 1
+        musts.append(Must(f"{Names.CAPTURE}: beyond pip, part of pip's time", more, _CAPTURE, "x"))
     faster = of(Names.UV_LINK, lambda sample: sample.imported_s) / of(Names.LINK, lambda sample: sample.imported_s)
     musts.append(Must(f"{Names.UV_LINK} / {Names.LINK}: end of the first run", faster, _LINK, "x", at_least=True))
     return musts
