@@ -100,48 +100,48 @@ def test_pip_itself_finds_the_same(python, job_env, tmp_path, own):
 
 
 def _requirements(files, *paths, env=None):
-    return requirement_files(paths or ["top.txt"], "/work", env or {}, files.get)
+    return requirement_files(paths or ["top.txt"], "/project", env or {}, files.get)
 
 
 def test_requirement_files_are_closed_over_what_they_include():
     files = {
-        "/work/top.txt": "-r more/a.txt\n--constraint=more/c.txt  # why\n",
-        "/work/more/a.txt": "-r b.txt\n-rb.txt\n--extra-index-url https://a/simple\n",
-        "/work/more/b.txt": "-r a.txt\n--pre\n",
-        "/work/more/c.txt": "--no-binary :all:\nx==1\n",
+        "/project/top.txt": "-r more/a.txt\n--constraint=more/c.txt  # why\n",
+        "/project/more/a.txt": "-r b.txt\n-rb.txt\n--extra-index-url https://a/simple\n",
+        "/project/more/b.txt": "-r a.txt\n--pre\n",
+        "/project/more/c.txt": "--no-binary :all:\nx==1\n",
     }
     found = _requirements(files)
     assert {(each.name, each.value, each.where) for each in found.options} == {
-        ("extra-index-url", "https://a/simple", "/work/more/a.txt"),
-        ("pre", "true", "/work/more/b.txt"),
-        ("no-binary", ":all:", "/work/more/c.txt"),
+        ("extra-index-url", "https://a/simple", "/project/more/a.txt"),
+        ("pre", "true", "/project/more/b.txt"),
+        ("no-binary", ":all:", "/project/more/c.txt"),
     }
     assert found.unread == []
 
 
 def test_what_cannot_be_read_is_told():
-    found = _requirements({"/work/top.txt": "-r gone.txt\n-r https://host/r.txt\n"})
-    assert found.unread == ["/work/gone.txt", "https://host/r.txt"]
+    found = _requirements({"/project/top.txt": "-r gone.txt\n-r https://host/r.txt\n"})
+    assert found.unread == ["/project/gone.txt", "https://host/r.txt"]
 
 
 @pytest.mark.parametrize("line", ["./pkg", "../pkg[extra]", "pkg @ file:///src/pkg", "git+https://h/r@main", "-e ."])
 def test_requirements_whose_content_may_change_are_noted(line):
-    assert len(_requirements({"/work/top.txt": line}).local) == 1
+    assert len(_requirements({"/project/top.txt": line}).local) == 1
 
 
 @pytest.mark.parametrize("line", ["pkg==1.0", "./pkg-1-py3-none-any.whl", "pkg @ https://h/p-1.tar.gz", "# ./no"])
 def test_requirements_with_a_fixed_content_are_not_noted(line):
-    assert _requirements({"/work/top.txt": line}).local == []
+    assert _requirements({"/project/top.txt": line}).local == []
 
 
 def test_editables_from_version_control_digests_and_own_options_are_noted():
     text = "-e git+https://h/r#egg=r\na==1 \\\n  --hash=sha256:00 \\\n  --hash=sha256:11\nb --config-settings x=y\n"
-    found = _requirements({"/work/top.txt": text})
+    found = _requirements({"/project/top.txt": text})
     assert (found.editable_remote, found.hashes) == (True, True)
     assert [each.name for each in found.own_options] == ["config-settings"]
 
 
 def test_variables_are_put_in_and_comments_left_out():
     text = "--index-url https://${TOKEN}@host/simple # ours\n--find-links ${UNSET}\nx # y\n"
-    found = _requirements({"/work/top.txt": text}, env={"TOKEN": "t"})
+    found = _requirements({"/project/top.txt": text}, env={"TOKEN": "t"})
     assert [each.value for each in found.options] == ["https://t@host/simple", "${UNSET}"]

@@ -18,7 +18,7 @@ def _translated(pairs=(), requirements=None, env=None, there=lambda path: True):
 def test_nothing_set_means_the_public_index_and_copies():
     done = _translated()
     assert done.arguments == ALWAYS
-    assert done.environment == {"UV_DEFAULT_INDEX": "https://pypi.org/simple", "UV_LINK_MODE": "copy"}
+    assert done.environment == {"UV_LINK_MODE": "copy"}
     assert done.refusals == []
 
 

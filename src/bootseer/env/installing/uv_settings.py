@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from bootseer.env.installing.pip_settings import Requirements, Setting
 
-_PYPI = "https://pypi.org/simple"
+_PUBLIC = ""
+"""The index that both programs ask when nobody names one."""
 # What pip shows, keeps or asks, without a say in what is installed. Bytecode is ours to make.
 _NO_MATTER = frozenset(
     {
@@ -62,7 +63,7 @@ def translate(
     settings: Iterable[Setting], requirements: Requirements, env: Mapping[str, str], exists: Callable[[str], bool]
 ) -> Translation:
     """Tell uv what pip would read. `exists` says whether a local folder or file is there."""
-    done, sources = Translation(), _Sources([_PYPI])
+    done, sources = Translation(), _Sources([_PUBLIC])
     # An index replaces, a further one adds, in whatever order the file has them.
     for setting in sorted(settings, key=lambda each: each.name != "index-url"):
         _take(setting, sources, done)
@@ -178,7 +179,8 @@ def _tell_sources(sources: _Sources, done: Translation, env: Mapping[str, str], 
     if sources.indexes and not any(env.get(name) for name in _OWN_INDEXES):
         # Where two have the same version pip takes it from the last, uv from the first; the default comes after all.
         default, *more = sources.indexes
-        done.environment["UV_DEFAULT_INDEX"] = default
+        if default != _PUBLIC:
+            done.environment["UV_DEFAULT_INDEX"] = default
         if more:
             done.environment["UV_INDEX"] = " ".join(reversed(more))
     links = [link if "://" in link else os.path.expanduser(link) for link in sources.find_links]  # noqa: PTH111
