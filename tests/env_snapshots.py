@@ -14,15 +14,22 @@ from typing import Any
 
 from bootseer.blocks.block_file import BlockFile, read_index
 from bootseer.env.changes import Action, Change
+from bootseer.env.snapshot.manifest import Manifest
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
 from bootseer.image.block_reader import BlockReader, open_layer
 from bootseer.store.memory import MemoryStore
-from bootseer.store.store import Store
+from bootseer.store.retry import read_all
+from bootseer.store.store import Store, Stored
 from erofs_images import mounted
 
 BEGAN_S = 1_790_000_000.0
 """When all setups in tests began: what they write gets a later time with `written`."""
+
+
+def load_manifest(store: Store, stored: Stored) -> Manifest:
+    """What a restore reads of a manifest in a store."""
+    return Manifest.parse(read_all(store, stored.name, stored.size_bytes))
 
 
 def changes_of(upper: Path, *, modified: tuple[str, ...] = (), opaque: tuple[str, ...] = ()) -> list[Change]:

@@ -1,4 +1,4 @@
-"""What `run` and `stage` share: a command line behind `--` that is passed on untouched."""
+"""What all verbs with a command share: a command line behind `--` that is passed on untouched."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ import click
 from bootseer.cli.options import COUNT, FLAG, MAX_COUNT, Option
 
 
-class WithCommand(click.Command):
+class MayHaveCommand(click.Command):
     """Everything behind the first `--` is the user's command; nothing of it is read as an option of ours."""
+
+    command_usage = "[-- COMMAND...]"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
             place = args.index("--")
             ctx.meta["command"] = tuple(args[place + 1 :])
             args = args[:place]
-        elif not {"-h", "--help"}.intersection(args):
-            raise _no_command(ctx)
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "-- COMMAND..."]
+        return [*super().collect_usage_pieces(ctx), self.command_usage]
+
+
+class WithCommand(MayHaveCommand):
+    """The same, where there must be one."""
+
+    command_usage = "-- COMMAND..."
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not {"--", "-h", "--help"}.intersection(args):
+            raise _no_command(ctx)
+        return super().parse_args(ctx, args)
 
 
 def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

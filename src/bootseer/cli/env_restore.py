@@ -7,27 +7,13 @@ from pathlib import Path
 
 import click
 
-from bootseer.cli.command import with_options
+from bootseer.cli.command import MayHaveCommand, with_options
 from bootseer.cli.env_find import STORE
 
 SCHEMA = "bootseer.environment-restored/1"
 
 
-class _MayHaveCommand(click.Command):
-    """Everything behind the first `--` is the user's command."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            place = args.index("--")
-            ctx.meta["command"] = tuple(args[place + 1 :])
-            args = args[:place]
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
-
-
-@click.command("restore", cls=_MayHaveCommand, short_help="Show a snapshot on a folder, or run a command on it.")
+@click.command("restore", cls=MayHaveCommand, short_help="Show a snapshot on a folder, or run a command on it.")
 @click.argument("key", metavar="KEY")
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @with_options(STORE)

@@ -7,25 +7,11 @@ from typing import Any
 
 import click
 
-from bootseer.cli.command import with_options
+from bootseer.cli.command import MayHaveCommand, with_options
 from bootseer.cli.image_options import CONTAINER, SOURCE
 
 
-class _MayHaveCommand(click.Command):
-    """Everything behind the first `--` is the user's command; an image may have one of its own."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            place = args.index("--")
-            ctx.meta["command"] = tuple(args[place + 1 :])
-            args = args[:place]
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
-
-
-@click.command("run", cls=_MayHaveCommand, short_help="Run a command in an image.")
+@click.command("run", cls=MayHaveCommand, short_help="Run a command in an image.")
 @click.argument("reference", metavar="REF")
 @with_options(SOURCE)
 @with_options(CONTAINER)

@@ -19,14 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.stored_manifest import load_manifest
 from bootseer.env.snapshot.times import EARLIEST_S
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.store.faulty import Fault, FaultyStore
 from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_store
-from env_snapshots import BEGAN_S, changes_of, deleted, overlay, reader_of, shown, snapshot, written
+from env_snapshots import BEGAN_S, changes_of, deleted, load_manifest, overlay, reader_of, shown, snapshot, written
 from erofs_images import facts_of_folder, facts_of_image, needs_root
 
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)  # cap_net_bind_service=ep

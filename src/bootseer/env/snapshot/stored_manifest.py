@@ -1,12 +1,12 @@
 """Manifests in a store: under their content name, so that nobody can put another one in its place.
 
-Called by `write`, and by whoever restores single files or verifies.
+Called by `write`. Read again by `life.local`, which keeps them on the node.
 """
 
 from __future__ import annotations
 
-from bootseer.env.snapshot.manifest import MAX_STORED_BYTES, Manifest
-from bootseer.store.retry import read_all, retrying
+from bootseer.env.snapshot.manifest import Manifest
+from bootseer.store.retry import retrying
 from bootseer.store.store import Store, Stored
 
 _DEADLINE_S = 300.0
@@ -25,8 +25,3 @@ def store_manifest(store: Store, manifest: Manifest) -> Stored:
             upload.abort()
 
     return retrying(once, deadline_s=_DEADLINE_S)
-
-
-def load_manifest(store: Store, stored: Stored) -> Manifest:
-    """Read a manifest. Raises `CorruptError` for a damaged one, `NotFoundError` and what the store raises."""
-    return Manifest.parse(read_all(store, stored.name, min(stored.size_bytes, MAX_STORED_BYTES), _DEADLINE_S))
