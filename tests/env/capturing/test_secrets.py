@@ -25,12 +25,12 @@ LOGIN = "an address with a password"
 
 # fmt: off
 SECRETS = [
-    ("/root/.config/pip/pip.conf", "index-url = https://me:s3cr3tpw@pypi.corp/simple\n", LOGIN),
-    ("/opt/venv/pip.conf", f"extra-index-url = https://{'0a1b2c3d' * 4}@pypi.corp/simple\n", LOGIN),
-    ("/root/.config/uv/uv.toml", 'url = "https://__token__:s3cr3tpw@pypi.corp/simple"\n', LOGIN),
-    ("/opt/app/.git/config", f"\turl = https://x-access-token:{GITHUB}@github.com/a/b\n", "a GitHub token"),
+    ("/root/.config/pip/pip.conf", "index-url = https://me:s3cr3tpw@index.example/simple\n", LOGIN),
+    ("/opt/venv/pip.conf", f"extra-index-url = https://{'0a1b2c3d' * 4}@index.example/simple\n", LOGIN),
+    ("/root/.config/uv/uv.toml", 'url = "https://__token__:s3cr3tpw@index.example/simple"\n', LOGIN),
+    ("/opt/app/.git/config", f"\turl = https://x-access-token:{GITHUB}@git.example/a/b\n", "a GitHub token"),
     ("/opt/app/.git/config", "\turl = https://oauth2:hunter2222@git.corp/a/b\n", LOGIN),
-    ("/srv/project/requirements.txt", f"git+https://{GITHUB}@github.com/a/b\n", "a GitHub token"),
+    ("/srv/project/requirements.txt", f"git+https://{GITHUB}@git.example/a/b\n", "a GitHub token"),
     ("/srv/x/.netrc", "machine a.corp\nlogin me\npassword hunter22\n", "a password"),
     ("/srv/x/.npmrc", "//registry.example/:_authToken=0a1b2c3d-4e5f\n", "a token of npm"),
     ("/srv/x/.npmrc", f"//registry.example/:_authToken={NPM}\n", "an npm token"),
@@ -43,7 +43,7 @@ SECRETS = [
     ("/opt/app/settings.yaml", f"openai: {OPENAI}\n", "an API key"),
     ("/opt/app/service.json", '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}', "a private key"),
     ("/opt/app/deploy_key", KEY, "a private key"),
-    (f"{PACKAGES}/a-1.dist-info/direct_url.json", f'{{"url": "https://{GITHUB}@github.com/a/b"}}', "a GitHub token"),
+    (f"{PACKAGES}/a-1.dist-info/direct_url.json", f'{{"url": "https://{GITHUB}@git.example/a/b"}}', "a GitHub token"),
 ]
 # fmt: on
 
@@ -58,7 +58,7 @@ def test_secrets_are_found(path: str, text: str, kind: str) -> None:
     ("path", "text"),
     [
         ("/opt/app/pip.conf", "[global]\nindex-url = https://index.example/simple\n"),
-        ("/opt/app/.git/config", "url = https://github.com/a/b\nurl = git@github.com:a/b\nurl = ssh://git@github.com/a/b\n"),
+        ("/opt/app/.git/config", "url = https://git.example/a/b\nurl = git@git.example:a/b\nurl = ssh://git@git.example/a/b\n"),
         ("/opt/app/README.txt", "https://user:password@example.com and https://user:pass@host\n"),
         ("/opt/app/run.sh", 'curl "https://$USER:$TOKEN@host/x"; export API_TOKEN=${API_TOKEN:-none}\n'),
         ("/opt/app/.env", "API_KEY=your-api-key-goes-here-1\nTOKEN=\nSECRET_FILE=/run/secrets/key1234567\n"),

@@ -136,7 +136,7 @@ def test_credentials_in_an_index_address_are_neither_in_the_key_nor_in_its_words
     found = []
     for password in ("hunter2", "hunter3"):
         project.env["PIP_EXTRA_INDEX_URL"] = f"https://me:{password}@index.test/simple?token={password}"
-        _pip_conf(f"[global]\nindex-url = https://me:{password}@pypi.test/simple\n")(project)
+        _pip_conf(f"[global]\nindex-url = https://me:{password}@index.example/simple\n")(project)
         project.write("more.txt", "idna==3.7\n")
         project.write("nested/base.txt", "${INDEX_LINE}\n")
         project.env["INDEX_LINE"] = f"--index-url https://me:{password}@x.test/"
