@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from hdfs_native import Client, FileWriter, WriteOptions
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.bounded import stream_within, within
+from bootseer.bounded import stream_within, within
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,

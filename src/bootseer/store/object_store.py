@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError, Permission
 from obstore.store import from_url
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.bounded import stream_within, within
+from bootseer.bounded import stream_within, within
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,

@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import TransientError
-from bootseer.store import bounded
-from bootseer.store.bounded import stream_within, within
+from bootseer import bounded
+from bootseer.bounded import stream_within, within
 
 
 def test_the_result_and_the_errors_of_a_call_are_passed_on() -> None:

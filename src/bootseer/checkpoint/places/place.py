@@ -1,0 +1,171 @@
+"""A file system that checkpoints lie in, as this package needs it: HDFS (`hdfs`) or a folder (`folder`).
+
+Paths are relative to the place's root: names joined by "/", none in front, "" is the root itself. Nothing here knows
+stripes: a striped file is files of a place (`bootseer.checkpoint.head`).
+
+All methods raise `BootseerError`s only: `NotFoundError`, `AccessError`, `TransientError` for what may work later (an
+overrun deadline too), `PermanentError` for the rest. Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from bootseer.errors import BootseerError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a place says of a name."""
+
+    path: str
+    is_folder: bool
+    size_bytes: int
+    """Of the file as it lies there; 0 for folders."""
+    mtime_ns: int
+    mode: int
+    """Permission bits."""
+    owner: str
+    group: str
+    version: str
+    """Differs whenever the content of a file may differ."""
+    maybe_head: bool
+    """Whether this can be the head of a striped file; its first bytes decide."""
+
+
+class Outcome(NamedTuple):
+    """How one read ended."""
+
+    error: BootseerError | None
+    node: str
+    """Who served it: `host:port` of a DataNode, "" where nobody has a name."""
+
+
+class Ticket(Protocol):
+    """A read on its way."""
+
+    def cancel(self) -> None:
+        """Nobody wants it any more. `done` is still called, with whatever happened."""
+
+    def hurry(self) -> None:
+        """A reader waits for it now: serve it before those that nobody waits for."""
+
+
+class OpenFile(Protocol):
+    """One version of one file: what is read from it is of this version, or an error."""
+
+    size_bytes: int
+    version: str
+
+    def nodes(self, offset: int) -> tuple[str, ...]:
+        """Who has the byte at `offset`; empty where nobody knows."""
+
+    def delay_s(self, offset: int, length: int) -> float:
+        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nobody knows."""
+
+    def read_into(
+        self,
+        offset: int,
+        into: memoryview,
+        done: Callable[[Outcome], None],
+        *,
+        check: bool = True,
+        urgent: bool = True,
+        avoid: frozenset[str] = frozenset(),
+        deadline_s: float = 60.0,
+    ) -> Ticket:
+        """Fill `into` with the bytes from `offset` on, which lie inside the file.
+
+        `done` is called once, from any thread, and must return soon; from then on nobody writes to `into`. `check`:
+        compare with the place's own checksums, which callers with better ones can do without. `urgent`: a reader
+        waits. `avoid`: nodes that gave wrong bytes. Safe to call from `done`.
+        """
+
+    def close(self) -> None:
+        """Not read any more."""
+
+
+class PartWriter(Protocol):
+    """A new file that is written from its beginning to its end; invisible to nobody, so write it where nobody looks."""
+
+    path: str
+    nodes: tuple[str, ...]
+    """Where its bytes go, as far as is known."""
+
+    def write(self, data: bytes) -> None:
+        """Append. Blocks while the place is slower."""
+
+    def close(self) -> tuple[str, ...]:
+        """End the file: durable, and of the length that was written; returns where it lies."""
+
+    def abort(self) -> None:
+        """Drop it. Safe to call at any time, also after `close`, when it does nothing."""
+
+
+class Place(Protocol):
+    """A file system that checkpoints lie in."""
+
+    uri: str
+    """Where the root is, without credentials; `open_place` takes it."""
+
+    def stat(self, path: str) -> Entry:
+        """What is known of a name."""
+
+    def list(self, path: str) -> Iterator[Entry]:
+        """What lies in a folder, in any order."""
+
+    def open(self, path: str) -> OpenFile:
+        """Begin to read a file as it is now."""
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        """The bytes of a small file from `start` on. Raises `PermanentError` when they are more than `limit`."""
+
+    def read_first(self, path: str, length: int) -> bytes:
+        """The first `length` bytes, or all of a shorter file."""
+
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644, is_head: bool = False) -> None:
+        """Write a small file: whole or not at all, durable, over what was there. `is_head`: so that it `maybe_head`."""
+
+    def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
+        """Write a small file unless there is one: whether it was written. Of many writers, one gets True."""
+
+    def begin_parts(
+        self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
+        avoid: frozenset[str] = frozenset(),
+    ) -> list[PartWriter]:  # fmt: skip
+        """Begin files of at most `part_bytes` each, on different nodes as far as there are any.
+
+        `avoid`: nodes that other parts lie on, or that failed. Makes the folder when it is missing.
+        """
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file or folder another name, in one step. A file replaces a file; a folder only what is empty."""
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty."""
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        """Make a folder. Raises `PermanentError` when the name is taken, unless `parents` and it is a folder."""
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """Set the permission bits."""
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """Set owner and group, by name."""
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        """Set the time of the last change; places may round it to milliseconds."""
+
+    def now_s(self) -> float:
+        """The place's own clock, in seconds since 1970: what `mtime_ns` of a file written now would say."""
+
+    def space(self) -> tuple[int, int]:
+        """Bytes in all, bytes free."""
+
+    def facts(self) -> Mapping[str, object]:
+        """Figures of all reads so far: for each node bytes, requests and seconds, then retries and hedges."""
+
+    def close(self) -> None:
+        """Give back connections. The place is not used afterwards."""
