@@ -12,8 +12,10 @@ from statistics import median
 from bootseer.analysis.model import (
     WAIT,
     WORK,
+    CheckpointStart,
     Clock,
     Coverage,
+    DataNode,
     EnvironmentStart,
     Fact,
     ImageStart,
@@ -250,6 +252,7 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
             _environment(node.node, "installed" if i == 0 and len(nodes) > 2 else "restored")
             for i, node in enumerate(nodes)
         ],
+        checkpoints=[_checkpoint(node.node) for node in nodes],
         facts=[
             Fact(
                 "nccl",
@@ -338,6 +341,7 @@ def empty() -> Report:
         unobserved=["No stage was seen."],
         images=[],
         environments=[],
+        checkpoints=[],
         facts=[],
         share=None,
         startups=[],
@@ -376,6 +380,13 @@ def _environment(node: str, mode: str) -> EnvironmentStart:
     )
 
 
+def _checkpoint(node: str) -> CheckpointStart:
+    return CheckpointStart(
+        *(node, "hdfs://cluster/jobs/moe", 0.38, "training_began", 11 << 30, 9 << 30, 2 << 30, 0, 1, 3, 2, 4, 0, ""),
+        [DataNode(f"10.0.0.{i}:9866", (9 << 30) // 4, 12.5, i == 3) for i in range(4)],
+    )
+
+
 def hostile() -> Report:
     """A log written by somebody who wants to run a script in the browser of whoever opens the report."""
     script, close, image, attribute, svg, binary = HOSTILE
@@ -407,6 +418,10 @@ def hostile() -> Report:
         environments=[
             replace(one, mode=svg, reason=close, node=attribute, builder=script, key=image, why_not=script)
             for one in report.environments
+        ],
+        checkpoints=[
+            replace(one, node=attribute, uri=script, fallback=close, datanodes=[replace(one.datanodes[0], name=image)])
+            for one in report.checkpoints
         ],
         facts=[replace(fact, source=script, text=image, where=close, node=attribute) for fact in report.facts],
         unobserved=list(HOSTILE),

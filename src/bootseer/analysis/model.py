@@ -233,6 +233,50 @@ class ImageStart:
 
 
 @dataclass(frozen=True, slots=True)
+class DataNode:
+    """What one node of the file system served of a checkpoint."""
+
+    name: str
+    """`host:port`."""
+    bytes: int
+    seconds: float | None
+    """That its reads took, all together."""
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStart:
+    """How one node read its checkpoint through the mount that `bootseer run --checkpoint` made."""
+
+    node: str
+    uri: str
+    seconds: float | None
+    """Until it was mounted."""
+    until: str
+    """When the numbers below were taken: `training_began` or `end` (of the command)."""
+    read_bytes: int
+    """Handed to readers; what the kernel had already does not count."""
+    place_bytes: int
+    """Fetched from the file system, ahead of readers too."""
+    cache_bytes: int
+    """Read from this node's cache."""
+    same_bytes: int
+    """Equal to what the cache has of other checkpoints, and taken from there."""
+    retries: int
+    hedges: int
+    """Asked of a second node because the first one was late."""
+    hedges_won: int
+    rebuilt: int
+    """Chunks that were made from parity."""
+    refused: int
+    """Chunks that arrived with wrong bytes."""
+    fallback: str
+    """Why the file system is read in a slower way; empty when it is not."""
+    datanodes: list[DataNode]
+    """Those that served most, at most 16."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentStart:
     """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
 
@@ -371,6 +415,8 @@ class Report:
     """One for each node that `bootseer run --image` started a container on, by node."""
     environments: list[EnvironmentStart]
     """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
+    checkpoints: list[CheckpointStart]
+    """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview]

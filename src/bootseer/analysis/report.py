@@ -17,6 +17,7 @@ from typing import Any
 from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis import model, scale, words
 from bootseer.analysis.chain import Told, critical_chain, straggler_groups, straggler_rows
+from bootseer.analysis.checkpoints import checkpoint_starts
 from bootseer.analysis.environments import environment_starts
 from bootseer.analysis.foreign.parser import FOREIGN
 from bootseer.analysis.images import image_starts
@@ -145,6 +146,7 @@ class _Builder:
             clock=self._clock(),
             unobserved=unobserved,
             images=image_starts(self.startup),
+            checkpoints=checkpoint_starts(self.startup),
             environments=environment_starts(self.startup),
             facts=facts,
             share=share,

@@ -51,6 +51,7 @@ def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], r
         unobserved=[stage for stage in STAGES if stage not in told],
         images=[],
         environments=[],
+        checkpoints=[],
         facts=list(facts),
         share=None,
         startups=[],

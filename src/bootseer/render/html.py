@@ -16,6 +16,7 @@ from bootseer import __version__
 from bootseer.analysis.model import Report
 from bootseer.render import html_sections as upper
 from bootseer.render import html_tables as lower
+from bootseer.render.html_checkpoints import checkpoints_section
 from bootseer.render.html_environments import environments_section
 from bootseer.render.html_gantt import nodes_section, payload, timeline
 from bootseer.render.html_images import images_section
@@ -32,6 +33,7 @@ _LINKS = (
     ("coverage", "Evidence"),
     ("images", "Images"),
     ("environments", "Environments"),
+    ("checkpoints", "Checkpoints"),
     ("facts", "Other logs"),
     ("startups", "Startups"),
     ("nodes", "Nodes"),
@@ -54,6 +56,7 @@ def render(report: Report) -> str:
             lower.evidence(report),
             images_section(report),
             environments_section(report),
+            checkpoints_section(report),
             lower.facts(report),
             lower.startups(report),
             nodes_section(report),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootseer.analysis import environments, images
+from bootseer.analysis import checkpoints, environments, images
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
@@ -53,6 +53,7 @@ def render(report: Report, console: Console) -> None:
     _print_stragglers(report, console)
     _print_lines("How the container image came", images.summary(report.images), console)
     _print_lines("How the environment came", environments.summary(report.environments), console)
+    _print_lines("How the checkpoint was read", checkpoints.summary(report.checkpoints), console)
     _print_said(report, console)
     _print_foot(report, console)
 
