@@ -1,0 +1,90 @@
+"""Hot lists of checkpoints: what was read comes back for the next checkpoint, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.checkpoint.hot import MAX_BYTES, SCHEMA, Range, Recorder, decode, encode, plan
+from bootseer.errors import CorruptError
+
+MIB = 1 << 20
+
+
+def test_what_was_read_is_noted_once_in_the_order_of_need() -> None:
+    recorder = Recorder()
+    for path, offset, length in (("b", 5 * MIB, 10), ("a", 0, 2 * MIB), ("a", 2 * MIB, 1), ("b", 5 * MIB, MIB)):
+        recorder.read(path, offset, length)
+    assert recorder.ranges() == [Range("b", 5 * MIB, MIB), Range("a", 0, 3 * MIB)]
+
+
+def test_names_within_a_checkpoint_are_those_of_the_next_one() -> None:
+    ranges = [Range("latest", 0, MIB), Range("step-8/.metadata", 0, MIB), Range("step-8/a/b", MIB, MIB)]
+    data = encode(ranges, "step-8")
+    assert decode(data, "step-9") == [
+        Range("latest", 0, MIB),
+        Range("step-9/.metadata", 0, MIB),
+        Range("step-9/a/b", MIB, MIB),
+    ]
+    assert decode(encode([Range("x", 0, 1)], ""), "") == [Range("x", 0, 1)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "s/b", "s/c"]), st.integers(0, 9), st.integers(1, 4)), max_size=30))
+def test_all_that_was_read_is_in_the_list(reads: list[tuple[str, int, int]]) -> None:
+    recorder = Recorder(2)
+    for path, offset, length in reads:
+        recorder.read(path, offset, length)
+    again = decode(encode(recorder.ranges(), "s"), "s")
+    named = {(one.path, byte) for one in again for byte in range(one.offset, one.offset + one.length)}
+    assert {(path, byte) for path, offset, length in reads for byte in range(offset, offset + length)} <= named
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [["../x", True, 0, 1]],
+        [["/x", True, 0, 1]],
+        [["a//b", False, 0, 1]],
+        [["", False, 0, 1]],
+        [["x", 1, 0, 1]],
+        [["x", True, -1, 1]],
+        [["x", True, 0, 1 << 62]],
+        [["x", True, 0]],
+        [["x", True, True, 1]],
+        7,
+    ],
+)
+def test_forged_lists_are_refused(ranges: object) -> None:
+    with pytest.raises(CorruptError, match="no hot list"):
+        decode(json.dumps({"schema": SCHEMA, "ranges": ranges}).encode(), "s")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"schema": "other"}', b"[" * 100_000, b" " * (MAX_BYTES + 1)])
+def test_what_is_no_list_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="no hot list"):
+        decode(data, "s")
+
+
+FILES = [("s/.metadata", 900), ("s/big-0", 10 * MIB), ("s/big-1", 10 * MIB), ("s/config.json", 100)]
+SMALL = [Range("s/.metadata", 0, 900), Range("s/config.json", 0, 100)]
+
+
+def test_small_files_come_first_and_then_what_was_needed() -> None:
+    hot = [Range("s/big-1", 4 * MIB, 99 * MIB), Range("s/.metadata", 0, MIB), Range("s/gone", 0, MIB)]
+    assert plan(FILES, hot, alone=True, budget_bytes=1 << 40) == [*SMALL, Range("s/big-1", 4 * MIB, 6 * MIB)]
+
+
+def test_without_a_record_one_node_needs_all_and_one_of_many_what_is_small() -> None:
+    everything = [*SMALL, Range("s/big-0", 0, 10 * MIB), Range("s/big-1", 0, 10 * MIB)]
+    assert plan(FILES, [], alone=True, budget_bytes=1 << 40) == everything
+    assert plan(FILES, [], alone=False, budget_bytes=1 << 40) == SMALL
+    # A record of which nothing is there is none.
+    assert plan(FILES, [Range("s/other", 0, 5)], alone=True, budget_bytes=1 << 40) == everything
+
+
+def test_no_more_is_fetched_than_there_is_room() -> None:
+    assert plan(FILES, [], alone=True, budget_bytes=1000 + MIB) == [*SMALL, Range("s/big-0", 0, MIB)]
+    assert plan(FILES, [], alone=True, budget_bytes=0) == []
