@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from bootseer.cli import env_options, image_options
+from bootseer.cli import checkpoint_options, env_options, image_options
+from bootseer.cli.checkpoint_options import CHECKPOINT
 from bootseer.cli.env_options import ENVIRONMENT
 from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values
@@ -40,6 +41,7 @@ OPTIONS = (
         metavar="REGEX",
     ),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
+    *CHECKPOINT,
     *ENVIRONMENT,
     *IMAGE,
 )
@@ -62,6 +64,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     has_setup = bool(values["setup"] or values["requirements"])
     values, image = image_options.split(values, has_setup=has_setup)
     values, environment = env_options.split(values, has_setup=has_setup)
+    values, checkpoint = checkpoint_options.split(values)
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
@@ -71,6 +74,8 @@ def start(values: Values, command: Sequence[str]) -> int:
     _check_sinks(settings["sinks"])
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
+    if checkpoint["checkpoint"] is not None:
+        settings["checkpoint"] = checkpoint_options.wanted(checkpoint, os.environ)
     if has_setup:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]

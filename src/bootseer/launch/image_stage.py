@@ -38,7 +38,7 @@ from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.request import Request
 from bootseer.launch import supervise
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.run import Options, run_command
+from bootseer.launch.run import Options, checkpoint_of, run_command
 from bootseer.launch.session import Session
 from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
@@ -74,9 +74,28 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
     if wanted is None:
         raise UsageError("no image", hint="give --image REF")
     supervise.block_signals()
+    session = Session.opened(command, options, env) if env.get("BOOTSEER_DISABLE") != "1" else None
+    code = 1
+    try:
+        with checkpoint_of(options, session) as where:
+            wanted = replace(wanted, container=_with_checkpoint(wanted.container, where))
+            code = _run(wanted, command, options, session, env)
+    except Interrupted as interrupted:
+        say(f"interrupted by {interrupted} before the command was started")
+        code = interrupted.exit_code
+    except BootseerError as error:
+        code = error.exit_code
+        raise
+    finally:
+        if session is not None:
+            session.close(code)
+    return code
+
+
+def _run(
+    wanted: Wanted, command: Sequence[str], options: Options, session: Session | None, env: Mapping[str, str]
+) -> int:
     own_group = not supervise.in_foreground()
-    measured = env.get("BOOTSEER_DISABLE") != "1"
-    session = Session.opened(command, options, env) if measured else None
     child_env = session.child_env(env, hook=False) if session is not None else dict(env)
     start = _ImageStart(wanted, command, session, env)
     code = 1
@@ -85,8 +104,8 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
         if session is not None:
             child_env.update(session.tracer.environment(span))
         if options.environment is not None:
-            start.has_environment(options, child_env, env, own_group=own_group, measured=measured)
-        words = start.prepare(child_env, hook=options.hook and measured and env.get("BOOTSEER_HOOK") != "0")
+            start.has_environment(options, child_env, env, own_group=own_group, measured=session is not None)
+        words = start.prepare(child_env, hook=options.hook and session is not None and env.get("BOOTSEER_HOOK") != "0")
         code = start.setup_code
         if not code:
             if session is not None:
@@ -96,17 +115,19 @@ def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str
                 words, options, child_env, session, own_group=own_group, program=start.program, span=span
             )
             start.ended(code, time.monotonic() - began_s)
-    except Interrupted as interrupted:
-        say(f"interrupted by {interrupted} while the image was loaded")
-        code = interrupted.exit_code
-    except BootseerError as error:
+    except (BootseerError, Interrupted) as error:
         code = error.exit_code
         raise
     finally:
         start.close(code)
-        if session is not None:
-            session.close(code)
     return code
+
+
+def _with_checkpoint(container: ContainerOptions, where: Mapping[str, str]) -> ContainerOptions:
+    """The container with the checkpoints' folder in it, at the same place as here, and the variable that names it."""
+    binds = tuple(Bind(folder, folder) for folder in where.values())
+    words = replace(container.words, env=(*container.words.env, *(f"{name}={value}" for name, value in where.items())))
+    return replace(container, words=words, binds=(*binds, *container.binds))
 
 
 class _ImageStart:

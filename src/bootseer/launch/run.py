@@ -11,14 +11,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
+from bootseer.errors import Interrupted
 from bootseer.launch import supervise
 from bootseer.launch.session import EXIT_FLUSH_S, Session
 from bootseer.launch.supervise import say
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK
 
 if TYPE_CHECKING:
+    from bootseer.launch.checkpoint_stage import CheckpointWanted
     from bootseer.launch.environment_setup import Ended, Step
     from bootseer.launch.environment_wanted import EnvironmentWanted
     from bootseer.launch.image_stage import Wanted
@@ -41,6 +44,8 @@ class Options(NamedTuple):
     """The container image that the command runs in."""
     environment: EnvironmentWanted | None = None
     """How what the setup makes is to come; None: by running it."""
+    checkpoint: CheckpointWanted | None = None
+    """Checkpoints that are mounted for the command."""
 
 
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
@@ -50,28 +55,42 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
 
         return run_in_image(command, options, env)
     steps = _setup_steps(options)
-    if env.get("BOOTSEER_DISABLE") == "1":
+    measured = env.get("BOOTSEER_DISABLE") != "1"
+    if not measured and options.checkpoint is None:
         return _unmeasured(command, steps, env)
     supervise.block_signals()
     own_group = not supervise.in_foreground()
-    session = Session.opened(command, options, env)
+    session = Session.opened(command, options, env) if measured else None
     child_env = session.child_env(env, hook=options.hook) if session is not None else dict(env)
     code = 1
     try:
-        if steps and options.environment is not None and options.environment.mode != "bypass":
-            from bootseer.launch.environment_stage import run_in_environment
+        with checkpoint_of(options, session) as where:
+            child_env.update(where)
+            if steps and options.environment is not None and options.environment.mode != "bypass" and measured:
+                from bootseer.launch.environment_stage import run_in_environment
 
-            code = run_in_environment(command, options, child_env, session, own_env=env, own_group=own_group)
-            return code
-        if steps:
-            came = {"mode": "bypassed", "code": "bypass"}
-            code = run_set_up(command, options, child_env, session, own_group=own_group, came=came)
-        else:
-            code = run_command(command, options, child_env, session, own_group=own_group)
+                code = run_in_environment(command, options, child_env, session, own_env=env, own_group=own_group)
+            elif steps:
+                came = {"mode": "bypassed", "code": "bypass"}
+                code = run_set_up(command, options, child_env, session, own_group=own_group, came=came)
+            else:
+                code = run_command(command, options, child_env, session, own_group=own_group)
+    except Interrupted as interrupted:
+        say(f"interrupted by {interrupted} while the checkpoint was mounted")
+        code = interrupted.exit_code
     finally:
         if session is not None:
             session.close(code)
     return code
+
+
+def checkpoint_of(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:
+    """Has the checkpoints mounted while it lasts, and gives the variable that tells the command where they are."""
+    if options.checkpoint is None:
+        return nullcontext({})
+    from bootseer.launch.checkpoint_stage import CheckpointStart
+
+    return CheckpointStart(options.checkpoint, session)
 
 
 def _setup_steps(options: Options) -> Sequence[Step]:

@@ -31,6 +31,8 @@ class Identity(NamedTuple):
     """GPUs of this node that the scheduler gave to the job."""
     source: str = "host"
     """Which of the launchers the job's name came from."""
+    node_rank: int | None = None
+    """Number of this node among the job's, from 0."""
 
 
 def number(env: Env, *names: str) -> int | None:
@@ -114,4 +116,5 @@ def discover(env: Env, *, hostname: str) -> Identity:
         world_size=world_size,
         gpus=_gpus(env),
         source=source,
+        node_rank=number(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
     )

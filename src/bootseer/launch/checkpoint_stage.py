@@ -1,0 +1,128 @@
+"""`bootseer run --checkpoint`: a folder of checkpoints, mounted before anything else of the start and read ahead.
+
+    model_initialization.checkpoint_mount     it is mounted; what the start will read is fetched from now on
+    checkpoint_start                          training began, or the command ended: what was read until then, from where
+    checkpoint_datanode                       what one node of the file system served of it
+
+What the job itself does with it, `model_initialization.checkpoint_read`, is marked by the hook. Imported by
+`launch.run` and `launch.image_stage` only when there is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from bootseer.errors import TransientError
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.session import Session
+from bootseer.launch.start_end import ENDED, StartEnd, harmless
+from bootseer.launch.supervise import say
+from bootseer.trace.event import INSTANT
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.mount.mounted import MountedCheckpoint
+
+STAGE = "model_initialization.checkpoint_mount"
+VARIABLE = "BOOTSEER_CHECKPOINT"
+"""Tells the command where its checkpoints are mounted."""
+_MAX_DATANODES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWanted:
+    """What the user said of the checkpoint."""
+
+    uri: str
+    target: Path | None
+    """Where to mount it; None: in a folder of its own."""
+    memory_bytes: int | None
+    cache: Path | None
+    """The node's cache; None: nothing is kept."""
+    runtime: Path
+
+
+class CheckpointStart:
+    """One start's checkpoint, from the mount to its end."""
+
+    def __init__(self, wanted: CheckpointWanted, session: Session | None) -> None:
+        self._wanted = wanted
+        self._session = session
+        self._mounted: MountedCheckpoint | None = None
+        self._seconds = 0.0
+        self._end = StartEnd(session, self._record)
+
+    def __enter__(self) -> dict[str, str]:
+        """Mount it; the variable that tells the command where. Signals must be blocked.
+
+        Raises `BootseerError` and `Interrupted`.
+        """
+        with interruptible(), ExitStack() as stage:
+            if self._session is not None:
+                stage.enter_context(self._session.tracer.span(STAGE))
+            began_s = time.monotonic()
+            # Its imports are a part of what it takes.
+            from bootseer.checkpoint.mount.mounted import mount_checkpoint
+
+            wanted = self._wanted
+            self._mounted = mount_checkpoint(
+                wanted.uri,
+                wanted.target,
+                runtime=wanted.runtime,
+                cache=wanted.cache,
+                memory_bytes=wanted.memory_bytes,
+                slot=_slot(self._session),
+                lifeline=True,
+            )
+            self._seconds = time.monotonic() - began_s
+        if self._session is not None:
+            self._session.also_beside(self._end.watch)
+        return {VARIABLE: str(self._mounted.target)}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The command has ended: tell what was read, and take the mount away."""
+        if self._mounted is None:
+            return
+        self._end.tell(ENDED)
+        with harmless("the checkpoint was not unmounted"):
+            try:
+                self._mounted.close()
+            except TransientError as busy:
+                say(f"{busy}; it ends with what uses it")
+
+    def _record(self, until: str) -> None:
+        if self._mounted is None or self._session is None:
+            return
+        status = self._mounted.began()
+        tracer, parent = self._session.tracer, self._session.span
+        attrs = {"uri": self._wanted.uri, "until": until, "seconds": round(self._seconds, 3), **_numbers(status)}
+        tracer.emit("checkpoint_start", INSTANT, parent=parent, attrs=attrs)
+        nodes = status["place"].get("nodes", {})
+        for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:_MAX_DATANODES]:
+            tracer.emit("checkpoint_datanode", INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
+
+
+def _slot(session: Session | None) -> str:
+    """Which of the job's nodes this is: each reads its own part of a checkpoint. Empty for the only one."""
+    who = session.tracer.identity if session is not None else None
+    if who is None or (who.num_nodes or 1) == 1:
+        return ""
+    return f"{who.node if who.node_rank is None else who.node_rank} of {who.num_nodes}"
+
+
+def _numbers(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The daemon's figures under the names of the report."""
+    place = status["place"]
+    names = ("read_bytes", "place_bytes", "cache_bytes", "same_bytes", "rebuilt", "refused")
+    return {
+        **{name: status[name] for name in names},
+        **{name: place.get(name, 0) for name in ("retries", "hedges", "hedges_won")},
+        "fallback": place.get("fallback", ""),
+    }
