@@ -76,8 +76,7 @@ def _program(folder: Path, name: str, script: str) -> None:
 
 def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("HADOOP_HOME", raising=False)
-    for probe in (programs.check_runc, programs.check_mkfs_erofs, programs.check_java, programs.check_hdfs):
+    for probe in (programs.check_runc, programs.check_mkfs_erofs, programs.check_java):
         check = probe()
         assert check.status == "missing"
         assert check.install
@@ -93,7 +92,6 @@ def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("java", "echo 'openjdk version \"21.0.1\" 2023-10-17' >&2", "21.0.1"),
         ("mkfs.erofs", "echo 'mkfs.erofs (erofs-utils) 1.8.2'", "1.8.2"),
         ("mkfs.erofs", "echo 'bad option' >&2; echo 'mkfs.erofs 1.5'; exit 1", "1.5"),
-        ("hdfs", "echo 'Hadoop 3.4.1'", "3.4.1"),
     ],
 )
 def test_version_of_a_program(
@@ -101,12 +99,10 @@ def test_version_of_a_program(
 ) -> None:
     _program(tmp_path, name, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("HADOOP_HOME", raising=False)
     probes = {
         "runc": programs.check_runc,
         "java": programs.check_java,
         "mkfs.erofs": programs.check_mkfs_erofs,
-        "hdfs": programs.check_hdfs,
     }
     check = probes[name]()
     assert (check.status, check.found) == ("ok", found)
@@ -120,10 +116,16 @@ def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: py
     assert "code 137" in check.why
 
 
-def test_hadoop_home_without_hdfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HADOOP_HOME", str(tmp_path))
+def test_hdfs_needs_the_modules_of_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hdfs_native", reason="extra hdfs")
+    monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
     check = programs.check_hdfs()
-    assert (check.status, check.why) == ("broken", "HADOOP_HOME has no bin/hdfs")
+    assert (check.status, check.found.split()[0]) == ("ok", "hdfs-native")
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "nowhere"))
+    assert programs.check_hdfs().status == "limited"
+    monkeypatch.setattr(programs, "HDFS_MODULES", ("a_module_that_nobody_has",))
+    check = programs.check_hdfs()
+    assert (check.status, check.install) == ("missing", "pip install 'bootseer[hdfs]'")
 
 
 @pytest.mark.torch

@@ -1,10 +1,12 @@
-"""Probes of programs: runc, mkfs.erofs, Java, Hadoop, Python and PyTorch.
+"""Probes of programs: runc, mkfs.erofs, Java, Python and PyTorch, and of the modules that speak to HDFS.
 
 A program counts as there when it answered its version in time, not when a file of its name exists. Who calls: `probes`.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -16,6 +18,8 @@ from bootseer.machine import child
 from bootseer.machine.check import PYTHON, Check
 
 _DEADLINE_S = 8.0
+HDFS_MODULES = ("hdfs_native", "google_crc32c", "numpy")
+"""What the extra `hdfs` brings."""
 TORCH_DEADLINE_S = 20.0
 """A cold `import torch` from a slow disk takes this long; longer is a finding in itself."""
 
@@ -72,15 +76,17 @@ def check_java() -> Check:
 
 
 def check_hdfs() -> Check:
-    """Hadoop's own client; reading `hdfs://` needs none of it, only the cluster's addresses."""
-    home = os.environ.get("HADOOP_HOME", "")
-    program = str(Path(home, "bin", "hdfs")) if home else "hdfs"
-    install = "unpack a Hadoop release and set HADOOP_HOME"
-    opens = ("checkpoints in hdfs://",)
-    check = _version("HDFS", (program, "version"), pattern=r"Hadoop (\d\S*)", install=install, opens=opens)
-    if check.status == "missing" and home:
-        return Check("HDFS", "broken", "", "HADOOP_HOME has no bin/hdfs", install, opens)
-    return check
+    """The client of this Python; a Hadoop of its own is not needed, only the cluster's addresses."""
+    install, opens = "pip install 'bootseer[hdfs]'", ("checkpoints, images and environments in hdfs://",)
+    missing = [module for module in HDFS_MODULES if importlib.util.find_spec(module) is None]
+    if missing:
+        return Check("HDFS", "missing", "", f"Python has no module {missing[0]}", install, opens)
+    settings = os.environ.get("HADOOP_CONF_DIR", "")
+    if settings and not Path(settings).is_dir():
+        why = "HADOOP_CONF_DIR names no folder: names of services are not known, addresses are"
+        return Check("HDFS", "limited", settings, why, "name the folder with core-site.xml", opens)
+    found = f"hdfs-native {importlib.metadata.version('hdfs-native')}"
+    return Check("HDFS", "ok", f"{found}, settings in {settings}" if settings else found, opens=opens)
 
 
 def check_python() -> Check:
