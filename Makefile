@@ -6,13 +6,16 @@ export PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo check test bench docs help
+.PHONY: setup demo hdfs check test bench docs help
 
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
 
 demo: setup ## Start a real training job four times from its image, and show where the time went (root)
 	@examples/demo.sh $(ARGS)
+
+hdfs: setup ## Start an HDFS that stays; ARGS=stop ends it, ARGS=status and ARGS=uri tell of it
+	@scripts/hdfs.sh $(ARGS)
 
 check: setup ## Lint, types, import rules and module sizes
 	$(BIN)/ruff check .

@@ -112,9 +112,16 @@ CHECK
     die "cannot get the CPU build of $pin; install it into .venv by hand, then make setup again"
 }
 
+# Not behind the stamp: without the network it is tried again the next time.
+get_hadoop() {
+  [[ -n ${HADOOP_HOME:-} || ${BOOTSEER_WITHOUT_HDFS:-} == 1 ]] && return
+  scripts/hadoop.sh || say "no Hadoop: tests of HDFS fail, unless BOOTSEER_WITHOUT_HDFS=1 says that they shall be skipped"
+}
+
 check_python
 install_packages
 if [[ -e $stamp && "$(<"$stamp")" == "$(wanted)" && -x $venv/bin/bootseer ]]; then
+  get_hadoop
   exit 0
 fi
 make_venv
@@ -123,6 +130,6 @@ say "installing BootSeer with its tools and the demo job's requirements into .ve
 pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
 # pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
 "$venv/bin/python" -m compileall -q src
-scripts/hadoop.sh || say "no Hadoop: the HDFS tests are skipped"
+get_hadoop
 wanted >"$stamp"
 say "done"

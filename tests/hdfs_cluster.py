@@ -1,10 +1,14 @@
-"""A real HDFS for tests: NameNode and DataNodes of Hadoop 3.3.6 on free loopback ports, stopped by their pids.
+"""A real HDFS for tests: NameNode and DataNodes of Hadoop 3.3.6, stopped by their process ids.
 
     with HdfsCluster(tmp_path, num_datanodes=2, replication=2) as cluster:
         store = open_store(f"{cluster.uri}/some/folder")
-        cluster.datanodes[0].send_signal(signal.SIGSTOP)
+        cluster.hang(0)
 
-`scripts/hadoop.sh` fetches it. Starting takes about 7 s, and each process needs 180 MB.
+By default everything listens on free loopback ports. `links=True` (root) puts each DataNode into a network namespace of
+its own, with a rate limit when `rate_mbit` is given. Starting takes about 7 s, and each process needs 180 MB. All ends
+with the `with` block; should this process be killed, the servers go with it.
+
+DataNodes are numbered from 0; `cluster.nodes[i]` is the address at which clients read from number `i`.
 """
 
 from __future__ import annotations
@@ -12,152 +16,362 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
+import hadoop
+from hdfs_links import Links, links_missing
 from registry import free_port
 
-HADOOP = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
 _START_S = 90.0
-_SERVER = "org.apache.hadoop.hdfs.server"
+_FAST = {
+    "dfs.heartbeat.interval": "1",
+    "dfs.namenode.heartbeat.recheck-interval": "1000",
+    "dfs.namenode.stale.datanode.interval": "3000",
+    "dfs.namenode.redundancy.interval.seconds": "1",
+}
+_BLOCK = re.compile(r"^\d+\. BP-\S+:(blk_\d+)_\d+ len=(\d+).*?(?:\[(.*)\])?$", re.MULTILINE)
+_NODE = re.compile(r"DatanodeInfoWithStorage\[([\d.]+:\d+),")
 
-
-def _reason() -> str:
-    if shutil.which("java") is None:
-        return "java is not installed"
-    return "" if (HADOOP / "stamp").exists() else "Hadoop is not there; scripts/hadoop.sh fetches it"
-
-
-needs_hdfs = [pytest.mark.hdfs, pytest.mark.skipif(bool(_reason()), reason=_reason())]
+_reason = hadoop.missing()
+needs_hdfs = [pytest.mark.hdfs, pytest.mark.skipif(bool(_reason), reason=_reason)]
 """Marks for tests that start a cluster."""
+needs_links = [
+    *needs_hdfs,
+    pytest.mark.root,
+    pytest.mark.skipif(bool(links_missing()), reason=links_missing()),
+]
+"""Marks for tests that start a cluster with `links` or with `disk_mib`."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """One block of a file, as the NameNode's own check tells it."""
+
+    block: str
+    """The name of its file on a DataNode, as blk_1073741825."""
+    size_bytes: int
+    nodes: tuple[str, ...]
 
 
 class HdfsCluster:
-    """A cluster that lives as long as the `with` block; everything that it stores and logs lies in `folder`."""
+    """A cluster that lives as long as the `with` block; everything that it stores and logs lies in `folder`.
 
-    def __init__(self, folder: Path, *, num_datanodes: int = 1, replication: int = 1) -> None:
+    `fast_detection`: a DataNode that is gone counts as stale after 3 s and as dead after 12 s, not after 10 minutes.
+    `disk_mib`: DataNode to the size of its disk, which `fill` can fill (root). `settings`: more for hdfs-site.xml.
+    `port`: the NameNode's, by default a free one. A folder that a cluster has used before keeps its files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_datanodes: int = 1,
+        replication: int = 1,
+        links: bool = False,
+        rate_mbit: int | None = None,
+        fast_detection: bool = False,
+        disk_mib: Mapping[int, int] | None = None,
+        settings: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
         self.folder = folder / "hdfs"
-        self.datanodes: list[subprocess.Popen[bytes]] = []
         self.uri = ""
+        self.nodes: list[str] = []
+        self.namenode_http = ""
+        self.datanode_http: list[str] = []
+        self.datanodes: list[subprocess.Popen[bytes]] = []
+        self.namenode: subprocess.Popen[bytes] | None = None
         self._num_datanodes = num_datanodes
         self._replication = replication
-        self.namenode: subprocess.Popen[bytes] | None = None
+        self._links = Links(num_datanodes, rate_mbit) if links or rate_mbit is not None else None
+        self._disk_mib = disk_mib or {}
+        self._settings = {**(_FAST if fast_detection else {}), **(settings or {})}
+        self._port = port
+        self._commands: list[list[str]] = []
+        self._ends = contextlib.ExitStack()
+        # Servers are told to die with the thread that has started them, so all are started by one that stays.
+        self._starter = ThreadPoolExecutor(1)
 
     def __enter__(self) -> HdfsCluster:
-        port, self._http_port = free_port(), free_port()
-        self.uri = f"hdfs://127.0.0.1:{port}"
-        self._write_settings()
         try:
-            format_log = self.folder / "format.log"
-            with format_log.open("wb") as log:
-                subprocess.run(
-                    self._java("namenode.NameNode", "-format", "-force", "-nonInteractive"),
-                    stdout=log,
-                    stderr=log,
-                    check=True,
-                    timeout=_START_S,
-                )
-            self.namenode = self._start("namenode", "namenode.NameNode")
-            for number in range(self._num_datanodes):
-                data, rpc, http = free_port(), free_port(), free_port()
-                settings = {
-                    "dfs.datanode.data.dir": f"file://{self.folder}/datanode{number}",
-                    "dfs.datanode.address": f"127.0.0.1:{data}",
-                    "dfs.datanode.ipc.address": f"127.0.0.1:{rpc}",
-                    "dfs.datanode.http.address": f"127.0.0.1:{http}",
-                    "dfs.datanode.hostname": "127.0.0.1",
-                }
-                arguments = [word for key, value in settings.items() for word in ("-D", f"{key}={value}")]
-                self.datanodes.append(self._start(f"datanode{number}", "datanode.DataNode", *arguments))
-            self._wait_until_ready()
+            self._ends.callback(self._starter.shutdown)
+            if self._links is not None:
+                self._ends.enter_context(self._links)
+            self._ends.callback(self._end_servers)
+            self._start_all()
         except BaseException:
-            self._stop()
+            self._ends.close()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop()
+        self._ends.close()
 
-    def blocks(self) -> list[Path]:
-        """The files in which the DataNodes keep finished blocks."""
-        found = self.folder.glob("datanode*/current/BP-*/current/finalized/**/blk_*")
+    # What lies where.
+
+    def where(self, path: str) -> list[Located]:
+        """The blocks of a file in HDFS, from the NameNode's own check and not from any client of ours."""
+        names = ("files", "blocks", "locations", "openforwrite")
+        query = urllib.parse.urlencode({"ugi": "root", "path": path, **dict.fromkeys(names, "1")})
+        with urllib.request.urlopen(f"http://{self.namenode_http}/fsck?{query}", timeout=30) as answer:
+            text = answer.read().decode()
+        if "does not exist" in text:
+            raise FileNotFoundError(path)
+        return [
+            Located(match[1], int(match[2]), tuple(_NODE.findall(match[3] or ""))) for match in _BLOCK.finditer(text)
+        ]
+
+    def blocks(self, datanode: int | None = None) -> list[Path]:
+        """The files in which DataNodes, or one of them, keep finished blocks."""
+        which = "*" if datanode is None else str(datanode)
+        found = self.folder.glob(f"datanode{which}/current/BP-*/current/finalized/**/blk_*")
         return [path for path in found if path.suffix != ".meta"]
 
-    def _stop(self) -> None:
-        for process in [*self.datanodes, self.namenode]:
-            if process is not None:
-                # SIGKILL ends a stopped process too.
-                process.kill()
-                process.wait()
+    # Faults.
 
-    def _write_settings(self) -> None:
-        settings = {
-            "core-site.xml": {
-                "fs.defaultFS": self.uri,
-                "hadoop.tmp.dir": f"{self.folder}/scratch",
-                "hadoop.security.group.mapping": "org.apache.hadoop.security.ShellBasedUnixGroupsMapping",
-            },
-            "hdfs-site.xml": {
-                "dfs.replication": str(self._replication),
-                "dfs.namenode.fs-limits.min-block-size": "1048576",
-                "dfs.namenode.name.dir": f"file://{self.folder}/namenode",
-                "dfs.namenode.http-address": f"127.0.0.1:{self._http_port}",
-                "dfs.permissions.enabled": "false",
-                "dfs.webhdfs.enabled": "false",
-                "dfs.namenode.safemode.threshold-pct": "0.99",
-                "dfs.namenode.safemode.extension": "0",
-                "dfs.namenode.datanode.registration.ip-hostname-check": "false",
-                "dfs.client.use.datanode.hostname": "false",
-            },
+    def corrupt(self, what: str | Path, *, datanode: int | None = None, block: int = 0, offset: int = 0) -> int:
+        """Flip a byte where one DataNode, by default each, keeps it, and return how many bytes were flipped.
+
+        `what` is a file in HDFS or one that `blocks` has named; `offset` counts from the beginning of the block.
+        """
+        files = [what] if isinstance(what, Path) else []
+        if isinstance(what, str):
+            name = self.where(what)[block].block
+            files = [path for path in self.blocks(datanode) if path.name == name]
+        for path in files:
+            with path.open("r+b") as file:
+                file.seek(offset)
+                flipped = bytes([file.read(1)[0] ^ 1])
+                file.seek(offset)
+                file.write(flipped)
+        return len(files)
+
+    def set_rate(self, i: int, mbit: int | None) -> None:
+        """Limit the link of a DataNode in both directions; None lifts the limit."""
+        assert self._links is not None, "this cluster has no links"
+        self._links.set_rate(i, mbit)
+
+    def inside(self, i: int, command: Sequence[str]) -> list[str]:
+        """A command as it runs beside DataNode `i`, behind its link: what it writes lies on that node."""
+        assert self._links is not None, "this cluster has no links"
+        return self._links.inside(i, command)
+
+    def hang(self, i: int) -> None:
+        """Stop a DataNode with SIGSTOP: its connections stay, and nothing answers."""
+        self.datanodes[i].send_signal(signal.SIGSTOP)
+
+    def resume(self, i: int) -> None:
+        """Let a DataNode that hangs go on."""
+        self.datanodes[i].send_signal(signal.SIGCONT)
+
+    def kill(self, i: int) -> None:
+        """End a DataNode with SIGKILL; its connections break, and what it stored stays for `restart`."""
+        _end(self.datanodes[i])
+
+    def wait_until_dead(self, i: int) -> None:
+        """Wait until the NameNode has given up a DataNode that ended or hangs: 12 s with `fast_detection`."""
+        self._wait("the NameNode", lambda: all(node["xferaddr"] != self.nodes[i] for node in self._live()))
+
+    def restart(self, i: int) -> None:
+        """Start a DataNode again, at the same address and with what it stored, and wait until it serves."""
+        self.kill(i)
+        self.datanodes[i] = self._start(f"datanode{i}", self._commands[i])
+        self._wait(f"DataNode {i}", lambda: self._serves(i))
+
+    def hang_namenode(self) -> None:
+        """Stop the NameNode with SIGSTOP."""
+        assert self.namenode is not None
+        self.namenode.send_signal(signal.SIGSTOP)
+
+    def resume_namenode(self) -> None:
+        """Let a NameNode that hangs go on."""
+        assert self.namenode is not None
+        self.namenode.send_signal(signal.SIGCONT)
+
+    def kill_namenode(self) -> None:
+        """End the NameNode with SIGKILL."""
+        assert self.namenode is not None
+        _end(self.namenode)
+
+    def restart_namenode(self) -> None:
+        """Start the NameNode again at the same address, and wait until it knows all DataNodes that run."""
+        self.kill_namenode()
+        self.namenode = self._start("namenode", self._java("namenode.NameNode"))
+        self._wait("the NameNode", self._operational)
+
+    def fill(self, i: int, *, told: bool = True) -> None:
+        """Leave no room on the disk of a DataNode. `told`: wait until the NameNode knows, and chooses it no more.
+
+        Otherwise that takes until the next heartbeat, and whoever is sent to it until then cannot write.
+        """
+        assert i in self._disk_mib, f"DataNode {i} has no disk of its own, see disk_mib"
+        disk = self.folder / f"datanode{i}"
+        free = os.statvfs(disk)
+        with (disk / "filler").open("ab") as file:
+            os.posix_fallocate(file.fileno(), file.tell(), max(1, free.f_bavail * free.f_frsize))
+        if told:
+            self._wait("the NameNode", lambda: self._room(i) == 0)
+
+    def make_room(self, i: int) -> None:
+        """Take back what `fill` did, and wait until the NameNode knows."""
+        (self.folder / f"datanode{i}" / "filler").unlink()
+        self._wait("the NameNode", lambda: self._room(i) > 0)
+
+    def stop(self) -> None:
+        """Let the servers end in order, within 15 s, before the block ends."""
+        processes = self._processes()
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        until = time.monotonic() + 15.0
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+
+    # How it is made.
+
+    def _start_all(self) -> None:
+        host = "127.0.0.1" if self._links is None else self._links.here
+        self.uri = f"hdfs://{host}:{self._port or free_port()}"
+        self.namenode_http = f"{host}:{free_port()}"
+        self._write_conf()
+        if not (self.folder / "namenode").exists():
+            with (self.folder / "format.log").open("wb") as log:
+                format_it = self._java("namenode.NameNode", "-format", "-force", "-nonInteractive")
+                subprocess.run(format_it, stdout=log, stderr=log, check=True, timeout=_START_S)
+        self.namenode = self._start("namenode", self._java("namenode.NameNode"))
+        for i in range(self._num_datanodes):
+            (self.folder / f"datanode{i}").mkdir(exist_ok=True)
+            if i in self._disk_mib:
+                self._mount_disk(i)
+            self._commands.append(self._datanode(i))
+            self.datanodes.append(self._start(f"datanode{i}", self._commands[i]))
+        self._wait("HDFS", self._operational)
+
+    def _write_conf(self) -> None:
+        core = {
+            "fs.defaultFS": self.uri,
+            "hadoop.tmp.dir": f"{self.folder}/scratch",
+            "hadoop.security.group.mapping": "org.apache.hadoop.security.ShellBasedUnixGroupsMapping",
         }
-        conf = self.folder / "conf"
-        conf.mkdir(parents=True)
-        for file, values in settings.items():
-            rows = "".join(
-                f"<property><name>{key}</name><value>{value}</value></property>" for key, value in values.items()
-            )
-            (conf / file).write_text(f"<configuration>{rows}</configuration>")
-        appender = "log4j.appender.console"
-        (conf / "log4j.properties").write_text(
-            f"log4j.rootLogger=INFO,console\n{appender}=org.apache.log4j.ConsoleAppender\n{appender}.target=System.err\n"
-            f"{appender}.layout=org.apache.log4j.PatternLayout\n"
-            f"{appender}.layout.ConversionPattern=%d{{HH:mm:ss,SSS}} %p %c{{2}}: %m%n\n"
-        )
+        hdfs = {
+            "dfs.replication": str(self._replication),
+            "dfs.namenode.fs-limits.min-block-size": "1048576",
+            "dfs.namenode.name.dir": f"file://{self.folder}/namenode",
+            "dfs.namenode.http-address": self.namenode_http,
+            "dfs.permissions.enabled": "false",
+            "dfs.webhdfs.enabled": "false",
+            "dfs.namenode.safemode.threshold-pct": "0.99",
+            "dfs.namenode.safemode.extension": "0",
+            "dfs.namenode.datanode.registration.ip-hostname-check": "false",
+            "dfs.client.use.datanode.hostname": "false",
+            **self._settings,
+        }
+        hadoop.write_conf(self.folder / "conf", {"core-site.xml": core, "hdfs-site.xml": hdfs})
 
     def _java(self, server: str, *arguments: str) -> list[str]:
-        # The virtual machine expands the star itself.
-        class_path = f"{self.folder}/conf:{HADOOP}:{HADOOP}/lib/*"
-        options = ["-Xmx512m", "-Djava.net.preferIPv4Stack=true"]
-        return ["java", *options, "-cp", class_path, f"{_SERVER}.{server}", *arguments]
+        return hadoop.java(self.folder / "conf", server, *arguments)
 
-    def _start(self, name: str, server: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
-                self._java(server, *arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+    def _datanode(self, i: int) -> list[str]:
+        if self._links is None:
+            host, (data, rpc, http) = "127.0.0.1", (free_port(), free_port(), free_port())
+        else:
+            host, (data, rpc, http) = self._links.there(i), (9866, 9867, 9864)
+        self.nodes.append(f"{host}:{data}")
+        self.datanode_http.append(f"{host}:{http}")
+        settings = {
+            "dfs.datanode.data.dir": f"file://{self.folder}/datanode{i}",
+            "dfs.datanode.address": f"{host}:{data}",
+            "dfs.datanode.ipc.address": f"{host}:{rpc}",
+            "dfs.datanode.http.address": f"{host}:{http}",
+            "dfs.datanode.hostname": host,
+        }
+        if i in self._disk_mib:
+            # A DataNode takes no block unless a whole one of this size fits.
+            settings["dfs.blocksize"] = "1048576"
+        command = self._java(
+            "datanode.DataNode", *(word for key, value in settings.items() for word in ("-D", f"{key}={value}"))
+        )
+        return command if self._links is None else self._links.inside(i, command)
 
-    def _wait_until_ready(self) -> None:
-        query = "Hadoop:service=NameNode,name=FSNamesystemState"
-        url = f"http://127.0.0.1:{self._http_port}/jmx?qry={query}"
+    def _mount_disk(self, i: int) -> None:
+        disk = self.folder / f"datanode{i}"
+        options = f"size={self._disk_mib[i]}m,mode=0700"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "datanode", disk], check=True)
+        # Before the servers end it would be busy.
+        self._ends.callback(lambda: subprocess.run(["umount", disk], check=False))
+        self._ends.callback(self._end_servers)
+
+    def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        def start() -> subprocess.Popen[bytes]:
+            with (self.folder / f"{name}.log").open("ab") as log:
+                return subprocess.Popen(
+                    ["setpriv", "--pdeathsig", "KILL", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+
+        return self._starter.submit(start).result()
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [*self.datanodes, *([] if self.namenode is None else [self.namenode])]
+
+    def _end_servers(self) -> None:
+        processes = self._processes()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+    # Whether it runs.
+
+    def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         until = time.monotonic() + _START_S
+        before = {process.pid for process in self._processes() if process.poll() is not None}
         while time.monotonic() < until:
-            for process in [*self.datanodes, self.namenode]:
-                if process is not None and process.poll() is not None:
-                    raise RuntimeError(f"HDFS does not start: {self._log_ends()}")
+            if any(process.poll() is not None and process.pid not in before for process in self._processes()):
+                raise RuntimeError(f"{what} does not start: {self._log_ends()}")
             with contextlib.suppress(OSError, ValueError, LookupError):
-                with urllib.request.urlopen(url, timeout=5) as answer:
-                    state = json.load(answer)["beans"][0]
-                if state["NumLiveDataNodes"] == self._num_datanodes and state["FSState"] == "Operational":
+                if ready():
                     return
             time.sleep(0.1)
-        raise RuntimeError(f"HDFS is not ready after {_START_S} s: {self._log_ends()}")
+        raise RuntimeError(f"{what} is not ready after {_START_S} s: {self._log_ends()}")
+
+    def _operational(self) -> bool:
+        state = _bean(self.namenode_http, "Hadoop:service=NameNode,name=FSNamesystemState")
+        running = sum(_runs(process) for process in self.datanodes)
+        return bool(state["NumLiveDataNodes"] == running and state["FSState"] == "Operational")
+
+    def _room(self, i: int) -> int:
+        """Bytes that a DataNode can take, as the NameNode knows."""
+        (room,) = (node["remaining"] for node in self._live() if node["xferaddr"] == self.nodes[i])
+        return int(room)
+
+    def _live(self) -> list[dict[str, Any]]:
+        found = json.loads(_bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeInfo")["LiveNodes"])
+        return list(found.values())
+
+    def _serves(self, i: int) -> bool:
+        state = _bean(self.datanode_http[i], "Hadoop:service=DataNode,name=DataNodeInfo")
+        actors = json.loads(state["BPServiceActorInfo"])
+        # It reports its blocks right after it has registered.
+        return all(actor["ActorState"] == "RUNNING" and int(actor["LastBlockReport"]) < 60 for actor in actors)
 
     def _log_ends(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log"))
@@ -165,4 +379,21 @@ class HdfsCluster:
 
 def resume(process: subprocess.Popen[bytes]) -> None:
     """Let a process go on that SIGSTOP has stopped."""
-    os.kill(process.pid, signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # SIGKILL ends a stopped process too.
+    process.kill()
+    process.wait()
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has neither ended nor been stopped."""
+    return process.poll() is None and "T" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
+
+
+def _bean(address: str, name: str) -> Any:
+    """One of the beans with which a server tells its state."""
+    with urllib.request.urlopen(f"http://{address}/jmx?qry={name}", timeout=5) as answer:
+        return json.load(answer)["beans"][0]

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
+from bootseer.fuse.session import showing
 from bootseer.fuse.tree import Data
 from bootseer.mounts.daemon import DaemonSpec, OnError, Served, start_daemon
 from bootseer.mounts.lazy import Done, LazyFile, LazyFiles
@@ -70,7 +71,7 @@ def main(folder: Path, image: Path, lifeline: bool) -> None:
             threading.Event().wait()
         source = LocalSource(image)
         tree = LazyFiles(source, [LazyFile("image", source.size, 0)], on_error)
-        return Served(source, tree, FileRecorder(image.parent), lambda: {"figure": 42})
+        return Served(source, showing(tree), FileRecorder(image.parent), lambda: {"figure": 42})
 
     os.set_inheritable(os.open(image.parent / "lease", os.O_RDWR | os.O_CREAT), True)
     spec = DaemonSpec(folder, serve, lifeline=lifeline)

@@ -18,8 +18,7 @@ from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.record import read_record
-from bootseer.fuse.session import Session, mount
-from bootseer.mounts.daemon import OnError, Served
+from bootseer.mounts.daemon import OnError, Served, Session
 from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.mounts.files_tree import FilesTree
 from bootseer.mounts.layers import mount_erofs
@@ -71,7 +70,7 @@ class Shown:
         self.served.append(what(self.said.append))
         target = self.place / f"shown{len(self.sessions)}"
         target.mkdir()
-        self.sessions.append(mount(self.served[-1].tree, target, on_error=self.said.append))
+        self.sessions.append(self.served[-1].show(target, "bootseer", self.said.append))
         return self.sessions[-1]
 
     def close(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.store import Store
 from hdfs_cluster import HdfsCluster, needs_hdfs, resume
 from registry import free_port
@@ -79,16 +80,20 @@ def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> Non
         assert get(store, name, 1024 * 1024 - 10, 3 * 1024 * 1024) == data[1024 * 1024 - 10 : 4 * 1024 * 1024 - 10]
 
 
-def test_a_hung_datanode_costs_a_socket_timeout_and_not_a_minute(cluster: HdfsCluster, uri: str) -> None:
-    with closing(hdfs.HdfsStore(uri, socket_timeout_s=1.0)) as store:
+def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: HdfsCluster, uri: str) -> None:
+    with closing(hdfs.HdfsStore(uri)) as store:
         name = put(store, DATA).name
-        cluster.datanodes[0].send_signal(signal.SIGSTOP)
+        cluster.hang(0)
         try:
-            # Whichever replica is asked first; well below the 60 s of the library.
-            for _ in range(4):
-                assert b"".join(store.read(name, timeout_s=20)) == DATA
+            # Each of them might ask the hung replica first. All together have less time than three would need that
+            # wait for it a second each, let alone the 60 s of other clients.
+            until = time.monotonic() + 20
+            for _ in range(40):
+                assert b"".join(store.read(name, timeout_s=until - time.monotonic())) == DATA
         finally:
-            resume(cluster.datanodes[0])
+            cluster.resume(0)
+        facts = store.client.reads().facts()
+        assert facts["fallback"] == ""
 
 
 def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
@@ -97,7 +102,7 @@ def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster,
         for datanode in cluster.datanodes:
             datanode.send_signal(signal.SIGSTOP)
         try:
-            with pytest.raises(TransientError, match=r"no complete answer within 0\.5 s"):
+            with pytest.raises(TransientError):
                 list(store.read(name, timeout_s=0.5))
         finally:
             for datanode in cluster.datanodes:
@@ -111,7 +116,7 @@ def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster
         name = put(store, DATA).name
         cluster.namenode.send_signal(signal.SIGSTOP)
         try:
-            with pytest.raises(TransientError, match="no complete answer"):
+            with pytest.raises(TransientError):
                 list(store.read(name, timeout_s=0.5))
         finally:
             resume(cluster.namenode)
@@ -134,7 +139,7 @@ def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> N
             data = bytearray(replica.read_bytes())
             data[1000] ^= 0xFF
             replica.write_bytes(data)
-        with pytest.raises(TransientError):
+        with pytest.raises(CorruptError):
             get(store, name)
 
 

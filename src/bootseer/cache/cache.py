@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,6 +89,18 @@ class Cache:
         with mapped("read", self._files):
             found = [entries.examine(path, self._boot) for path in self._paths()]
         return sorted((one for one in found if one), key=lambda one: one.last_use, reverse=True)
+
+    def recent(self, max_files: int) -> Iterator[tuple[Index, bytes]]:
+        """Indexes of the files that were used last, each with a byte for each block: not zero if it is here.
+
+        Cheaper than `entries`. Entries that are damaged or vanish meanwhile are left out.
+        """
+        with mapped("read", self._files):
+            paths = sorted(self._paths(), key=entries.last_use, reverse=True)[:max_files]
+        for path in paths:
+            with contextlib.suppress(Damaged, OSError):
+                index = entries.read_index_of(path)
+                yield index, entries.states_of(path, index, self._boot)[0]
 
     def verify(
         self,

@@ -20,6 +20,7 @@ class Verbs(Group):
         "diff": Verb("diff", "Compare two startups."),
         "image": Verb("image", "Container images that start before they are here."),
         "env": Verb("env", "Environments that are installed once and mounted everywhere."),
+        "ckpt": Verb("ckpt", "Checkpoints that are read from all nodes of the storage at once."),
         "cache": Verb("cache", "What this node keeps of images."),
         "doctor": Verb("doctor", "Say what works on this machine, and why not."),
         "bench": Verb("bench", "Measure the claims on this machine."),

@@ -1,7 +1,7 @@
 """Tie an open /dev/fuse to a folder, and take it off again: by mount(2) as root, through fusermount3 otherwise.
 
 The program fusermount3 is set-uid root; it opens the device, mounts, and hands the descriptor back over a socket.
-Who calls: `session`.
+Who calls: `session` and `writable_session`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _HELPER_DEADLINE_S = 10.0
 _READ_AHEAD_KIB = MAX_READ // 1024
 
 
-def attach(target: Path, *, label: str, helper: bool | None = None) -> int:
+def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False) -> int:
     """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table.
 
+    Unless it is `writable`, the kernel refuses all changes by itself.
     `helper` forces or forbids the way through fusermount3, which is otherwise taken by all but root.
     """
     if "," in label or "\\" in label:
         raise PermanentError(f"{label!r} cannot be shown in the mount table")
     by_helper = os.geteuid() != 0 if helper is None else helper
-    return _by_helper(target, label) if by_helper else _by_kernel(target, label)
+    return (_by_helper if by_helper else _by_kernel)(target, label, writable)
 
 
-def _by_kernel(target: Path, label: str) -> int:
+def _by_kernel(target: Path, label: str, writable: bool) -> int:
     try:
         device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -44,7 +45,7 @@ def _by_kernel(target: Path, label: str) -> int:
         f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},"
         f"allow_other,default_permissions,max_read={MAX_READ}"
     )
-    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+    flags = (0 if writable else syscalls.MS_RDONLY) | syscalls.MS_NOSUID | syscalls.MS_NODEV
     try:
         syscalls.mount("fuse.bootseer", label, target, flags=flags, options=options)
     except BaseException:
@@ -53,12 +54,13 @@ def _by_kernel(target: Path, label: str) -> int:
     return device
 
 
-def _by_helper(target: Path, label: str) -> int:
+def _by_helper(target: Path, label: str, writable: bool) -> int:
     helper = shutil.which(HELPER)
     if helper is None:
         raise AccessError(f"{HELPER} is not there, and only root may mount without it: apt-get install fuse3")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    options = f"ro,nosuid,nodev,default_permissions,max_read={MAX_READ},fsname={label},subtype=bootseer"
+    access = "rw" if writable else "ro"
+    options = f"{access},nosuid,nodev,default_permissions,max_read={MAX_READ},fsname={label},subtype=bootseer"
     with ours, theirs:
         ours.settimeout(_HELPER_DEADLINE_S)
         try:

@@ -1,7 +1,7 @@
 """The kernel's FUSE protocol: the structures of <linux/fuse.h> that a read-only tree needs.
 
 Version 7.31 is spoken, which kernels since 5.4 know; the kernel adapts to the lower version of both sides. Everything
-here is bytes in and bytes out. Who calls: `session`.
+here is bytes in and bytes out. Who calls: `session`; `messages` adds what a tree that can be changed needs.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def init_out(hello: Hello) -> bytes:
     )
 
 
-def attributes(of: Attributes) -> bytes:
-    """struct fuse_attr."""
+def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
+    """struct fuse_attr. `preferred_bytes` is what st_blksize says: how much to read or write at a time."""
     seconds, nanoseconds = divmod(of.mtime_ns, 1_000_000_000)
     # Times before 1970 go over the wire as the two's complement, which is how the kernel reads them.
     seconds &= (1 << 64) - 1
@@ -134,7 +134,7 @@ def attributes(of: Attributes) -> bytes:
         of.uid,
         of.gid,
         of.rdev,
-        PAGE,
+        preferred_bytes,
         0,
     )
 

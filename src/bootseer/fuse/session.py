@@ -256,3 +256,12 @@ def mount(
     session._thread.start()
     attach.widen_read_ahead(target)
     return session
+
+
+def showing(tree: Tree) -> Callable[[Path, str, OnError], Session]:
+    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and who hears of faults."""
+
+    def show(target: Path, label: str, on_error: OnError) -> Session:
+        return mount(tree, target, label=label, on_error=on_error)
+
+    return show

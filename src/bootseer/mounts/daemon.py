@@ -1,4 +1,4 @@
-"""Start the process that serves a lazy mount, and talk to it.
+"""Start the process that serves a mount, and talk to it.
 
 The daemon is forked, not started as a program: everything it needs is imported already, so that it serves some ten
 milliseconds later. Fork while this process has one thread. It leaves the session, the standard streams and all
@@ -29,9 +29,7 @@ from bootseer.errors import (
     TransientError,
     UsageError,
 )
-from bootseer.fuse.tree import Tree
 from bootseer.mounts import control
-from bootseer.mounts.lazy import Source
 from bootseer.mounts.process import ProcessId
 
 LOG = "log"
@@ -54,17 +52,56 @@ class Recorder(Protocol):
         """Write what is left, and hand the record over."""
 
 
+class Source(Protocol):
+    """What the daemon's files come from."""
+
+    def close(self) -> None:
+        """Stop all work."""
+
+
+class Session(Protocol):
+    """A mount that answers; see `fuse.session` and `fuse.writable_session`."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Reads that were not answered yet."""
+
+    @property
+    def requests(self) -> int:
+        """Requests so far, reads among them."""
+
+    @property
+    def reads(self) -> int:
+        """Reads so far."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read so far."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the mount is gone; False when it is still there."""
+
+    def close(self, *, force: bool = False) -> None:
+        """Unmount. Raises `TransientError` while files are in use, unless `force`."""
+
+
+Show = Callable[[Path, str, OnError], Session]
+"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What the daemon made for itself: nothing of it exists in the process that started it."""
 
     source: Source
-    tree: Tree
+    show: Show
     recorder: Recorder | None = None
     status: Callable[[], dict[str, object]] = dict
     """Figures for `status`."""
     begin: Callable[[], None] = lambda: None
     """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
+    end: Callable[[], dict[str, object]] = dict
+    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for who ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +156,23 @@ class Daemon:
             self.process.signal(signal.SIGKILL)
             if not self._ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
+
+    def end(self, *, timeout_s: float) -> dict[str, object]:
+        """Let it unmount although its files are in use, finish what was written, and end; what it says of that.
+
+        Whoever uses a file gets an error. A daemon that is not done after `timeout_s` is killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        said: dict[str, object] = {}
+        try:
+            said = control.ask(self.folder, "end", timeout_s=timeout_s)
+        except (NotFoundError, TransientError):
+            self.process.signal(signal.SIGTERM)
+        if not self._ended(deadline):
+            self.process.signal(signal.SIGKILL)
+            if not self._ended(time.monotonic() + 1.0):
+                raise TransientError(f"the mount daemon {self.process.pid} does not end")
+        return said
 
     def _ended(self, deadline: float) -> bool:
         while self.process.alive:

@@ -20,6 +20,7 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.need import Found
 from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
+from bootseer.fuse.session import showing
 from bootseer.fuse.tree import Tree
 from bootseer.mounts.daemon import OnError, Served
 from bootseer.mounts.lazy import LazyFile, LazyFiles, Source
@@ -72,7 +73,7 @@ class Fetched:
         except BaseException:
             source.close()
             raise
-        return Served(source, tree, source.recorder, source.status, source.begin)
+        return Served(source, showing(tree), source.recorder, source.status, source.begin)
 
 
 class _Recorder:

@@ -18,9 +18,8 @@ from datetime import datetime
 from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse import session
 from bootseer.mounts import control
-from bootseer.mounts.daemon import FILES, DaemonSpec, Recorder, Served, report_error, report_ready
+from bootseer.mounts.daemon import FILES, DaemonSpec, Recorder, Served, Session, report_error, report_ready
 
 _SWITCH_INTERVAL_S = 0.0005
 """The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""
@@ -58,7 +57,7 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
         served = spec.open(log)
         try:
             listener = control.listen(spec.folder)
-            mounted = session.mount(served.tree, spec.at or spec.folder / FILES, label=spec.label, on_error=log)
+            mounted = served.show(spec.at or spec.folder / FILES, spec.label, log)
         except BaseException:
             served.source.close()
             raise
@@ -94,7 +93,7 @@ class _Life:
     """State of a serving daemon; all of it belongs to the main thread."""
 
     def __init__(
-        self, spec: DaemonSpec, served: Served, mounted: session.Session, listener: socket.socket, log: Log
+        self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: Log
     ) -> None:
         self._spec = spec
         self._served = served
@@ -104,6 +103,7 @@ class _Life:
         self._started = time.monotonic()
         self._recording = served.recorder is not None
         self._stopping = False
+        self._ended: control.Answer | None = None
         self._handing_over: threading.Thread | None = None
 
     def run(self, wake: socket.socket, lifeline: int | None) -> int:
@@ -154,6 +154,10 @@ class _Life:
                 self._unmount(force=False)
                 self._stopping = True
                 return {"stopped": True}
+            case "end":
+                self._unmount(force=True)
+                self._stopping = True
+                return {"stopped": True, **self._end_service()}
         raise PermanentError(f"{question[:64]!r} is nothing that a mount daemon does")
 
     def _status(self) -> control.Answer:
@@ -207,8 +211,19 @@ class _Life:
         with contextlib.suppress(BootseerError):
             self._session.close(force=True)
 
+    def _end_service(self) -> control.Answer:
+        """Finish what was written, once."""
+        if self._ended is None:
+            try:
+                self._ended = self._served.end()
+            except Exception as error:  # whatever is left undone, the process has to end
+                self._log(f"ended badly: {type(error).__name__}: {error}")
+                self._ended = {}
+        return self._ended
+
     def _finish(self) -> int:
         self._end_recording()
+        self._end_service()
         self._served.source.close()
         if self._handing_over is not None:
             self._handing_over.join(_HAND_OVER_S)

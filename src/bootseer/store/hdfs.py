@@ -3,32 +3,28 @@
 The layout is that of `file`: names are paths below the folder, content names lie in `sha256/`, uploads in `.uploads/`
 until a rename makes them visible. What is written is as durable as HDFS makes it: its DataNodes have acknowledged it.
 
-hdfs-native has traps that are dealt with here once. A client that was made before `fork` hangs in the child, and so
-does taking it apart: the child forgets it unharmed and makes its own, whose first read may cost a socket timeout, for
-the library keeps connections that the child cannot use. Calls know no deadline (`bounded`). Reading past the end
-panics. A hung DataNode costs a socket timeout, 60 s unless told otherwise, before the next replica is asked.
-
-The client is guarded by one lock while it is made; it is safe to use from many threads.
+The client below (`bootseer.hdfs`) has the deadlines, knows hung DataNodes, and survives `fork`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import ctypes
 import hashlib
-import os
 import secrets
-import threading
 import time
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from hdfs_native import Client, FileWriter, WriteOptions
-
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.bounded import stream_within, within
+from bootseer.bounded import within
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import TakenError
+from bootseer.hdfs.outcome import ReadOutcome
+from bootseer.hdfs.status import FileStatus
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -41,44 +37,35 @@ from bootseer.store.store import (
     upload_ended,
 )
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from bootseer.hdfs.native_reads import NativeFile
+    from bootseer.hdfs.reads import HdfsFile
+    from bootseer.hdfs.writer import HdfsWriter
 
-SOCKET_TIMEOUT_S = 5.0
-"""After this, a silent DataNode counts as hung and the next replica is asked. Busy disks answer within 1 or 2 s."""
-_CALL_S = 60.0
-"""For questions to the NameNode."""
-_WRITE_S = 120.0
-"""For one buffer on its way to all replicas. A DataNode that has just died can hold a write for minutes."""
+_WINDOW_BYTES = 1024 * 1024
+_WINDOWS = 4
+"""Asked for ahead of the consumer: enough that a DataNode need not wait for it."""
 _BUFFER_BYTES = 4 * 1024 * 1024
 _ABANDONED_MS = 24 * 3600 * 1000
-_CLIENT_SETTINGS = {
-    # Each attempt sleeps longer; the default of 15 keeps a reader 3 minutes at a NameNode that is not there.
-    "dfs.client.failover.max.attempts": "5",
-    "dfs.client.failover.sleep.max.millis": "2000",
-}
 
 
 class HdfsStore:
-    """A `Store` in HDFS. `socket_timeout_s` is how long a silent DataNode is waited for."""
+    """A `Store` in HDFS."""
 
-    def __init__(self, uri: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
+    def __init__(self, uri: str) -> None:
         parts = urlsplit(uri)
         if parts.scheme != "hdfs" or not parts.netloc:
             raise UsageError(f"{uri!r} names no file system", hint="use hdfs://host:port/dir or hdfs://service/dir")
         if ".." in parts.path.split("/"):
             raise UsageError(f"{uri!r} has steps upwards", hint="write the folder's own path")
-        self._server = f"hdfs://{parts.netloc}"
+        self.client = HdfsClient(parts.netloc)
         self._root = parts.path.rstrip("/")
-        self._settings = {**_CLIENT_SETTINGS, "dfs.client.socket-timeout": str(round(socket_timeout_s * 1000))}
-        self._lock = threading.Lock()
-        self._client: Client | None = None
         self._swept = False
-        _stores.add(self)
 
     @property
     def uri(self) -> str:
         """`hdfs://host:port/dir`."""
-        return f"{self._server}{self._root}"
+        return f"{self.client.uri}{self._root}"
 
     def read(
         self, name: str, start: int = 0, length: int | None = None, *, timeout_s: float = 60.0
@@ -86,27 +73,13 @@ class HdfsStore:
         """See `Store.read`."""
         check_range(start, length)
         path = self.path(name)
-
-        def produce() -> Iterator[bytes]:
-            try:
-                file = self.client().read(path)
-                size_bytes = file.size
-            except Exception as error:
-                raise self.mapped(error, name) from error
-            end = range_end(f"{self.uri}: {name}", size_bytes, start, length)
-            pieces = _joined(file.read_range_stream(start, end - start)) if end > start else iter(())
-            sent = 0
-            try:
-                for piece in pieces:
-                    sent += len(piece)
-                    yield piece
-            except Exception as error:
-                raise self.mapped(error, name) from error
-            if sent != end - start:
-                raise TransientError(f"{self.uri}: {end - start - sent} bytes of {name} are missing from the answer")
-
-        with self._mapping(name), contextlib.closing(stream_within(timeout_s, f"{self.uri}: {name}", produce)) as items:
-            yield from items
+        until = time.monotonic() + timeout_s
+        what = f"{self.uri}: {name}"
+        with self._naming(name):
+            file = self.client.reads().open(path, deadline_s=timeout_s)
+            with contextlib.closing(file):
+                end = range_end(what, file.size_bytes, start, length)
+                yield from _pieces(file, start, end, until, what)
 
     def upload(self) -> HdfsUpload:
         """See `Store.upload`."""
@@ -120,152 +93,127 @@ class HdfsStore:
         def make() -> bool:
             if self._is_taken(path, name):
                 return False  # what most who ask get to know costs no write
-            client = self.client()
+            self._make_folder(path, name)
+            temporary = self._new_path()
             try:
-                client.mkdirs(path.rpartition("/")[0], 0o755, True)
-            except Exception as error:
-                raise (_in_the_way(self.uri, name) if _says_exists(error) else error) from error
-            temporary, writer = self._begin_file()
-            try:
-                writer.write(data)
-                writer.close()
-                client.rename(temporary, path, overwrite=False)
-            except BaseException as error:
-                with contextlib.suppress(FileNotFoundError):
-                    client.delete(temporary)
-                if _says_exists(error):
-                    return False
+                self.client.put(temporary, data)
+                self.client.rename(temporary, path)
+            except TakenError:
+                self.drop(temporary)
+                return False
+            except BaseException:
+                self.drop(temporary)
                 raise
             return True
 
-        return self.call(name, make, timeout_s)
+        return within(timeout_s, f"{self.uri}: {name}", make)
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
-        path = self.path(name)
-        found = self.call(name, lambda: self.client().get_file_info(path))
-        if found.isdir:
-            raise NotFoundError(f"{self.uri} has no object {name}")
-        return Stored(name, found.length)
+        with self._naming(name):
+            found = self.client.stat(self.path(name))
+        if found.is_folder:
+            raise self._not_found(name)
+        return Stored(name, found.size_bytes)
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """See `Store.list`."""
-        for entry, isdir, length in self._entries("", recursive=False):
-            if entry.startswith(".") or entry == "sha256":
+        for name, entry in self._entries("", recursive=False):
+            if name.startswith(".") or name == "sha256":
                 continue
-            below = entry + "/"
-            if isdir and (below.startswith(prefix) or prefix.startswith(below)):
-                for name, isfolder, size_bytes in self._entries(below, recursive=True):
-                    if not isfolder and name.startswith(prefix):
-                        yield Stored(name, size_bytes)
-            elif not isdir and entry.startswith(prefix):
-                yield Stored(entry, length)
+            below = name + "/"
+            if entry.is_folder and (below.startswith(prefix) or prefix.startswith(below)):
+                for deeper, file in self._entries(below, recursive=True):
+                    if not file.is_folder and deeper.startswith(prefix):
+                        yield Stored(deeper, file.size_bytes)
+            elif not entry.is_folder and name.startswith(prefix):
+                yield Stored(name, entry.size_bytes)
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
-        path = self.path(name)
         # A folder has no name of an object, so that it must not be removed by one.
         with contextlib.suppress(NotFoundError):
             self.stat(name)
-            self.call(name, lambda: self.client().delete(path))
+            self.client.delete(self.path(name))
 
     def close(self) -> None:
-        """Forget the client; its connections close when nobody uses them."""
-        with self._lock:
-            self._client = None
-
-    def client(self) -> Client:
-        """This process's client. May block: only to be called inside of `call` and its like."""
-        with self._lock:
-            if self._client is None:
-                self._client = Client(self._server, self._settings)
-            return self._client
-
-    def forget_client(self) -> None:
-        """In the child of a fork: have no client, and never take apart the one of the parent."""
-        # A thread of the parent may have held the lock.
-        self._lock = threading.Lock()
-        client, self._client = self._client, None
-        if client is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+        """See `Store.close`."""
+        self.client.close()
 
     def path(self, name: str) -> str:
         """The path of an object."""
         return f"{self._root}/{content_path(check_name(name))}"
 
-    def call(self, name: str, call: Callable[[], T], timeout_s: float = _CALL_S) -> T:
-        """What `call` returns, within a time and with its errors mapped; `name` is what it is about."""
-        with self._mapping(name):
-            return within(timeout_s, f"{self.uri}: {name}", call)
+    def begin_upload(self) -> HdfsWriter:
+        """A new file for an upload."""
+        return self.client.create(self._new_path())
 
-    def begin_upload(self) -> tuple[str, FileWriter]:
-        """A new file for an upload: its path and its writer."""
-        return self.call("an upload", self._begin_file)
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a finished upload the name of its object, over what was there."""
+        path = self.path(name)
+        self._make_folder(path, name)
+        try:
+            self.client.rename(temporary, path, overwrite=True)
+        except AccessError:
+            raise
+        except PermanentError as error:
+            raise self._in_the_way(name) from error
 
-    def _begin_file(self) -> tuple[str, FileWriter]:
+    def drop(self, temporary: str) -> None:
+        """Remove the file of an upload, if it is there and can be removed."""
+        with contextlib.suppress(PermanentError, TransientError):
+            self.client.delete(temporary)
+
+    def _new_path(self) -> str:
         folder = f"{self._root}/.uploads"
-        path = f"{folder}/{secrets.token_hex(16)}"
-        client = self.client()
-        client.mkdirs(folder, 0o755, True)
         if not self._swept:
             self._swept = True
             oldest = time.time() * 1000 - _ABANDONED_MS
-            for entry in client.list_status(folder):
-                # A killed writer leaves its file; one that was begun a day ago has no writer any more.
-                if entry.modification_time < oldest:
-                    client.delete(entry.path)
-        return path, client.create(path, WriteOptions())
+            with contextlib.suppress(NotFoundError):
+                for entry in self.client.list(folder):
+                    # A killed writer leaves its file; one that was begun a day ago has no writer any more.
+                    if entry.mtime_ms < oldest:
+                        self.client.delete(entry.path)
+        return f"{folder}/{secrets.token_hex(16)}"
+
+    def _make_folder(self, path: str, name: str) -> None:
+        """The folder that an object's file lies in."""
+        try:
+            self.client.make_folder(path.rpartition("/")[0], parents=True)
+        except AccessError:
+            raise
+        except PermanentError as error:
+            raise self._in_the_way(name) from error
 
     def _is_taken(self, path: str, name: str) -> bool:
         """Whether there is an object. Raises `PermanentError` for a folder of others."""
         try:
-            found = self.client().get_file_info(path)
-        except FileNotFoundError:
+            found = self.client.stat(path)
+        except NotFoundError:
             return False
-        if found.isdir:
-            raise _in_the_way(self.uri, name)
+        if found.is_folder:
+            raise self._in_the_way(name)
         return True
 
-    def mapped(self, error: BaseException, name: str) -> BootseerError:
-        """An error of hdfs-native as one of ours. It has no classes for most, so that its text must do."""
-        if isinstance(error, BootseerError):
-            return error
-        text = str(error)
-        # Below the first line stands a Java stack trace, which tells a user nothing.
-        first = text.replace("\\n", "\n").partition("\n")[0][:300]
-        said = f"{self.uri}: {name}: {first}"
-        if isinstance(error, FileNotFoundError) or "(is not a directory)" in text:
-            return NotFoundError(f"{self.uri} has no object {name}")
-        if "AccessControlException" in text or isinstance(error, PermissionError):
-            return AccessError(said)
-        if "QuotaExceededException" in text:
-            return PermanentError(f"{said}; nothing was stored, make room and try again")
-        return TransientError(said)
-
-    def _entries(self, below: str, *, recursive: bool) -> Iterator[tuple[str, bool, int]]:
-        """Name, whether it is a folder, and bytes of what lies in a folder; nothing when it is not there."""
+    def _entries(self, below: str, *, recursive: bool) -> Iterator[tuple[str, FileStatus]]:
+        """What lies in a folder, with names from the store's own on; nothing when it is not there."""
         folder = f"{self._root}/{below}".rstrip("/") or "/"
-        start = len(self._root) + 1
-
-        def produce() -> Iterator[tuple[str, bool, int]]:
-            for entry in self.client().list_status(folder, recursive):
-                yield entry.path[start:], entry.isdir, entry.length
-
-        # No deadline for the whole of a list whose length nobody knows; each of its pages comes quickly or never.
-        with contextlib.suppress(NotFoundError), self._mapping(below or "the folder"):
-            yield from stream_within(10 * _CALL_S, f"{self.uri}: {below}", produce)
+        with contextlib.suppress(NotFoundError):
+            for entry in self.client.list(folder, recursive=recursive):
+                yield entry.path[len(self._root) + 1 :], entry
 
     @contextlib.contextmanager
-    def _mapping(self, name: str) -> Iterator[None]:
+    def _naming(self, name: str) -> Iterator[None]:
         try:
             yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            # Panics of Rust code are no Exceptions.
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                raise self.mapped(error, name) from error
-            raise
+        except NotFoundError as error:
+            raise self._not_found(name) from error
+
+    def _not_found(self, name: str) -> NotFoundError:
+        return NotFoundError(f"{self.uri} has no object {name}")
+
+    def _in_the_way(self, name: str) -> PermanentError:
+        return PermanentError(f"{self.uri}: {name}: one object's name cannot be the folder of another's")
 
 
 class HdfsUpload:
@@ -275,102 +223,75 @@ class HdfsUpload:
         self._store = store
         self._hash = hashlib.sha256()
         self._buffer = bytearray()
-        self._size = 0
-        self._path, begun = store.begin_upload()
-        self._writer: FileWriter | None = begun
+        self._writer: HdfsWriter | None = store.begin_upload()
 
     def write(self, data: bytes | memoryview) -> None:
         """See `Upload.write`."""
         if self._writer is None:
             raise upload_ended(self._store.uri)
         self._hash.update(data)
-        self._size += memoryview(data).nbytes
         self._buffer += data
         if len(self._buffer) >= _BUFFER_BYTES:
             self._flush(self._writer)
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         """See `Upload.commit`."""
-        writer, store = self._writer, self._store
+        writer = self._writer
         if writer is None:
-            raise upload_ended(store.uri)
-        name = name_of_upload(store.uri, name, self._hash.hexdigest())
+            raise upload_ended(self._store.uri)
+        name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
         self._flush(writer)
-        target = store.path(name)
-
-        def finish() -> None:
-            writer.close()
-            client = store.client()
-            try:
-                client.mkdirs(target.rpartition("/")[0], 0o755, True)
-                client.rename(self._path, target, overwrite=True)
-            except Exception as error:
-                if isinstance(error, FileExistsError) or "director" in str(error):
-                    raise _in_the_way(store.uri, name) from error
-                raise
-
         try:
-            store.call(name, finish, _WRITE_S)
-        except BootseerError:
+            writer.close()
+            self._store.publish(writer.path, name)
+        except BaseException:
             self.abort()
+            self._store.drop(writer.path)  # which is there when only its name was refused
             raise
         self._writer = None
-        return Stored(name, self._size)
+        return Stored(name, writer.size_bytes)
 
     def abort(self) -> None:
         """See `Upload.abort`."""
         writer, self._writer = self._writer, None
-        if writer is None:
-            return
+        if writer is not None:
+            writer.abort()
 
-        def remove() -> None:
-            # Closing first ends the lease; a file that cannot be closed can still be removed.
-            with contextlib.suppress(Exception):
-                writer.close()
-            self._store.client().delete(self._path)
-
-        with contextlib.suppress(BootseerError):
-            self._store.call("an upload", remove, _CALL_S)
-
-    def _flush(self, writer: FileWriter) -> None:
+    def _flush(self, writer: HdfsWriter) -> None:
         if not self._buffer:
             return
         data, self._buffer = self._buffer, bytearray()
         try:
-            self._store.call("an upload", lambda: writer.write(data), _WRITE_S)
-        except BootseerError:
+            writer.write(data)
+        except BaseException:
             self.abort()
             raise
 
 
-_stores: weakref.WeakSet[HdfsStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in _stores:
-        store.forget_client()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _says_exists(error: BaseException) -> bool:
-    return isinstance(error, FileExistsError) or "AlreadyExistsException" in str(error)
-
-
-def _in_the_way(where: str, name: str) -> PermanentError:
-    return PermanentError(f"{where}: {name}: one object's name cannot be the folder of another's")
-
-
-def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces of `PIECE_BYTES`: those of hdfs-native are a quarter of it, and each crosses threads."""
-    joined: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        if size + len(piece) > PIECE_BYTES and joined:
-            yield b"".join(joined)
-            joined, size = [], 0
-        joined.append(piece)
-        size += len(piece)
-    if joined:
-        yield b"".join(joined)
+def _pieces(file: HdfsFile | NativeFile, start: int, end: int, until: float, what: str) -> Iterator[bytes]:
+    """The bytes from `start` to `end`, with a few windows on their way at a time."""
+    tickets = []
+    waiting: collections.deque[tuple[bytearray, Future[ReadOutcome]]] = collections.deque()
+    try:
+        asked = start
+        while waiting or asked < end:
+            while asked < end and len(waiting) < _WINDOWS:
+                buffer = bytearray(min(_WINDOW_BYTES, end - asked))
+                future: Future[ReadOutcome] = Future()
+                left_s = until - time.monotonic()
+                tickets.append(file.read_into(asked, memoryview(buffer), future.set_result, deadline_s=max(left_s, 0)))
+                waiting.append((buffer, future))
+                asked += len(buffer)
+            buffer, future = waiting.popleft()
+            try:
+                outcome = future.result(max(until - time.monotonic(), 0))
+            except LateError:
+                raise TransientError(f"{what}: no complete answer in time") from None
+            if outcome.error is not None:
+                raise outcome.error
+            del tickets[0]
+            for at in range(0, len(buffer), PIECE_BYTES):
+                yield bytes(memoryview(buffer)[at : at + PIECE_BYTES])
+    finally:
+        for ticket in tickets:
+            ticket.cancel()

@@ -4,7 +4,8 @@ Paths are relative to the place's root: names joined by "/", none in front, "" i
 stripes: a striped file is files of a place (`bootseer.checkpoint.head`).
 
 All methods raise `BootseerError`s only: `NotFoundError`, `AccessError`, `TransientError` for what may work later (an
-overrun deadline too), `PermanentError` for the rest. Safe to use from many threads.
+overrun deadline too), `PermanentError` for the rest, with subclasses here for what a file system has an error number
+for. Safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from bootseer.errors import BootseerError
+from bootseer.checkpoint.head import is_head_size
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
+
+TEMPORARY = ".attempts-"
+"""Names of files on their way begin so. Whoever shows names to people leaves these out (`head.is_hidden`)."""
+
+
+class TakenError(PermanentError):
+    """There is something of this name (EEXIST)."""
+
+
+class NotEmptyError(PermanentError):
+    """A folder has something in it (ENOTEMPTY)."""
+
+
+class IsFolderError(PermanentError):
+    """A folder where a file is needed (EISDIR)."""
+
+
+class NotFolderError(NotFoundError):
+    """A file where a folder is needed (ENOTDIR): nothing can be below it."""
+
+
+class NoSpaceError(PermanentError):
+    """No room, or more than a quota allows (ENOSPC)."""
+
+
+def names_of(path: str) -> list[str]:
+    """The names that a path consists of; none for the root. Raises `NotFoundError` for a path that leads elsewhere."""
+    names = path.split("/") if path else []
+    if "" in names or "." in names or ".." in names or "\0" in path:
+        raise NotFoundError(f"{path!r} is no path of a file here")
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +64,11 @@ class Entry:
     group: str
     version: str
     """Differs whenever the content of a file may differ."""
-    maybe_head: bool
-    """Whether this can be the head of a striped file; its first bytes decide."""
+
+    @property
+    def maybe_head(self) -> bool:
+        """Whether this can be the head of a striped file, by its length; its first bytes decide."""
+        return not self.is_folder and is_head_size(self.size_bytes)
 
 
 class Outcome(NamedTuple):
@@ -56,8 +92,13 @@ class Ticket(Protocol):
 class OpenFile(Protocol):
     """One version of one file: what is read from it is of this version, or an error."""
 
-    size_bytes: int
-    version: str
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+
+    @property
+    def version(self) -> str:
+        """Differs from that of every other content of the file."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """Who has the byte at `offset`; empty where nobody knows."""
@@ -88,11 +129,15 @@ class OpenFile(Protocol):
 
 
 class PartWriter(Protocol):
-    """A new file that is written from its beginning to its end; invisible to nobody, so write it where nobody looks."""
+    """A new file that is written from its beginning to its end. Others see it grow: write it where nobody looks."""
 
-    path: str
-    nodes: tuple[str, ...]
-    """Where its bytes go, as far as is known."""
+    @property
+    def path(self) -> str:
+        """Its name in the place."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Where its bytes go, as far as is known: with HDFS from the first `write` on."""
 
     def write(self, data: bytes) -> None:
         """Append. Blocks while the place is slower."""
@@ -125,8 +170,8 @@ class Place(Protocol):
     def read_first(self, path: str, length: int) -> bytes:
         """The first `length` bytes, or all of a shorter file."""
 
-    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644, is_head: bool = False) -> None:
-        """Write a small file: whole or not at all, durable, over what was there. `is_head`: so that it `maybe_head`."""
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a small file: whole or not at all, durable, over what was there. The folder must be there."""
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """Write a small file unless there is one: whether it was written. Of many writers, one gets True."""
@@ -134,14 +179,18 @@ class Place(Protocol):
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
-    ) -> list[PartWriter]:  # fmt: skip
-        """Begin files of at most `part_bytes` each, on different nodes as far as there are any.
+    ) -> Sequence[PartWriter]:  # fmt: skip
+        """Begin new files of at most `part_bytes` each, on different nodes as far as there are any.
 
-        `avoid`: nodes that other parts lie on, or that failed. Makes the folder when it is missing.
+        `avoid`: nodes that other parts lie on, or that failed. Makes the folder when it is missing. Raises
+        `TakenError`.
         """
 
-    def rename(self, source: str, target: str) -> None:
-        """Give a file or folder another name, in one step. A file replaces a file; a folder only what is empty."""
+    def rename(self, source: str, target: str, *, replace: bool = True) -> None:
+        """Give a file or folder another name, in one step. A file replaces a file, a folder only an empty folder.
+
+        Without `replace` nothing is: raises `TakenError`; of many who want a file's name, one gets it.
+        """
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty."""

@@ -1,0 +1,95 @@
+"""What the arms of `checkpoint` have in common, each of which is a process of its own.
+
+    python ARMS_MODULE.py ARM '{"uri": ..., "path": ...}'
+
+prepares (imports, connections), writes `ready`, waits for a line, and runs the arm on the clock: several processes can
+begin at the same time. Then it writes one line of JSON: when it began and ended on the clock that all processes share,
+how much it moved, its CPU time, and a digest of what it has, taken after the clock. Standard library alone: one of
+the arms runs where nothing else is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 1 << 20
+PIECE = 4 * MIB
+"""What one read asks for where the arm does not say."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What an arm shall do. `facts` is for the arm to fill: it goes to the result."""
+
+    uri: str = ""
+    """Of the NameNode."""
+    path: str = ""
+    """In HDFS."""
+    paths: list[str] = field(default_factory=list)
+    offset: int = 0
+    length: int = 0
+    address: str = ""
+    """host:port of a DataNode's web server."""
+    local: str = ""
+    """A file or folder on this machine."""
+    cache: str = ""
+    """Folder of the node cache, "" for none."""
+    stripes: int = 0
+    parity: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Arm = Callable[[Job], AbstractContextManager[Callable[[], Any]]]
+"""Prepares, gives what is measured, and cleans up. That returns a buffer, or tensors by name, or None."""
+
+
+def main(arms: Mapping[str, Arm]) -> None:
+    """Run the arm that the command line names."""
+    job = Job(**json.loads(sys.argv[2]))
+    with arms[sys.argv[1]](job) as run:
+        _say("ready")
+        sys.stdin.readline()
+        cpu, begin = time.process_time(), time.monotonic()
+        result = run()
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        said = {"begin": begin, "end": end, "cpu_s": cpu, "peak_bytes": peak, "digest": digest(result)}
+    _say(json.dumps({**said, "facts": job.facts}))
+
+
+def buffer(length: int) -> memoryview:
+    """Memory to read into, whose pages are there: an arm is not measured by how the kernel makes pages."""
+    memory = mmap.mmap(-1, max(1, length))
+    for at in range(0, length, mmap.PAGESIZE):
+        memory[at] = 1
+    return memoryview(memory)[:length]
+
+
+def digest(result: Any) -> str:
+    """Of a buffer, or of tensors in the order of their names."""
+    if result is None:
+        return ""
+    state = hashlib.blake2b(digest_size=16)
+    for part in [result] if not isinstance(result, dict) else [_bytes(result[name]) for name in sorted(result)]:
+        state.update(part)
+    return state.hexdigest()
+
+
+def _bytes(tensor: Any) -> Any:
+    import torch
+
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,64 @@
+"""The checkpoint of the benchmark: tensors of random bytes, as a safetensors file and as PyTorch's DCP writes them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint_child import MIB, digest
+
+_TENSOR = 16 * MIB
+MODEL = "model.safetensors"
+DCP = "dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A folder with both forms of the same tensors."""
+
+    folder: Path
+    tensor_bytes: int
+    """Of all tensors together."""
+    tensors_digest: str
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+    @property
+    def model_bytes(self) -> int:
+        return self.model.stat().st_size
+
+    def digest(self, length: int) -> str:
+        """Of the first bytes of the safetensors file."""
+        with self.model.open("rb") as file:
+            return digest(file.read(length))
+
+
+def make(folder: Path, tensor_bytes: int) -> Content:
+    """Make the files; `tensor_bytes` is a multiple of 16 MiB."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    tensors = empty(tensor_bytes)
+    for tensor in tensors.values():
+        tensor.view(-1).numpy().data.cast("B")[:] = os.urandom(tensor.nbytes)
+    save_file(tensors, folder / MODEL)
+    with warnings.catch_warnings():
+        # It says that it saves in one process, as it shall.
+        warnings.simplefilter("ignore")
+        dcp.save(tensors, checkpoint_id=folder / DCP)
+    return Content(folder, tensor_bytes, digest(tensors))
+
+
+def empty(tensor_bytes: int) -> dict[str, Any]:
+    """The tensors of a job that is about to load: their memory is there, their values are not."""
+    import torch
+
+    return {
+        f"layers.{number:03}.weight": torch.zeros(_TENSOR // 4 // 1024, 1024)
+        for number in range(tensor_bytes // _TENSOR)
+    }

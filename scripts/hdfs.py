@@ -1,0 +1,189 @@
+"""Start, stop and show the HDFS for development; scripts/hdfs.sh calls this and says how it is used.
+
+A process of its own, the keeper, holds the cluster of the tests open until SIGTERM. It is there exactly while the lock
+on its file is held, which the kernel drops with the process: what a killed keeper left behind in files means nothing.
+Its servers die with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+import hadoop  # noqa: E402
+from hdfs_cluster import HdfsCluster  # noqa: E402
+
+_PORT = 8020
+"""The NameNode's, when nobody else has it: the address is the same at each start."""
+_START_S = 120.0
+_STOP_S = 30.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="hdfs.sh", description="An HDFS for development.")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".hadoop" / "running", help="where it keeps its files")
+    verbs = parser.add_subparsers(dest="verb", metavar="start|stop|status|uri")
+    start = verbs.add_parser("start")
+    start.add_argument("--datanodes", type=int, default=4, metavar="N")
+    for verb in ("stop", "status", "uri"):
+        verbs.add_parser(verb)
+    verbs.add_parser("keep").add_argument("datanodes", type=int)
+    arguments = parser.parse_args()
+    keeper = Keeper(arguments.folder.absolute())
+    match arguments.verb:
+        case "keep":
+            return keeper.keep(arguments.datanodes)
+        case "stop":
+            return keeper.stop()
+        case "status":
+            return keeper.status()
+        case "uri":
+            return keeper.print_uri()
+        case _:
+            return keeper.start(getattr(arguments, "datanodes", 4))
+
+
+class Keeper:
+    """The process that holds the cluster, seen from inside (`keep`) and from outside (all the rest)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pid_file, self._uri_file, self._log = folder / "keeper.pid", folder / "uri", folder / "keeper.log"
+
+    def start(self, num_datanodes: int) -> int:
+        if reason := hadoop.missing():
+            return _fail(reason)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._runs():
+            with self._log.open("wb") as log:
+                words = [sys.executable, __file__, "--folder", str(self._folder), "keep", str(num_datanodes)]
+                child = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+                )
+            until = time.monotonic() + _START_S
+            while not (self._runs() and self._uri()):
+                # One that ended has left it to another that is starting, or has failed.
+                if time.monotonic() > until or (child.poll() is not None and not self._runs()):
+                    return _fail(f"it does not start: {self._log.read_text(errors='replace')[-3000:]}")
+                time.sleep(0.1)
+        return self.status()
+
+    def stop(self) -> int:
+        pid = self._pid()
+        if not self._runs() or pid is None:
+            _say("it does not run")
+            return 0
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+            until = time.monotonic() + _STOP_S
+            while time.monotonic() < until:
+                if not self._runs():
+                    _say("stopped")
+                    return 0
+                time.sleep(0.05)
+        return _fail(f"process {pid} does not end")
+
+    def status(self) -> int:
+        if not self._runs():
+            _say(f"it does not run; its files are in {self._folder}")
+            return 1
+        sys.stdout.write(f"{self._uri() or 'starting'}\n")
+        _say(f"files, logs and settings (HADOOP_CONF_DIR: conf) are in {self._folder}/hdfs")
+        _say("stop it with scripts/hdfs.sh stop, or make hdfs ARGS=stop")
+        return 0
+
+    def print_uri(self) -> int:
+        if not self._runs() or not self._uri():
+            _say("it does not run; start it with make hdfs")
+            return 1
+        sys.stdout.write(f"{self._uri()}\n")
+        return 0
+
+    def keep(self, num_datanodes: int) -> int:
+        """Hold the cluster open until SIGTERM or SIGINT."""
+        lock = os.open(self._pid_file, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _take(lock):
+            return 0
+        self._uri_file.unlink(missing_ok=True)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with HdfsCluster(self._folder, num_datanodes=num_datanodes, port=_free(_PORT)) as cluster:
+            new = self._uri_file.with_suffix(".new")
+            new.write_text(cluster.uri)
+            new.replace(self._uri_file)
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                while all(process.poll() is None for process in [*cluster.datanodes, cluster.namenode]):
+                    time.sleep(1.0)
+                _say("a server has ended, so all end; its log tells why")
+            self._uri_file.unlink()
+            cluster.stop()
+        return 0
+
+    def _runs(self) -> bool:
+        try:
+            probe = os.open(self._pid_file, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(probe)
+        return False
+
+    def _pid(self) -> int | None:
+        try:
+            return int(self._pid_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _uri(self) -> str:
+        try:
+            return self._uri_file.read_text()
+        except FileNotFoundError:
+            return ""
+
+
+def _take(lock: int) -> bool:
+    """Whether the lock could be taken; those who only look have it for an instant."""
+    for _ in range(20):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _free(port: int) -> int | None:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        return port
+    return None
+
+
+def _fail(message: str) -> int:
+    _say(message)
+    return 1
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"hdfs: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

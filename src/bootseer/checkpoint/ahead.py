@@ -1,0 +1,195 @@
+"""Read-ahead: from the reads of one file, which bytes will be wanted next.
+
+Several readers may go through one file at once: threads, processes that share a descriptor, eight ranks behind one
+mount. So reads are told apart by where they are, not by who made them: each sequential *stream* has a place that it has
+reached, and a read belongs to the stream that it is nearest to. Around that place reads may come out of order, as the
+kernel sends them, and may skip a little. A stream earns its window: it doubles while the stream goes on, and begins
+anew where less than half of what was passed was read. Reads that belong to no stream bring nothing but themselves.
+
+Decides and touches nothing; whoever calls it does so from one thread at a time. Called by `reading.file`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_MIB = 1 << 20
+_DISORDER = 4
+"""So many requests of a stream may be under way at once, and arrive in any order."""
+_MIN_SLACK = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class AheadSettings:
+    """How far reads may be from where they are expected, and how much is brought for them. All in bytes."""
+
+    first_bytes: int = 2 * _MIB
+    """The first window of a stream: little is lost when it ends there, as the reading of a header does."""
+    max_bytes: int = 64 * _MIB
+    """The largest window: 0.1 s of a line of 5 Gbit/s, more than any line here keeps under way."""
+    forward_bytes: int = 16 * _MIB
+    """A read so far beyond its stream still belongs to it."""
+    backward_bytes: int = 4 * _MIB
+    """A read so far behind its stream still belongs to it: the kernel has a few requests of 1 MiB under way at once."""
+    max_streams: int = 64
+    """Per file; the one that was not used for longest gives way."""
+
+
+class Advice(NamedTuple):
+    """What to do about a read."""
+
+    sequential: bool
+    """What lies around this read will probably be read too."""
+    start: int
+    end: int
+    """Bring these bytes of the file before they are asked for; nothing when both are equal."""
+    stream: int
+    """For `refused`."""
+    backward: bool = False
+    """The reader goes back: it wants the last of these bytes first."""
+
+
+class _Stream:
+    """A reader that goes through a file. `reached` is the end of what it read, or the beginning when it goes back."""
+
+    __slots__ = ("asked", "backward", "last_start", "origin", "proven", "reached", "read", "turns", "used", "window")
+
+    def __init__(self, offset: int, end: int, window: int, used: int, *, proven: bool) -> None:
+        self.backward = False
+        self.reached = end
+        self.asked = end
+        self.window = window
+        self.used = used
+        self.proven = proven
+        self.last_start = offset
+        self.turns = 0
+        """Reads in a row that ended where the one before began."""
+        self.restart(offset, end - offset)
+
+    def restart(self, offset: int, length: int) -> None:
+        """Judge it anew from here on."""
+        self.origin = offset
+        self.read = length
+
+
+class Ahead:
+    """The streams of one file."""
+
+    def __init__(self, size_bytes: int, settings: AheadSettings | None = None, *, row_bytes: int = 1) -> None:
+        """`row_bytes`: windows end at multiples of it, so that what belongs together is brought together."""
+        self._size = size_bytes
+        self._settings = settings or AheadSettings()
+        self._row = row_bytes
+        self._streams: dict[int, _Stream] = {}
+        self._num_made = 0
+        self._num_reads = 0
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have a window."""
+        return sum(stream.proven for stream in self._streams.values())
+
+    def note(self, offset: int, length: int, limit_bytes: int) -> Advice:
+        """A read of `length` bytes inside the file. `limit_bytes`: what may be brought ahead for one stream now."""
+        self._num_reads += 1
+        end = offset + length
+        number = self._nearest(offset, end)
+        if number is None:
+            # Whoever begins at the beginning wants a header or everything. Elsewhere, one read proves nothing.
+            number = self._begin(offset, end, proven=offset == 0)
+        else:
+            self._follow(self._streams[number], offset, end)
+        stream = self._streams[number]
+        stream.used = self._num_reads
+        if not stream.proven:
+            return Advice(False, end, end, number)
+        start, stop = self._wanted(stream, min(stream.window, limit_bytes))
+        return Advice(True, start, stop, number, stream.backward)
+
+    def refused(self, advice: Advice, start: int, end: int) -> None:
+        """Bytes `start` to `end` of an advice were not brought, for want of room: they are advised again."""
+        stream = self._streams.get(advice.stream)
+        if stream is not None and start < end:
+            stream.asked = max(stream.asked, end) if stream.backward else min(stream.asked, start)
+
+    def _nearest(self, offset: int, end: int) -> int | None:
+        best: int | None = None
+        best_distance = 0
+        for number, stream in self._streams.items():
+            ahead = stream.reached - end if stream.backward else offset - stream.reached
+            if stream.last_start == end:  # straight back, whichever way it went before
+                ahead = 0
+            if -self._settings.backward_bytes <= ahead <= self._settings.forward_bytes:
+                distance = abs(ahead)
+                if best is None or distance < best_distance:
+                    best, best_distance = number, distance
+        return best
+
+    def _begin(self, offset: int, end: int, *, proven: bool) -> int:
+        if len(self._streams) >= self._settings.max_streams:
+            del self._streams[min(self._streams, key=lambda number: self._streams[number].used)]
+        self._num_made += 1
+        self._streams[self._num_made] = _Stream(offset, end, self._settings.first_bytes, self._num_reads, proven=proven)
+        return self._num_made
+
+    def _follow(self, stream: _Stream, offset: int, end: int) -> None:
+        stream.turns = stream.turns + 1 if end == stream.last_start else 0
+        stream.last_start = offset
+        if not stream.backward and stream.turns >= _DISORDER:
+            self._turn(stream, offset, end, backward=True)
+        elif stream.backward and offset >= stream.reached and stream.turns == 0:
+            self._turn(stream, offset, end, backward=False)
+        else:
+            self._go_on(stream, offset, end)
+
+    def _turn(self, stream: _Stream, offset: int, end: int, *, backward: bool) -> None:
+        stream.backward = backward
+        stream.reached = stream.asked = offset if backward else end
+        stream.window = self._settings.first_bytes
+        stream.proven = backward
+        stream.restart(end if backward else offset, end - offset)
+
+    def _go_on(self, stream: _Stream, offset: int, end: int) -> None:
+        length = end - offset
+        slack = max(_DISORDER * length, _MIN_SLACK)
+        distance = abs(stream.reached - (end if stream.backward else offset))
+        if stream.backward:
+            stream.reached = min(stream.reached, offset)
+            stream.asked = min(stream.asked, stream.reached)
+        else:
+            stream.reached = max(stream.reached, end)
+            stream.asked = max(stream.asked, stream.reached)
+        stream.read += length
+        passed = abs(stream.reached - stream.origin)
+        if stream.read * 2 + slack < passed:
+            # It jumps: what was brought for it is of no use, and little is known of where it goes next.
+            stream.proven = False
+            stream.window = self._settings.first_bytes
+            stream.asked = stream.reached
+            stream.restart(end if stream.backward else offset, length)
+            return
+        stream.proven = stream.proven or distance <= slack
+        if passed >= stream.window:
+            stream.window = min(stream.window * 2, self._settings.max_bytes)
+            stream.restart(stream.reached, 0)
+
+    def _wanted(self, stream: _Stream, window: int) -> tuple[int, int]:
+        """The next bytes to bring. Half a window at once at least: large requests cost less than many small ones."""
+        if window <= 0:
+            return 0, 0
+        if stream.backward:
+            goal = max(stream.reached - window, 0) // self._row * self._row
+            missing = stream.asked - goal
+            if missing * 2 < window and goal:
+                return 0, 0
+            start, end = goal, stream.asked
+            stream.asked = min(goal, end)
+        else:
+            goal = min(-(-(stream.reached + window) // self._row) * self._row, self._size)
+            missing = goal - stream.asked
+            if missing * 2 < window and goal < self._size:
+                return 0, 0
+            start, end = stream.asked, goal
+            stream.asked = max(goal, start)
+        return (start, end) if start < end else (0, 0)

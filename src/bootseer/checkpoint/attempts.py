@@ -1,0 +1,285 @@
+"""Checkpoints on their way: written in a hidden folder, shown by one renaming, and removed when their writer has died.
+
+    <folder>/.attempts/<id>/        what is being written
+    <folder>/.attempts/<id>.lease   a file whose age says whether the writer lives
+    <folder>/.attempts/<id>.old     what a replacing attempt has taken away, until it is replaced
+    <folder>/.attempts/<id>.gone    what is being deleted
+
+The writer writes its lease again every minute. One that is older than ten minutes by the place's own clock belongs to
+nobody, and `collect` removes what it stood for; a writer that was stopped for so long notices when it publishes. No
+clock of any node matters.
+
+Files that are written in place, through a mount, leave parts without a head when their writer dies. Writers keep a
+file `lease` among the parts as long as they are on their way; where there is none, `collect` waits for a day.
+Called by `publish`, `catalog` and the mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from bootseer.checkpoint.files import GONE, Files
+from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
+from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+
+LEASE_S = 600.0
+"""A lease that was not renewed for so long belongs to nobody."""
+LEASE_NAME = "lease"
+"""Of a file's parts on their way, among them."""
+_RENEW_S = 60.0
+_NO_LEASE_S = 24 * 3600.0
+_SCHEMA = "bootseer.lease/1"
+_MAX_LEASE_BYTES = 1 << 16
+_OLD = ".old"
+_LEASE = ".lease"
+
+
+def lease_bytes(target: str) -> bytes:
+    """A lease for what is to become `target`: whom to ask, for people."""
+    return json.dumps({"schema": _SCHEMA, "host": platform.node(), "pid": os.getpid(), "target": target}).encode()
+
+
+class Attempt:
+    """A hidden folder, `path`, that becomes the checkpoint `target` when it is published. Use it in a `with`."""
+
+    def __init__(self, place: Place, target: str, *, lease_s: float = LEASE_S) -> None:
+        self._place = place
+        self._target = target
+        self._lease_s = lease_s
+        attempts = _join(_folder(target), ATTEMPTS)
+        self.path = f"{attempts}/{secrets.token_hex(8)}"
+        self._over = threading.Event()
+        place.make_folder(attempts, parents=True)
+        self._renew()
+        place.make_folder(self.path)
+        self._thread = threading.Thread(target=self._keep, name="bootseer-lease", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove what was not published."""
+        self._over.set()
+        self._thread.join(self._lease_s)
+        for rest in (self.path, self.path + _LEASE):
+            with contextlib.suppress(BootseerError):
+                self._place.delete(rest, recursive=True)
+
+    def publish(self, *, replace: bool = False) -> None:
+        """Show the folder as the target. Raises `TakenError` when there is something of this name.
+
+        With `replace` that is removed. For a moment there is nothing of the name then: no place can exchange two
+        folders. Whoever dies in this moment leaves it to `collect` to put the old one back.
+        """
+        self._check_lease()
+        try:
+            self._show()
+        except TakenError:
+            if not replace:
+                raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
+            self._swap()
+
+    def publish_file(self, name: str, *, replace: bool = False) -> None:
+        """Show one file of the folder as the target, its parts first. Raises `TakenError`."""
+        self._check_lease()
+        files = Files(self._place, within=self.path)
+        source = f"{self.path}/{name}"
+        head = files.head(source)
+        if head is not None:
+            self._place.make_folder(_join(_folder(self._target), STRIPES), parents=True)
+            self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
+        visible = Files(self._place)
+        replaced = None
+        if replace:
+            with contextlib.suppress(NotFoundError, CorruptError):
+                replaced = visible.head(self._target)
+        try:
+            self._place.rename(source, self._target, replace=replace)
+        except PermanentError as error:
+            visible.drop_parts(self._target, head)
+            if isinstance(error, TakenError):
+                raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
+            raise
+        visible.drop_parts(self._target, replaced)
+
+    def _show(self) -> None:
+        try:
+            self._place.rename(self.path, self._target, replace=False)
+        except TransientError:
+            # The answer may be lost, and not the question.
+            if _is_there(self._place, self.path) or not _is_there(self._place, self._target):
+                raise
+
+    def _swap(self) -> None:
+        old = self.path + _OLD
+        self._place.rename(self._target, old, replace=False)
+        try:
+            self._show()
+        except BaseException:
+            with contextlib.suppress(BootseerError):
+                self._place.rename(old, self._target, replace=False)
+            raise
+        _delete(self._place, old)
+
+    def _keep(self) -> None:
+        while not self._over.wait(min(_RENEW_S, self._lease_s / 5)):
+            # A place that does not answer for a while may do so again before the lease has run out.
+            with contextlib.suppress(BootseerError):
+                self._renew()
+
+    def _renew(self) -> None:
+        self._place.write_bytes(self.path + _LEASE, lease_bytes(self._target))
+
+    def _check_lease(self) -> None:
+        """A writer that was stopped for long may have been taken for dead."""
+        if not _is_there(self._place, self.path):
+            raise PermanentError(
+                f"{self._what()} was not published: its writer stood still for so long that it was taken for dead"
+            )
+        self._renew()
+
+    def _what(self) -> str:
+        return f"{self._place.uri}/{self._target}"
+
+
+def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
+    """Remove what dead writers have left in a folder. Returns how many things that were."""
+    now_s = place.now_s()
+    attempts = _join(folder, ATTEMPTS)
+    removed = _collect_attempts(place, attempts, now_s - lease_s)
+    entries = list(place.list(folder))
+    for entry in entries:
+        if _name(entry).startswith(TEMPORARY) and _is_dead_temporary(place, entry, now_s - lease_s):
+            removed += _delete(place, entry.path)
+    return removed + _collect_parts(place, folder, now_s, lease_s, no_lease_s)
+
+
+def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
+    entries = {_name(entry): entry for entry in _listed(place, attempts)}
+    removed = 0
+    ids = set()
+    for name, entry in entries.items():
+        if name.endswith((_LEASE, _OLD)) or (entry.is_folder and not name.endswith(GONE)):
+            ids.add(name.removesuffix(_OLD).removesuffix(_LEASE))
+        elif name.endswith(GONE) or entry.mtime_ns / 1e9 < oldest_s:
+            removed += _delete(place, entry.path)
+    for one in ids:
+        lease = entries.get(one + _LEASE)
+        if lease is not None and lease.mtime_ns / 1e9 >= oldest_s:
+            continue
+        path = f"{attempts}/{one}"
+        if one + _OLD in entries:
+            _put_back(place, path)
+        if one in entries:
+            # Renamed first: a writer that wakes up now publishes all of it or nothing.
+            with contextlib.suppress(NotFoundError, TakenError):
+                place.rename(path, path + GONE, replace=False)
+                removed += _delete(place, path + GONE)
+        if lease is not None:
+            _delete(place, path + _LEASE)
+    return removed
+
+
+def _put_back(place: Place, path: str) -> None:
+    """A writer died between taking away what it was to replace and replacing it, or just after."""
+    try:
+        target = json.loads(place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))["target"]
+    except (NotFoundError, ValueError, LookupError, TypeError, RecursionError):
+        return  # nobody knows what it was: it stays, for people
+    if not isinstance(target, str) or _folder(target) != _folder(_folder(path)) or is_hidden(target.rpartition("/")[2]):
+        return
+    with contextlib.suppress(NotFoundError):
+        try:
+            place.rename(path + _OLD, target, replace=False)
+        except TakenError:
+            _delete(place, path + _OLD)
+
+
+def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:
+    if entry.path.endswith(GONE):
+        return True
+    if entry.mtime_ns / 1e9 >= oldest_s:
+        return False
+    # A folder that is just being removed goes back to its place when it shows something.
+    return not entry.is_folder or all(is_hidden(_name(below)) for below in _listed(place, entry.path))
+
+
+def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_lease_s: float) -> int:
+    """Remove folders of parts that no head names and nobody fills."""
+    old = [
+        entry
+        for entry in _listed(place, _join(folder, STRIPES))
+        if entry.is_folder and _is_abandoned(place, entry, now_s, lease_s, no_lease_s)
+    ]
+    if not old:
+        return 0
+    # After their ages, and twice: a head that is renamed meanwhile may be missed by one listing.
+    named = _ids_of_heads(place, place.list(folder)) | _ids_of_heads(place, place.list(folder))
+    return sum(_delete(place, entry.path) for entry in old if _name(entry) not in named)
+
+
+def _is_abandoned(place: Place, entry: Entry, now_s: float, lease_s: float, no_lease_s: float) -> bool:
+    if entry.mtime_ns / 1e9 >= now_s - lease_s:
+        return False  # something was added a moment ago
+    try:
+        lease = place.stat(f"{entry.path}/{LEASE_NAME}")
+    except NotFoundError:
+        return entry.mtime_ns / 1e9 < now_s - no_lease_s
+    return lease.mtime_ns / 1e9 < now_s - lease_s
+
+
+def _ids_of_heads(place: Place, entries: Iterable[Entry]) -> set[str]:
+    found = set()
+    for entry in entries:
+        if entry.maybe_head:
+            with contextlib.suppress(NotFoundError):
+                found.add(peek_id(place.read_first(entry.path, PEEK_BYTES)))
+    return {head_id for head_id in found if head_id is not None}
+
+
+def _listed(place: Place, folder: str) -> list[Entry]:
+    try:
+        return list(place.list(folder))
+    except NotFoundError:
+        return []
+
+
+def _delete(place: Place, path: str) -> int:
+    """Remove what another collector may be removing too: 1 if it was there."""
+    try:
+        place.delete(path, recursive=True)
+    except NotFoundError:
+        return 0
+    return 1
+
+
+def _is_there(place: Place, path: str) -> bool:
+    try:
+        place.stat(path)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _name(entry: Entry) -> str:
+    return entry.path.rpartition("/")[2]
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -1,0 +1,172 @@
+"""The checkpoints of a job: which there are, whether they are whole, and their removal.
+
+A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses. Nobody needs to
+have registered it: trees that were written without BootSeer are listed as well. Called by `bootseer ckpt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
+from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
+from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
+from bootseer.errors import CorruptError, NotFoundError, PermanentError
+
+_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
+_AT_ONCE = 4
+"""Checkpoints that are looked at side by side; each asks for its own files side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A published checkpoint."""
+
+    name: str
+    path: str
+    is_folder: bool
+    step: int | None
+    """The number at the end of its name."""
+    size_bytes: int
+    num_files: int
+    num_striped: int
+    """Files of it that are striped."""
+    mtime_ns: int
+    """When it or the newest of its files was last changed."""
+    is_latest: bool
+
+
+def checkpoints(files: Files, folder: str) -> list[Checkpoint]:
+    """The checkpoints in a folder, the newest last: by step, and without steps by time."""
+    latest = _latest(files, folder)
+    return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info)], latest)
+
+
+def checkpoint(files: Files, path: str) -> Checkpoint:
+    """One checkpoint, whatever its name. Raises `NotFoundError`."""
+    return _measured(files, files.stat(path), None)
+
+
+def walk(files: Files, path: str) -> Iterator[FileInfo]:
+    """All files of a checkpoint, or the file that it is. Raises `NotFoundError`."""
+    info = files.stat(path)
+    if not info.is_folder:
+        yield info
+        return
+    folders = [path]
+    while folders:
+        for below in files.list(folders.pop()):
+            if below.is_folder:
+                folders.append(below.path)
+            else:
+                yield below
+
+
+def missing_parts(files: Files, path: str) -> list[str]:
+    """Paths of the parts of a checkpoint that are not there or not as long as they were; by lists, not by reading."""
+    striped = [info.path for info in walk(files, path) if info.is_striped]
+    with ThreadPoolExecutor(_AT_ONCE, "bootseer-parts") as threads:
+        return [part for parts in threads.map(lambda one: _missing_of(files, one), striped) for part in parts]
+
+
+def newest_whole(files: Files, folder: str, *, without: str | None = None) -> str | None:
+    """The name of the newest checkpoint that has all its parts; None when there is none."""
+    for found in reversed(checkpoints(files, folder)):
+        if found.name != without and found.num_files:
+            with contextlib.suppress(CorruptError, NotFoundError):
+                if not missing_parts(files, found.path):
+                    return found.name
+    return None
+
+
+def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
+    """Remove a checkpoint, hidden first, so that nobody reads a half. Returns the bytes that it had.
+
+    Refuses the one that `latest` names: raises `PermanentError`. With `force`, `latest` names the newest whole one of
+    the others afterwards.
+    """
+    path = f"{folder}/{name}" if folder else name
+    check_visible(path)
+    found = _measured(files, files.stat(path), None)
+    if _latest(files, folder) == name:
+        if not force:
+            raise PermanentError(f"{files.place.uri}/{path} is what `latest` names; nothing was removed")
+        drop_latest(files, folder, name, newest_whole(files, folder, without=name))
+    if found.is_folder:
+        attempts = f"{folder}/{ATTEMPTS}" if folder else ATTEMPTS
+        hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
+        files.place.make_folder(attempts, parents=True)
+        files.place.rename(path, hidden, replace=False)
+        # Another one may collect what is gone, too.
+        with contextlib.suppress(NotFoundError):
+            files.place.delete(hidden, recursive=True)
+    else:
+        files.remove(path)
+    collect(files.place, folder)
+    return found.size_bytes
+
+
+def _latest(files: Files, folder: str) -> str | None:
+    try:
+        return read_latest(files.place, folder)
+    except CorruptError:
+        return None
+
+
+def _is_checkpoint(info: FileInfo) -> bool:
+    name = info.path.rpartition("/")[2]
+    return (info.is_folder and not name.startswith(".")) or (name != LATEST and name.endswith(_ENDINGS))
+
+
+def _sorted(files: Files, infos: Sequence[FileInfo], latest: str | None) -> list[Checkpoint]:
+    found = []
+    with ThreadPoolExecutor(_AT_ONCE, "bootseer-list") as threads:
+        for measuring in [threads.submit(_measured, files, info, latest) for info in infos]:
+            with contextlib.suppress(NotFoundError):  # removed meanwhile
+                found.append(measuring.result())
+    return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.mtime_ns))
+
+
+def _measured(files: Files, info: FileInfo, latest: str | None) -> Checkpoint:
+    name = info.path.rpartition("/")[2]
+    size_bytes = num_files = num_striped = 0
+    mtime_ns = info.entry.mtime_ns
+    for file in walk(files, info.path) if info.is_folder else [info]:
+        size_bytes += file.size_bytes
+        num_files += 1
+        num_striped += file.is_striped
+        mtime_ns = max(mtime_ns, file.entry.mtime_ns)
+    return Checkpoint(
+        name=name,
+        path=info.path,
+        is_folder=info.is_folder,
+        step=step_of(name),
+        size_bytes=size_bytes,
+        num_files=num_files,
+        num_striped=num_striped,
+        mtime_ns=mtime_ns,
+        is_latest=name == latest,
+    )
+
+
+def _missing_of(files: Files, path: str) -> list[str]:
+    head = files.head(path)
+    if head is None:
+        return []
+    return [part_path(path, head.id, name) for name in lost_parts(files, path, head)]
+
+
+def lost_parts(files: Files, path: str, head: Head) -> list[str]:
+    """Names of the parts of a striped file that are not there or not as long as they were."""
+    try:
+        entries = list(files.place.list(parts_folder(path, head.id)))
+    except NotFoundError:
+        entries = []
+    there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
+    parts = [part for segment in head.segments for part in segment.all_parts]
+    return [part.name for part in parts if there.get(part.name) != part.size_bytes]

@@ -1,0 +1,122 @@
+"""`StripedReader`: loads DCP checkpoints, striped or not, from HDFS or a folder, without a mount.
+
+Reads what PyTorch's `FileSystemReader` reads, and gives it to the planner in the same way; only the order, the number
+of reads in flight and the copies differ. Errors are raised at once, inside DCP's own exchange of results, so that all
+ranks end with a `CheckpointException` instead of waiting for a collective's time-out.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import IO, Any
+
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from bootseer.checkpoint.dcp import metadata as meta
+from bootseer.checkpoint.dcp.items import Form, Stored, stored_items
+from bootseer.checkpoint.dcp.load import load_all
+from bootseer.checkpoint.dcp.safetensors_items import bare_items
+from bootseer.checkpoint.dcp.settings import LoadSettings
+from bootseer.checkpoint.opened import Opened, is_uri, opened
+from bootseer.errors import BootseerError, NotFoundError, UsageError
+
+
+class StripedReader(StorageReader):
+    """Reads the checkpoint in a folder: `hdfs://namenode/job/step-8`, `file:///…`, or a path.
+
+    Without `uri`, `dcp.load(checkpoint_id=…)` says which. `…/latest` is the checkpoint that `latest` beside it names.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | None = None,
+        *,
+        settings: LoadSettings | None = None,
+        extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings = settings or LoadSettings()
+        self._extensions = extension_registry or ExtensionRegistry()
+        self._metadata: Metadata | None = None
+        self._failed: BootseerError | None = None
+        self._uri: str | None = None
+        self.load_id = ""
+        self.reset(uri)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was read; from now on read `checkpoint_id` if it is given."""
+        self._metadata = None
+        self._failed = None
+        self.load_id = str(uuid.uuid4())
+        if checkpoint_id is not None:
+            self._uri = os.fspath(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata, or with `rank=…` that of one rank."""
+        rank = kwargs.get("rank")
+        if rank is not None and self._failed is not None and not isinstance(self._failed, NotFoundError):
+            # DCP asks for the rank's own metadata when the common one could not be read. Ranks that could read it
+            # would then wait in collectives for this one.
+            raise self._failed
+        try:
+            folder = self._folder()
+            name = meta.name_of(rank)
+            data = folder.read_bytes(name, meta.MAX_BYTES)
+        except NotFoundError as error:
+            self._failed = NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}")
+            raise self._failed from error
+        except BootseerError as error:
+            self._failed = error
+            raise
+        return meta.parse(data, folder.where(name), self.load_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP between reading the metadata and the plan."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to prepare."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to prepare."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants. Raises the first error; reads have deadlines, so that it ends in any case."""
+        if self._metadata is None:
+            raise UsageError("the reader knows no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
+        folder = self._folder()
+        items = stored_items(plan, self._metadata, self._metadata.storage_data, folder.uri)
+        plain = [item for item in items if item.form is not Form.SAFETENSORS]
+        packed = [item for item in items if item.form is Form.SAFETENSORS]
+        load_all(plain + bare_items(packed, folder.open), planner, folder.open, self._undo, self._settings)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _undo(self, item: Stored, stream: IO[bytes]) -> IO[bytes]:
+        for extension in self._extensions.from_descriptor_list(item.descriptors):
+            if isinstance(extension, StreamTransformExtension):
+                stream = extension.transform_from(stream)
+        return stream
+
+    def _folder(self) -> Opened:
+        if self._uri is None:
+            raise UsageError("the reader has no checkpoint", hint="StripedReader(URI), or dcp.load(checkpoint_id=URI)")
+        return opened(self._uri).latest()
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint that is read."""
+        return self._uri
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this names a place that can be read from."""
+        return is_uri(os.fspath(checkpoint_id))

@@ -1,0 +1,182 @@
+"""Where the elements lie in what `torch.save` wrote for one tensor.
+
+It is a ZIP archive of records that are not compressed: a pickle that says type, shape and strides, the elements, and a
+few short ones. Knowing the place of the elements, they are read where they belong instead of through `torch.load`,
+which allocates and copies. Whatever is not exactly of this kind is left to `torch.load`.
+
+Called by `decode`. Nothing of the pickle is executed but the four functions that make a tensor, which here only note
+their arguments.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bootseer.checkpoint.dcp.pieces import Pieces
+
+_MAX_PICKLE_BYTES = 1 << 16
+_LOCAL = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor whose elements lie in the archive as they would in memory."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    """Index of the tensor's first element in the record."""
+    at: int
+    """Where the record begins in the archive."""
+    num_elements: int
+    """In the record."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the record is the tensor's elements, in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.first == 0 and expected == self.num_elements
+
+
+def layout_of(archive: Pieces) -> Layout | None:
+    """What the archive holds, or None when only `torch.load` can tell. Does not look at the elements."""
+    try:
+        with zipfile.ZipFile(archive) as listed:
+            records = {one.filename.partition("/")[2]: one for one in listed.infolist()}
+        if any(one.compress_type != zipfile.ZIP_STORED for one in records.values()):
+            return None
+        order = records.get("byteorder")
+        if order is not None and _content(archive, order, 16) != sys.byteorder.encode():
+            return None
+        noted = _Notes(io.BytesIO(_content(archive, records["data.pkl"], _MAX_PICKLE_BYTES))).load()
+        if not isinstance(noted, _Tensor):
+            return None
+        record = records[f"data/{noted.storage.key}"]
+        return _checked(noted, record, _begin(archive, record))
+    except Exception:  # whatever is wrong with it, torch.load finds it too, and says so
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: torch.dtype | None
+    key: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    storage: _Storage
+    dtype: torch.dtype
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _tensor_v2(
+    storage: _Storage, first: int, size: tuple[int, ...], stride: tuple[int, ...], _grad: bool, _hooks: object
+) -> _Tensor:
+    if storage.dtype is None:
+        raise pickle.UnpicklingError("elements of no type")
+    return _Tensor(storage, storage.dtype, first, size, stride)
+
+
+def _tensor_v3(
+    storage: _Storage,
+    first: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    _grad: bool,
+    _hooks: object,
+    dtype: torch.dtype,
+) -> _Tensor:
+    return _Tensor(storage, dtype, first, size, stride)
+
+
+def _parameter(tensor: _Tensor, _grad: bool, _hooks: object) -> _Tensor:
+    return tensor
+
+
+_NAMES: dict[tuple[str, str], Callable[..., object] | None] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch.storage", "UntypedStorage"): None,
+}
+
+
+class _Notes(pickle.Unpickler):
+    """Notes what the tensor is made of, and makes none."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in _NAMES:
+            return _NAMES[module, name]
+        found = _STORAGES.get(name) or getattr(torch, name, None)
+        if module == "torch" and isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
+
+    def persistent_load(self, pid: Any, /) -> _Storage:
+        kind, dtype, key, _device, length = pid
+        if kind != "storage" or not isinstance(key, str) or not isinstance(length, int):
+            raise pickle.UnpicklingError("not a storage")
+        return _Storage(dtype, key, length)
+
+
+def _checked(noted: _Tensor, record: zipfile.ZipInfo, at: int) -> Layout | None:
+    """The layout, if all of the tensor lies in the record."""
+    numbers = (noted.first, *noted.size, *noted.stride)
+    if len(noted.size) != len(noted.stride) or any(type(one) is not int or one < 0 for one in numbers):
+        return None
+    num_elements, rest = divmod(record.file_size, noted.dtype.itemsize)
+    announced = noted.storage.length * (1 if noted.storage.dtype is None else noted.storage.dtype.itemsize)
+    last = noted.first + sum((size - 1) * step for size, step in zip(noted.size, noted.stride, strict=True))
+    if rest or record.file_size != announced or (0 not in noted.size and last >= num_elements):
+        return None
+    return Layout(noted.dtype, noted.size, noted.stride, noted.first, at, num_elements)
+
+
+def _begin(archive: Pieces, record: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin: behind its own header, which is of another length than its entry in the list."""
+    archive.seek(record.header_offset)
+    signature, name, extra = _LOCAL.unpack(archive.read(_LOCAL.size))
+    if signature != b"PK\3\4":
+        raise zipfile.BadZipFile("no header where the list says")
+    return int(record.header_offset + _LOCAL.size + name + extra)
+
+
+def _content(archive: Pieces, record: zipfile.ZipInfo, limit: int) -> bytes:
+    if record.file_size > limit:
+        raise zipfile.BadZipFile("a record that is too large")
+    archive.seek(_begin(archive, record))
+    return archive.read(record.file_size)

@@ -1,0 +1,194 @@
+"""`StripedWriter`: saves DCP checkpoints in striped files on HDFS or in a folder, without a mount.
+
+What it writes is what PyTorch's `FileSystemWriter` writes, file for file, so that PyTorch loads it through a mount.
+Different are: an error in a thread fails the save instead of leaving a checkpoint with holes; `.metadata` appears whole
+and last; and the metadata of a checkpoint that is overwritten goes first, so that at no time old metadata lies beside
+new data.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from bootseer.checkpoint.dcp import metadata as meta
+from bootseer.checkpoint.dcp.filesystem import Path, StripedFileSystem
+from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource
+from bootseer.checkpoint.dcp.streamed import Streamed
+from bootseer.checkpoint.latest import move_latest
+from bootseer.checkpoint.opened import opened
+from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.errors import UsageError
+
+_MAX_COPIED_BYTES = 256 << 20
+"""Of one file, what may be held in memory because it does not lie there as it is saved."""
+
+
+class _NewFile(NamedTuple):
+    name: str
+    items: Sequence[WriteItem]
+
+
+class StripedWriter(filesystem.FileSystemWriter):
+    """Writes the checkpoint into a folder: `hdfs://namenode/job/step-8`, `file:///…`, or a path.
+
+    Without `uri`, `dcp.save(checkpoint_id=…)` says which. `thread_count` files of each rank are written at once;
+    `overwrite=False` refuses to replace a checkpoint. With `move_latest` the file `latest` beside the folder names the
+    checkpoint once it is complete. The other arguments are those of PyTorch's `FileSystemWriter`.
+    """
+
+    def __init__(
+        self,
+        uri: Path | None = None,
+        *,
+        single_file_per_rank: bool = True,
+        thread_count: int = 2,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        move_latest: bool = False,
+        extensions: Sequence[StreamTransformExtension] = (),
+    ) -> None:
+        super().__init__(
+            ".",
+            single_file_per_rank=single_file_per_rank,
+            thread_count=thread_count,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+            _extensions=extensions,
+        )
+        self._striped = self.fs = StripedFileSystem()  # type: ignore[assignment] # as its other subclasses do
+        self.path = ""
+        self._move_latest = move_latest
+        self._resolving = threading.Lock()
+        self.reset(uri)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP before the plan."""
+        if not self.path:
+            raise UsageError("the writer has no checkpoint", hint="StripedWriter(URI), or dcp.save(checkpoint_id=URI)")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Runs once, before any rank writes: from here on, what may be there is no checkpoint any more."""
+        metadata = self._metadata_uri()
+        if self.fs.exists(metadata):
+            self.fs.rm_file(metadata)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files. Raises the first error."""
+        prefix = plan.storage_data.prefix
+        if self.single_file_per_rank:
+            groups = [group for group in _by_size(plan.items, self.thread_count) if group]
+        else:
+            groups = [[item] for item in plan.items]
+        files = [_NewFile(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}", group) for number, group in enumerate(groups)]
+        with ThreadPoolExecutor(self.thread_count, "bootseer-dcp") as threads:
+            results = [
+                one for of_file in threads.map(lambda file: self._write(file, planner), files) for one in of_file
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint: all its files are there."""
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        target = opened(self._metadata_uri())
+        target.system.writing.write_file(target.path, BytesSource(pickle.dumps(metadata)))
+        if self._move_latest:
+            folder, _, name = opened(self.path).path.rpartition("/")
+            move_latest(target.system.files, folder, name)
+
+    def _write(self, file: _NewFile, planner: SavePlanner) -> list[WriteResult]:
+        target = opened(self._striped.concat_path(self.path, file.name))
+        if not self._can_replay(file.items, planner):
+            with self._striped.create_stream(target.uri, "wb") as stream:
+                return [self._write_item(cast(Streamed, stream), item, file.name, planner) for item in file.items]
+        recorded = Recorded()
+        results = [self._write_item(recorded, item, file.name, planner) for item in file.items]
+        target.system.writing.write_file(target.path, RecordedSource(recorded))
+        return results
+
+    def _can_replay(self, items: Sequence[WriteItem], planner: SavePlanner) -> bool:
+        """Whether the file lies in memory, all but little: then nothing is kept on the local disk until it is written.
+
+        Planners of others may make each tensor anew when it is asked for: those are written one after the other.
+        """
+        kind = type(planner)
+        if self.transforms.extensions or not (
+            kind.resolve_data is DefaultSavePlanner.resolve_data
+            and kind.lookup_object is DefaultSavePlanner.lookup_object  # type: ignore[attr-defined]
+            and kind.transform_object is DefaultSavePlanner.transform_object  # type: ignore[attr-defined]
+        ):
+            return False
+        copied = 0
+        for item in items:
+            if item.type != WriteItemType.BYTE_IO:
+                tensor = cast(torch.Tensor, self._resolve(item, planner))
+                copied += 0 if _is_as_saved(tensor) else tensor.nbytes
+        return copied <= _MAX_COPIED_BYTES
+
+    def _write_item(self, stream: Recorded | Streamed, item: WriteItem, file: str, planner: SavePlanner) -> WriteResult:
+        data = self._resolve(item, planner)
+        begin = stream.tell()
+        to, descriptors = self.transforms.transform_save_stream(item, stream)
+        if isinstance(data, torch.Tensor):
+            tensor = data.cpu()
+            if not _is_as_saved(tensor):
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            if isinstance(stream, Recorded):
+                stream.save(tensor, to)
+            else:
+                torch.save(tensor, to)
+        else:
+            to.write(data.getbuffer())
+        to.close()
+        length = stream.tell() - begin
+        place = filesystem._StorageInfo(file, begin, length, transform_descriptors=descriptors or None)
+        return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+
+    def _resolve(self, item: WriteItem, planner: SavePlanner) -> Any:
+        with self._resolving:  # planners are not made for threads
+            data = planner.resolve_data(item)
+        return data.detach() if isinstance(data, torch.Tensor) else data
+
+    def _metadata_uri(self) -> str:
+        return self._striped.concat_path(self.path, meta.name_of(None if self.use_collectives else self.rank))
+
+
+def _is_as_saved(tensor: torch.Tensor) -> bool:
+    """Whether `torch.save` writes just what lies in memory: a view would drag along all that it is a view of."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().size() == tensor.nbytes and tensor.is_contiguous()
+
+
+def _by_size(items: Sequence[WriteItem], num_groups: int) -> list[list[WriteItem]]:
+    """Groups of about the same size."""
+    groups: list[list[WriteItem]] = [[] for _ in range(num_groups)]
+    sizes = [0] * num_groups
+    for item in sorted(items, key=_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(item)
+        sizes[smallest] += _size(item)
+    return groups
+
+
+def _size(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 1
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,182 @@
+"""Copying a checkpoint to a local disk: all of it under its name, or nothing. Called by `bootseer ckpt get`.
+
+It is written beside its name and renamed when every byte of it has been verified as far as it can be, and is on the
+disk. A name that is taken is taken away only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.checkpoint.catalog import walk
+from bootseer.checkpoint.files import FileInfo, Files
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.errors import PermanentError, UsageError
+
+_PIECE_BYTES = 16 << 20
+_AT_ONCE = 4
+"""Pieces that are read at the same time; `reading` reads each from several nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """What was copied."""
+
+    size_bytes: int
+    num_files: int
+
+
+def get_checkpoint(
+    files: Files,
+    reading: Reading,
+    path: str,
+    target: Path,
+    *,
+    replace: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Got:
+    """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`."""
+    target = target.absolute()
+    _check_free(target, replace)
+    info = files.stat(path)
+    infos = list(walk(files, path))
+    temporary = target.with_name(f".{target.name[:200]}.bootseer-{secrets.token_hex(6)}")
+    try:
+        with _local_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if info.is_folder:
+                temporary.mkdir()
+                for folder in _folders(files, path):
+                    (temporary / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
+            _copy_all(reading, path, infos, temporary, progress)
+            _take_place(temporary, target, replace)
+    finally:
+        _remove(temporary)
+    return Got(sum(info.size_bytes for info in infos), len(infos))
+
+
+def _folders(files: Files, path: str) -> Iterator[str]:
+    for entry in files.names(path):
+        if entry.is_folder:
+            yield entry.path
+            yield from _folders(files, entry.path)
+
+
+def _copy_all(
+    reading: Reading,
+    path: str,
+    infos: list[FileInfo],
+    temporary: Path,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    total = sum(info.size_bytes for info in infos)
+    done = 0
+    lock = threading.Lock()
+    stopped = threading.Event()
+
+    def copy(file: CheckpointFile, descriptor: int, offset: int, length: int) -> None:
+        nonlocal done
+        if stopped.is_set():
+            return
+        buffer = bytearray(length)
+        count = file.readinto(offset, memoryview(buffer))
+        if count != length:
+            raise PermanentError(f"{file.path}: {count} bytes instead of {length}; it was changed while it was read")
+        view = memoryview(buffer)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+        with lock:
+            done += length
+            if progress is not None:
+                progress(done, total)
+
+    with ThreadPoolExecutor(_AT_ONCE, "bootseer-get") as threads:
+        try:
+            for info in infos:
+                local = temporary / info.path[len(path) :].lstrip("/") if info.path != path else temporary
+                _copy(reading, info, local, threads, copy)
+        finally:
+            stopped.set()
+
+
+def _copy(
+    reading: Reading,
+    info: FileInfo,
+    local: Path,
+    threads: ThreadPoolExecutor,
+    copy: Callable[[CheckpointFile, int, int, int], None],
+) -> None:
+    descriptor = os.open(local, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.closing(reading.open(info.path)) as file:
+            pieces = [
+                threads.submit(copy, file, descriptor, offset, min(_PIECE_BYTES, file.size_bytes - offset))
+                for offset in range(0, file.size_bytes, _PIECE_BYTES)
+            ]
+            _wait_for(pieces)
+        os.fchmod(descriptor, info.entry.mode & 0o777)
+        os.utime(descriptor, ns=(info.entry.mtime_ns, info.entry.mtime_ns))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for(pieces: list[Future[None]]) -> None:
+    """Wait until nobody uses the file any more; the first error is raised."""
+    try:
+        wait(pieces, return_when=FIRST_EXCEPTION)
+    finally:
+        for piece in pieces:
+            piece.cancel()
+        wait(pieces)
+    for piece in pieces:
+        if not piece.cancelled():
+            piece.result()
+
+
+def _take_place(temporary: Path, target: Path, replace: bool) -> None:
+    if replace and os.path.lexists(target):
+        old = temporary.with_name(temporary.name + "-old")
+        target.rename(old)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        _remove(old)
+        return
+    _check_free(target, replace)
+    temporary.rename(target)
+
+
+def _check_free(target: Path, replace: bool) -> None:
+    if os.path.lexists(target) and not replace:
+        raise UsageError(f"{target} is there already", hint="give another name, or --replace")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _local_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        more = "; make room and try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise PermanentError(f"{target}: {error.strerror}{more}") from error

@@ -1,0 +1,358 @@
+"""A place as users see it: striped files are files like others, and what they are made of is not shown.
+
+The mount, the command line and the adapters for Python ask this, and not the place, for names and sizes; `reading` and
+`writing` move the bytes. Everything that belongs to a striped file lies below its own folder, so that renaming and
+removing folders needs no care; moving one striped file into another folder is refused, as between file systems.
+
+Safe to use from many threads, as the place is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bootseer.checkpoint.head import (
+    MAX_HEAD_BYTES,
+    PEEK_BYTES,
+    STRIPES,
+    Head,
+    is_hidden,
+    parse_head,
+    part_path,
+    parts_folder,
+    peek,
+)
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError, NotEmptyError, NotFolderError, Place
+from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
+from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
+
+GONE = ".gone"
+"""Hidden names of what is being deleted end so: whoever finds it may go on."""
+_AT_ONCE = 16
+"""Small questions that are asked at the same time: enough to hide the round trips of 10,000 files."""
+_MAX_SIZES = 1 << 17
+_POLICY_S = 5.0
+"""So long may another machine's change of a policy go unnoticed."""
+
+
+class OtherFolderError(PermanentError):
+    """A striped file cannot be renamed into another folder (EXDEV); copying it there works."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file or folder as users see it."""
+
+    entry: Entry
+    size_bytes: int
+    """Of the file's content, wherever it lies; 0 for folders."""
+    is_striped: bool
+
+    @property
+    def path(self) -> str:
+        """Below the root of the place."""
+        return self.entry.path
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.entry.is_folder
+
+
+class Files:
+    """The visible tree of a place.
+
+    `within`: a hidden folder whose content counts as visible, for whoever makes something in it.
+    """
+
+    def __init__(self, place: Place, *, within: str = "") -> None:
+        self.place = place
+        self._within = f"{within}/" if within else ""
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[tuple[str, str], int | None] = OrderedDict()
+        """Of heads, by path and version; None for files that only have the length of one."""
+        self._policies: dict[str, tuple[float, Policy | None]] = {}
+        self._above: tuple[float, tuple[Policy, str | None]] | None = None
+        """What holds above the place, and when that was read."""
+
+    def stat(self, path: str) -> FileInfo:
+        """What is known of a name."""
+        self._check_visible(path)
+        return self._info(self.place.stat(path))
+
+    def list(self, path: str) -> Iterator[FileInfo]:
+        """What lies in a folder, in any order. Files that vanish meanwhile are left out."""
+        entries = list(self.names(path))
+        self._peek_all(entry for entry in entries if entry.maybe_head)
+        for entry in entries:
+            with contextlib.suppress(NotFoundError):
+                yield self._info(entry)
+
+    def names(self, path: str) -> Iterator[Entry]:
+        """What lies in a folder, as the place says it: sizes may be those of heads."""
+        self._check_visible(path)
+        return (entry for entry in self.place.list(path) if not is_hidden(_name(entry.path)))
+
+    def head(self, path: str) -> Head | None:
+        """The head of a striped file; None for an ordinary file."""
+        self._check_visible(path)
+        entry = self.place.stat(path)
+        if entry.is_folder:
+            raise IsFolderError(f"{self._what(path)} is a folder")
+        return self._head(entry)
+
+    def remove(self, path: str) -> None:
+        """Remove a file: first what makes it visible, then its parts."""
+        self._check_visible(path)
+        entry = self.place.stat(path)
+        if entry.is_folder:
+            raise IsFolderError(f"{self._what(path)} is a folder")
+        head = self._head_to_drop(entry)
+        self.place.delete(path)
+        self.drop_parts(path, head)
+
+    def remove_folder(self, path: str, *, recursive: bool = False) -> None:
+        """Remove a folder that shows nothing, or with all that it has. Others see all of it or nothing."""
+        self._check_visible(path)
+        if not path:
+            raise PermanentError(f"{self.place.uri} is the root and stays")
+        if not self.place.stat(path).is_folder:
+            raise NotFolderError(f"{self._what(path)} is not a folder")
+        if not recursive and not self._has_only_rests(path):
+            self.place.delete(path)
+            return
+        hidden = _join(_folder(path), f"{TEMPORARY}{secrets.token_hex(8)}{GONE if recursive else ''}")
+        self.place.rename(path, hidden)
+        # Looked at again where nobody can add to it: a file that came meanwhile must not be lost.
+        if not recursive and any(not is_hidden(_name(entry.path)) for entry in self.place.list(hidden)):
+            self.place.rename(hidden, path)
+            raise NotEmptyError(f"{self._what(path)} is not empty")
+        self.place.delete(hidden, recursive=True)
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file or folder another name. A file replaces a file, a folder one that shows nothing.
+
+        Raises `OtherFolderError` for a striped file and a name in another folder.
+        """
+        self._check_visible(source)
+        self._check_name(target)
+        if source == target:
+            self.place.stat(source)
+            return
+        entry = self.place.stat(source)
+        if not entry.is_folder and _folder(source) != _folder(target) and self._info(entry).is_striped:
+            raise OtherFolderError(
+                f"{self._what(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
+            )
+        replaced: Head | None = None
+        with contextlib.suppress(NotFoundError):
+            there = self.place.stat(target)
+            if not there.is_folder and not entry.is_folder:
+                replaced = self._head_to_drop(there)
+            elif there.is_folder and entry.is_folder and self._has_only_rests(target):
+                self.remove_folder(target)
+        self.place.rename(source, target)
+        self.drop_parts(target, replaced)
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        """Make a folder."""
+        self._check_name(path)
+        self.place.make_folder(path, mode=mode, parents=parents)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """Set the permission bits, of a striped file's parts too: whoever cannot read it must not read those."""
+        self._to_all(path, lambda one: self.place.set_mode(one, mode))
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """Set owner and group, by name."""
+        head = self._to_all(path, lambda one: self.place.set_owner(one, owner, group))
+        if head is not None:  # who owns the file removes its parts one day
+            self.place.set_owner(parts_folder(path, head.id), owner, group)
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        """Set the time of the last change."""
+        self._check_visible(path)
+        self.place.set_mtime(path, mtime_ns)
+
+    def policy(self, path: str) -> Policy:
+        """What holds for new files in a folder."""
+        return self.policy_and_folder(path)[0]
+
+    def policy_and_folder(self, path: str) -> tuple[Policy, str | None]:
+        """What holds for new files in a folder, and the address of the folder that says so; None when nobody does.
+
+        Folders above the root of the place count too: a policy does not depend on what was mounted.
+        """
+        self._check_visible(path)
+        while True:
+            found = self._own_policy(path)
+            if found is not None:
+                return found, self._what(path)
+            if not path:
+                break
+            path = _folder(path)
+        return self._policy_above()
+
+    def set_policy(self, path: str, policy: Policy | None) -> None:
+        """Say how new files in a folder and below are striped; None takes back what was said for this folder."""
+        self._check_visible(path)
+        if not self.place.stat(path).is_folder:
+            raise NotFolderError(f"{self._what(path)} is not a folder")
+        if policy is None:
+            with contextlib.suppress(NotFoundError):
+                self.place.delete(_policy_path(path))
+        else:
+            self.place.make_folder(_join(path, STRIPES), parents=True)
+            self.place.write_bytes(_policy_path(path), encode_policy(policy))
+        with self._lock:
+            self._policies.clear()
+
+    def drop_parts(self, path: str, head: Head | None) -> None:
+        """Remove the parts of a striped file that is gone or was replaced. What is missing is missing."""
+        if head is not None:
+            with contextlib.suppress(NotFoundError):
+                self.place.delete(parts_folder(path, head.id), recursive=True)
+
+    def _check_visible(self, path: str) -> None:
+        check_visible(f"{path}/".removeprefix(self._within))
+
+    def _check_name(self, path: str) -> None:
+        check_name(f"{path}/".removeprefix(self._within))
+
+    def _info(self, entry: Entry) -> FileInfo:
+        size_bytes = self._size(entry) if entry.maybe_head else None
+        if size_bytes is None:
+            return FileInfo(entry, entry.size_bytes, is_striped=False)
+        return FileInfo(entry, size_bytes, is_striped=True)
+
+    def _size(self, entry: Entry) -> int | None:
+        key = (entry.path, entry.version)
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+                return self._sizes[key]
+        try:
+            size_bytes = peek(self.place.read_first(entry.path, PEEK_BYTES))
+        except AccessError:
+            return None  # a folder with a file that we may not read can be listed all the same
+        with self._lock:
+            self._sizes[key] = size_bytes
+            if len(self._sizes) > _MAX_SIZES:
+                self._sizes.popitem(last=False)
+        return size_bytes
+
+    def _peek_all(self, entries: Iterable[Entry]) -> None:
+        """Ask for the sizes of many heads at once; those that fail are asked again, one by one."""
+        with self._lock:
+            unknown = [entry for entry in entries if (entry.path, entry.version) not in self._sizes]
+        if len(unknown) > 1:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(unknown)), "bootseer-peek") as threads:
+                for asked in [threads.submit(self._size, entry) for entry in unknown]:
+                    asked.exception()
+
+    def _head(self, entry: Entry) -> Head | None:
+        if not entry.maybe_head or self._size(entry) is None:
+            return None
+        try:
+            return parse_head(self.place.read_bytes(entry.path, MAX_HEAD_BYTES))
+        except CorruptError as error:
+            raise CorruptError(f"{self._what(entry.path)}: {error}") from error
+
+    def _head_to_drop(self, entry: Entry) -> Head | None:
+        """The head of a file that is about to go: one that cannot be read any more goes without its parts."""
+        with contextlib.suppress(CorruptError):
+            return self._head(entry)
+        return None
+
+    def _has_only_rests(self, path: str) -> bool:
+        """Whether a folder shows nothing and is not empty. Raises `NotEmptyError` when it shows something."""
+        hidden = 0
+        for entry in self.place.list(path):
+            if not is_hidden(_name(entry.path)):
+                raise NotEmptyError(f"{self._what(path)} is not empty")
+            hidden += 1
+        return hidden > 0
+
+    def _to_all(self, path: str, change: Callable[[str], None]) -> Head | None:
+        """Change the parts of a file, if it is striped, and then the file."""
+        self._check_visible(path)
+        entry = self.place.stat(path)
+        head = None if entry.is_folder else self._head(entry)
+        if head is not None:
+            parts = [part_path(path, head.id, part.name) for segment in head.segments for part in segment.all_parts]
+            with ThreadPoolExecutor(min(_AT_ONCE, len(parts)), "bootseer-parts") as threads:
+                for _ in threads.map(change, parts):
+                    pass
+        change(path)
+        return head
+
+    def _own_policy(self, path: str) -> Policy | None:
+        now_s = time.monotonic()
+        with self._lock:
+            read_s, policy = self._policies.get(path, (-_POLICY_S, None))
+            if now_s - read_s < _POLICY_S:
+                return policy
+        try:
+            policy = parse_policy(self.place.read_bytes(_policy_path(path), MAX_POLICY_BYTES))
+        except (NotFoundError, AccessError):
+            policy = None
+        except CorruptError as error:
+            raise CorruptError(f"{self._what(_policy_path(path))}: {error}") from error
+        with self._lock:
+            self._policies[path] = (now_s, policy)
+        return policy
+
+    def _policy_above(self) -> tuple[Policy, str | None]:
+        now_s = time.monotonic()
+        with self._lock:
+            above = self._above
+        if above is not None and now_s - above[0] < _POLICY_S:
+            return above[1]
+        scheme, _, rest = self.place.uri.partition("://")
+        authority, _, root = rest.partition("/")
+        found: tuple[Policy, str | None] = (Policy(), None)
+        if root:
+            with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
+                found = Files(top).policy_and_folder(_folder(root))
+        with self._lock:
+            self._above = (now_s, found)
+        return found
+
+    def _what(self, path: str) -> str:
+        return f"{self.place.uri}/{path}" if path else self.place.uri
+
+
+def check_visible(path: str) -> None:
+    """Raise `NotFoundError` for a path that users do not see."""
+    if any(is_hidden(name) for name in path.split("/")):
+        raise NotFoundError(f"there is no {path.rstrip('/')}")
+
+
+def check_name(path: str) -> None:
+    """Raise `PermanentError` for a path that users cannot make."""
+    if any(is_hidden(name) for name in path.split("/")):
+        raise PermanentError(f"{path}: names that begin with .stripes or .attempts are BootSeer's own; choose another")
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _policy_path(folder: str) -> str:
+    return _join(folder, f"{STRIPES}/policy.json")

@@ -1,0 +1,304 @@
+"""The file systems that fsspec opens for `bootseer+hdfs://` and `bootseer+file://`.
+
+Reads go through read-ahead and many requests at once, writes make striped files as the folder's policy says, names and
+sizes are those that the mount shows. An instance holds no connection of its own: it can be pickled, and used after a
+fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import posixpath
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+from bootseer.checkpoint.files import FileInfo
+from bootseer.checkpoint.fsspec.open_files import ReadFile, WriteFile
+from bootseer.checkpoint.fsspec.os_errors import os_errors
+from bootseer.checkpoint.opened import FileSystem, opened_below
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.spans import GAP_BYTES, Range, Span, join, spread
+
+_SPAN_BYTES = 32 << 20
+_AT_ONCE = 8
+_COPY_BYTES = 8 << 20
+
+
+class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
+    """What both file systems have in common. Paths begin with `/`, the root of the file system."""
+
+    root_marker = "/"
+    scheme: ClassVar[str]
+
+    def __init__(self, authority: str = "", **storage_options: Any) -> None:
+        """`authority`: host and port of the NameNode, or the name of a nameservice; nothing for folders."""
+        super().__init__(authority=authority, **storage_options)
+        self.authority = authority
+
+    @property
+    def fsid(self) -> str:
+        """Names the file system, not the class."""
+        return f"{self.scheme}://{self.authority}"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        path = str(path)
+        if path.startswith(f"{cls.protocol}://"):
+            path = "/" + path.partition("://")[2].partition("/")[2]
+        return posixpath.normpath("/" + path.lstrip("/"))
+
+    @classmethod
+    def _get_kwargs_from_urls(cls, path: str) -> dict[str, str]:
+        if not path.startswith(f"{cls.protocol}://"):
+            return {}
+        return {"authority": path.partition("://")[2].partition("/")[0]}
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The whole address of a path."""
+        return f"{self.protocol}://{self.authority}{self._strip_protocol(name)}"
+
+    # --- names ---
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Name, size, type, mode, owner, group, time of the last change and version of a file or folder."""
+        with self._at(path) as (system, below):
+            return _info(system.files.stat(below), self._strip_protocol(path))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """What is in a folder, or the file itself: as `info` has it, or with `detail=False` the names."""
+        with self._at(path) as (system, below):
+            itself = system.files.stat(below)
+            name = self._strip_protocol(path)
+            if itself.is_folder:
+                found = sorted(system.files.list(below), key=lambda one: one.path)
+                infos = [_info(one, posixpath.join(name, posixpath.basename(one.path))) for one in found]
+            else:
+                infos = [_info(itself, name)]
+        return infos if detail else [one["name"] for one in infos]
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether there is something. Raises `OSError` when nobody can tell."""
+        try:
+            self.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def modified(self, path: str) -> datetime:
+        """When the content last changed."""
+        return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
+
+    def created(self, path: str) -> datetime:
+        """When the file appeared: files are written whole, and not changed later."""
+        return self.modified(path)
+
+    def ukey(self, path: str) -> str:
+        """Differs whenever the content may differ."""
+        return str(self.info(path)["version"])
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder and those above it."""
+        if not exist_ok and self.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such a name already", path)
+        with self._at(path) as (system, below):
+            system.files.make_folder(below, parents=True)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """Make a folder, with `create_parents` those above it too."""
+        if self.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such a name already", path)
+        with self._at(path) as (system, below):
+            system.files.make_folder(below, parents=create_parents)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        with self._at(path, follow=False) as (system, below):
+            system.files.remove_folder(below)
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+        with self._at(path, follow=False) as (system, below):
+            system.files.remove(below)
+
+    _rm = rm_file
+
+    def rm(self, path: str | Iterable[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove files, and with `recursive` folders with all that is in them."""
+        for one in [path] if isinstance(path, str) else path:
+            for found in self.expand_path(one, recursive=False):
+                if self.isdir(found):
+                    if not recursive:
+                        raise IsADirectoryError(errno.EISDIR, "this is a folder", found)
+                    with self._at(found, follow=False) as (system, below):
+                        system.files.remove_folder(below, recursive=True)
+                else:
+                    self.rm_file(found)
+
+    def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Give a file or folder another name, in one step; a striped file goes to another folder by copying."""
+        try:
+            with self._at(path1, follow=False) as (system, source), self._at(path2, follow=False) as (_, target):
+                system.files.rename(source, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self.cp_file(path1, path2)
+            self.rm_file(path1)
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Copy a file, or make a folder of the name of a folder."""
+        if self.isdir(path1):
+            self.makedirs(path2, exist_ok=True)
+            return
+        with self._open(path1) as source, self._open(path2, "wb") as target:
+            while data := source.read(_COPY_BYTES):
+                target.write(data)
+
+    # --- content ---
+
+    def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
+        if mode == "rb":
+            with self._at(path) as (system, below):
+                return ReadFile(system.reading.open(below), path)
+        if mode == "xb" and self.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such a file already", path)
+        if mode not in ("wb", "xb"):
+            raise OSError(errno.EOPNOTSUPP, f"files are read or written whole, not opened with {mode!r}", path)
+        with self._at(path) as (system, below):
+            return WriteFile(system.writing.open(below), path, autocommit=autocommit)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """The bytes of a file from `start` to `end`, which count from its end when they are negative."""
+        with self._at(path) as (system, below), contextlib.closing(system.reading.open(below)) as file:
+            first, last, _ = slice(start, end).indices(file.size_bytes)
+            return file.read(first, last - first) if last > first else b""
+
+    def cat_ranges(
+        self,
+        paths: Sequence[str],
+        starts: int | Sequence[int | None] | None,
+        ends: int | Sequence[int | None] | None,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """The bytes of many ranges: sorted, joined over gaps of up to `max_gap` bytes, and read at the same time.
+
+        `on_error="return"` puts the error in the place of each range that cannot be read, else it is raised.
+        """
+        if not isinstance(paths, (list, tuple)):
+            raise TypeError("paths must be a list")
+        firsts, lasts = _for_each(paths, starts), _for_each(paths, ends)
+        numbers: dict[str, list[int]] = {}
+        for number, path in enumerate(paths):
+            numbers.setdefault(self._strip_protocol(path), []).append(number)
+        ranges = _Ranges(firsts, lasts, GAP_BYTES if max_gap is None else max_gap)
+        with contextlib.ExitStack() as to_close, ThreadPoolExecutor(_AT_ONCE, "bootseer-fsspec") as threads:
+
+            def begin(path: str) -> CheckpointFile | OSError:
+                try:
+                    with self._at(path) as (system, below):
+                        return to_close.enter_context(contextlib.closing(system.reading.open(below)))
+                except OSError as error:
+                    return error
+
+            def read(job: tuple[str, Span[int]]) -> None:
+                path, span = job
+                try:
+                    with os_errors(path):
+                        ranges.read(files[path], span)
+                except OSError as error:
+                    ranges.failed((one.what for one in span.ranges), error)
+
+            begun = dict(zip(numbers, threads.map(begin, numbers), strict=True))
+            files = {path: file for path, file in begun.items() if not isinstance(file, OSError)}
+            for path, file in begun.items():
+                if isinstance(file, OSError):
+                    ranges.failed(numbers[path], file)
+            spans = {path: ranges.spans(numbers[path], file.size_bytes) for path, file in files.items()}
+            for _ in threads.map(read, spread(spans)):
+                pass
+        if on_error == "raise":
+            for one in ranges.results:
+                if isinstance(one, OSError):
+                    raise one
+        return ranges.results
+
+    @contextlib.contextmanager
+    def _at(self, path: str, *, follow: bool = True) -> Iterator[tuple[FileSystem, str]]:
+        """The file system and the path as it knows it; its errors become those that callers of fsspec know."""
+        stripped = self._strip_protocol(path)
+        with os_errors(stripped):
+            found = opened_below(f"{self.scheme}://{self.authority}/", stripped, follow=follow)
+            yield found.system, found.path
+
+
+class _Ranges:
+    """What `cat_ranges` reads, by the number of each range. Threads write different results."""
+
+    def __init__(self, starts: Sequence[int | None], ends: Sequence[int | None], gap_bytes: int) -> None:
+        self._starts = starts
+        self._ends = ends
+        self._gap_bytes = gap_bytes
+        self.results: list[bytes | OSError] = [b""] * len(starts)
+
+    def spans(self, numbers: Iterable[int], size_bytes: int) -> list[Span[int]]:
+        """How to read the ranges of one file."""
+        bounds = [(slice(self._starts[one], self._ends[one]).indices(size_bytes), one) for one in numbers]
+        ranges = [Range(start, end, one) for (start, end, _), one in bounds if end > start]
+        return join(ranges, max_bytes=_SPAN_BYTES, gap_bytes=self._gap_bytes)
+
+    def read(self, file: CheckpointFile, span: Span[int]) -> None:
+        """Read a span and cut it up."""
+        data = memoryview(file.read(span.start, span.end - span.start))
+        for one in span.ranges:
+            self.results[one.what] = bytes(data[one.start - span.start : one.end - span.start])
+
+    def failed(self, numbers: Iterable[int], error: OSError) -> None:
+        """These could not be read."""
+        for number in numbers:
+            self.results[number] = error
+
+
+def _for_each(paths: Sequence[str], bounds: int | Sequence[int | None] | None) -> list[int | None]:
+    if bounds is None or isinstance(bounds, int):
+        return [bounds] * len(paths)
+    if len(bounds) != len(paths):
+        raise ValueError("as many starts and ends as paths are needed")
+    return list(bounds)
+
+
+class HdfsFileSystem(CheckpointFileSystem):
+    """`bootseer+hdfs://NAMENODE/PATH`."""
+
+    protocol = "bootseer+hdfs"
+    scheme = "hdfs"
+
+
+class FolderFileSystem(CheckpointFileSystem):
+    """`bootseer+file:///PATH`: any folder, as one that many nodes share."""
+
+    protocol = "bootseer+file"
+    scheme = "file"
+
+
+def _info(info: FileInfo, name: str) -> dict[str, Any]:
+    entry = info.entry
+    return {
+        "name": name,
+        "size": info.size_bytes,
+        "type": "directory" if info.is_folder else "file",
+        "mtime": entry.mtime_ns / 1e9,
+        "mode": entry.mode,
+        "owner": entry.owner,
+        "group": entry.group,
+        "version": entry.version,
+        "striped": info.is_striped,
+    }

@@ -1,0 +1,142 @@
+"""The file `latest` of a job: one line, the name of the checkpoint to resume from.
+
+Training code that keeps such a file itself reads and writes the same. It moves when a checkpoint is published, never
+before, and never backwards: of two writers, the higher step wins. People may set it to any published checkpoint.
+
+Moving is reading, comparing and writing, which no place does in one step: a lock file in the folder's `.attempts` makes
+them one. A lock of somebody who died is taken away after a minute. Called by `publish`, `catalog` and `bootseer ckpt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Iterator
+
+from bootseer.checkpoint.attempts import lease_bytes
+from bootseer.checkpoint.files import Files, check_name
+from bootseer.checkpoint.head import ATTEMPTS, is_hidden
+from bootseer.checkpoint.places.place import Place, TakenError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError
+
+LATEST = "latest"
+LOCK_S = 60.0
+"""A lock is held for a few small operations; one of this age belongs to nobody."""
+_MAX_BYTES = 4096
+_POLL_S = 0.1
+# step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz
+_STEP = re.compile(r"(\d{1,18})(?:\.[A-Za-z]\w*)*$")
+
+
+def step_of(name: str) -> int | None:
+    """The number at the end of a checkpoint's name, before the endings of a file; None without one."""
+    found = _STEP.search(name)
+    return int(found[1]) if found else None
+
+
+def read_latest(place: Place, folder: str) -> str | None:
+    """The name that `latest` says; None when there is no such file. Raises `CorruptError` when it says no name."""
+    path = _path(folder, LATEST)
+    try:
+        text = place.read_bytes(path, _MAX_BYTES).decode("utf-8", "replace").strip()
+    except NotFoundError:
+        return None
+    if not text or "\n" in text or "/" in text or text in (".", "..") or is_hidden(text):
+        raise CorruptError(f"{place.uri}/{path} names no checkpoint: {text[:80]!r}; `bootseer ckpt latest` sets it")
+    return text
+
+
+def move_latest(files: Files, folder: str, name: str, *, lock_s: float = LOCK_S) -> str:
+    """Let `latest` name a checkpoint that was just published, unless it names a later one. Returns what it names."""
+    _check_published(files, folder, name)
+    with _locked(files.place, folder, lock_s):
+        try:
+            current = read_latest(files.place, folder)
+        except CorruptError:
+            current = None
+        if current is not None and current != name and not _is_later(files, folder, name, current):
+            return current
+        _write(files.place, folder, name)
+    return name
+
+
+def set_latest(files: Files, folder: str, name: str, *, lock_s: float = LOCK_S) -> None:
+    """Let `latest` name any published checkpoint. Raises `NotFoundError` when there is none of this name."""
+    _check_published(files, folder, name)
+    with _locked(files.place, folder, lock_s):
+        _write(files.place, folder, name)
+
+
+def drop_latest(files: Files, folder: str, name: str, other: str | None, *, lock_s: float = LOCK_S) -> None:
+    """A checkpoint is about to go: if `latest` names it, let it name another one, or nothing when there is none."""
+    with _locked(files.place, folder, lock_s):
+        if read_latest(files.place, folder) != name:
+            return
+        if other is not None:
+            _write(files.place, folder, other)
+        else:
+            files.place.delete(_path(folder, LATEST))
+
+
+def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
+    step, other_step = step_of(name), step_of(current)
+    if step is not None and other_step is not None and step != other_step:
+        return step > other_step
+    try:
+        return files.stat(_path(folder, name)).entry.mtime_ns >= files.stat(_path(folder, current)).entry.mtime_ns
+    except NotFoundError:
+        return True  # the current one is not there any more
+
+
+def _check_published(files: Files, folder: str, name: str) -> None:
+    if not name or "/" in name or name in (".", "..", LATEST):
+        raise PermanentError(f"{name!r} is no name of a checkpoint in {files.place.uri}/{folder}")
+    check_name(name)
+    files.stat(_path(folder, name))
+
+
+def _write(place: Place, folder: str, name: str) -> None:
+    place.write_bytes(_path(folder, LATEST), f"{name}\n".encode())
+
+
+@contextlib.contextmanager
+def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
+    attempts = _path(folder, ATTEMPTS)
+    lock = f"{attempts}/{LATEST}.lock"
+    mark = lease_bytes(secrets.token_hex(8))
+    place.make_folder(attempts, parents=True)
+    until = time.monotonic() + 2 * lock_s
+    while not place.create_bytes(lock, mark):
+        with contextlib.suppress(NotFoundError, TakenError):
+            if _is_old(place, lock, lock_s):
+                _take_away(place, lock, lock_s)
+                continue
+        if time.monotonic() > until:
+            raise TransientError(f"{place.uri}/{folder}: somebody else keeps moving `latest`; try again")
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(NotFoundError):
+            if place.read_bytes(lock, _MAX_BYTES) == mark:
+                place.delete(lock)
+
+
+def _is_old(place: Place, lock: str, lock_s: float) -> bool:
+    return place.now_s() - place.stat(lock).mtime_ns / 1e9 > lock_s
+
+
+def _take_away(place: Place, lock: str, lock_s: float) -> None:
+    """Remove an old lock. Somebody may have been faster, and this be the new one: that is put back."""
+    aside = f"{lock}-{secrets.token_hex(8)}"
+    place.rename(lock, aside, replace=False)
+    if _is_old(place, aside, lock_s):
+        place.delete(aside)
+    else:
+        place.rename(aside, lock, replace=False)
+
+
+def _path(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

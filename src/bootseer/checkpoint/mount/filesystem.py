@@ -1,0 +1,418 @@
+"""Checkpoints as a mounted file system: what the kernel asks of names, folders and open files.
+
+Names and attributes come from `Files`, content from `Content`. What holds of POSIX here and what does not is told in
+docs/semantics.md. Called by `fuse.writable_session` on many threads; made by `serving`.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+
+from bootseer.checkpoint.files import FileInfo
+from bootseer.checkpoint.head import is_hidden
+from bootseer.checkpoint.mount import owners
+from bootseer.checkpoint.mount.content import Sources
+from bootseer.checkpoint.mount.listings import Listings
+from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
+from bootseer.checkpoint.mount.numbers import refusal, stale, told_as_numbers
+from bootseer.checkpoint.mount.open_files import OpenFiles
+from bootseer.checkpoint.places.place import Entry
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.fuse.filesystem import Caller, Changes, Found, Listed, Opened, Space
+from bootseer.fuse.tree import Attributes, Cancel, Reply
+
+_MAX_NAME = 255
+_UNKNOWN_INODE = 0xFFFF_FFFF
+"""Told of names whose node nobody has asked for: numbers of nodes do not come so far."""
+
+
+@dataclass(eq=False, slots=True)
+class _Listing:
+    """One folder that is being listed; what it has is looked at once, at the beginning."""
+
+    path: str
+    entries: list[FileInfo] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class CheckpointFiles:
+    """A `fuse.filesystem.FileSystem` over a place's visible tree."""
+
+    def __init__(self, sources: Sources) -> None:
+        """Asks for the root, so that a place that cannot be reached shows at once."""
+        self._sources = sources
+        self._files = sources.files
+        self._nodes = Nodes(self._files.stat(""))
+        self._listings = Listings(time.monotonic)
+        self._open = OpenFiles(self._nodes, sources)
+        self._folders: dict[int, _Listing] = {}
+        self._numbers = itertools.count(1)
+
+    # Names
+
+    def lookup(self, parent: int, name: bytes) -> Found | None:
+        path = self._child(parent, name)
+        if is_hidden(path.rpartition("/")[2]):
+            return None
+        with self._telling(f"looking for {path}"):
+            node = self._nodes.at(path)
+            if node is not None and node.is_live:
+                return self._told(path, node.info)
+            try:
+                info = self._listings.recall(path) or self._files.stat(path)
+            except NotFoundError:
+                self._nodes.remove(path)
+                return None
+            return self._told(path, info)
+
+    def _told(self, path: str, info: FileInfo) -> Found:
+        node = self._nodes.tell(path, info)
+        return Found(node.number, self._attributes(node))
+
+    def forget(self, node: int, count: int) -> None:
+        self._nodes.forget(node, count)
+
+    def _child(self, parent: int, name: bytes) -> str:
+        folder = self._nodes.get(parent).path
+        if folder is None:
+            raise stale()
+        if len(name) > _MAX_NAME:
+            raise refusal(errno.ENAMETOOLONG)
+        try:
+            text = name.decode()
+        except UnicodeDecodeError:
+            # Places have names of text; one that is none cannot be there, and cannot be made.
+            raise refusal(errno.EILSEQ) from None
+        return f"{folder}/{text}" if folder else text
+
+    # Attributes
+
+    def attributes(self, node: int) -> Attributes:
+        found = self._nodes.get(node)
+        path = found.path
+        if found.content is None or not found.content.is_live:
+            if path is None:
+                if found.content is None:
+                    raise stale()
+            else:
+                with self._telling(f"looking at {path}"):
+                    self._refresh(found, path)
+        return self._attributes(found)
+
+    def _refresh(self, node: Node, path: str) -> None:
+        """Ask what lies at a node's path. A file that is open stays what it was when another one lies there."""
+        try:
+            info = self._listings.recall(path) or self._files.stat(path)
+        except NotFoundError:
+            info = None
+        if info is not None and is_same(info, node.info):
+            node.info = info
+        elif node.content is None:
+            raise stale()
+
+    def _attributes(self, node: Node) -> Attributes:
+        info, content = node.info, node.content
+        entry = info.entry
+        return Attributes(
+            inode=node.number,
+            mode=(stat.S_IFDIR if info.is_folder else stat.S_IFREG) | stat.S_IMODE(entry.mode),
+            size=info.size_bytes if content is None else content.size_bytes,
+            nlink=2 if info.is_folder else 1,
+            uid=owners.uid_of(entry.owner),
+            gid=owners.gid_of(entry.group),
+            mtime_ns=entry.mtime_ns,
+        )
+
+    def change(self, node: int, changes: Changes) -> Attributes:
+        found = self._nodes.get(node)
+        with self._telling(f"changing {found.path}"):
+            if changes.size is not None:
+                self._resize(found, changes.size)
+            content = found.content
+            if content is not None:
+                with content.lock:
+                    if content.is_live:
+                        # What is not published gets its attributes when it is.
+                        found.info = _changed(found.info, changes)
+                        content.attributes_changed(changes.mtime_ns)
+                        return self._attributes(found)
+            self._change_published(found, changes)
+        return self._attributes(found)
+
+    def _resize(self, node: Node, size_bytes: int) -> None:
+        if node.is_folder:
+            raise refusal(errno.EISDIR)
+        with self._open.changing(node) as content:
+            if size_bytes == 0:
+                content.begin_empty()
+            else:
+                content.truncate(size_bytes)
+
+    def _change_published(self, node: Node, changes: Changes) -> None:
+        path = node.path
+        if path is None:
+            raise stale()
+        if changes.uid is not None or changes.gid is not None:
+            owner = None if changes.uid is None else owners.owner_of(changes.uid)
+            group = None if changes.gid is None else owners.group_of(changes.gid)
+            self._files.set_owner(path, owner, group)
+        if changes.mode is not None:
+            self._files.set_mode(path, changes.mode)
+        if changes.mtime_ns is not None:
+            self._files.set_mtime(path, changes.mtime_ns)
+        self._listings.forget(_folder(path))
+        info = self._files.stat(path)
+        # Another time is another version, and might be another file, whose size those who read this one must not see.
+        is_ours = node.content is None or info.size_bytes == node.info.size_bytes
+        node.info = info if is_ours else _changed(node.info, changes)
+
+    # Open files
+
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Found, Opened]:
+        path = self._new_child(parent, name)
+        with self._telling(f"creating {path}"):
+            if self._is_there(path):
+                if flags & os.O_EXCL:
+                    raise refusal(errno.EEXIST)
+                found = self._told(path, self._files.stat(path))
+                return found, self.open(found.node, flags, caller)
+            owner, group = owners.owner_of(caller.uid), owners.group_of(caller.gid)
+            if caller.uid == os.geteuid():
+                owner = group = ""  # as the place has it
+            entry = Entry(path, False, 0, time.time_ns(), mode, owner, group, "")
+            node = self._nodes.tell_new(path, FileInfo(entry, 0, is_striped=False))
+            try:
+                opened = self._open.open(node, flags | os.O_TRUNC, caller.thread)
+            except BaseException:
+                self._nodes.detach(node)
+                self._nodes.forget(node.number, 1)
+                raise
+            return Found(node.number, self._attributes(node)), opened
+
+    def _is_there(self, path: str) -> bool:
+        node = self._nodes.at(path)
+        if node is not None and node.is_live:
+            return True
+        try:
+            self._files.stat(path)
+        except NotFoundError:
+            return False
+        return True
+
+    def open(self, node: int, flags: int, caller: Caller) -> Opened:
+        found = self._nodes.get(node)
+        if found.is_folder:
+            raise refusal(errno.EISDIR)
+        path = found.path
+        with self._telling(f"opening {path}"):
+            try:
+                return self._open.open(found, flags, caller.thread)
+            except (OSError, BootseerError):
+                # What is remembered of the name may be the reason, and the kernel is about to ask again.
+                if path is not None:
+                    self._listings.forget(_folder(path))
+                raise
+
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        with self._telling(f"reading {self._open.node(handle).path}"):
+            return self._open.read(handle, offset, length, reply)
+
+    def write(self, node: int, handle: int, offset: int, data: memoryview) -> None:
+        with self._telling(f"writing {self._open.node(handle).path}"):
+            self._open.write(handle, offset, data)
+
+    def flush(self, node: int, handle: int, caller: Caller) -> None:
+        with self._publishing(self._open.node(handle)):
+            self._open.flush(handle, caller.thread)
+
+    def sync(self, node: int, handle: int) -> None:
+        with self._publishing(self._open.node(handle)):
+            self._open.sync(handle)
+
+    def release(self, node: int, handle: int) -> None:
+        with self._publishing(self._open.node(handle)):
+            self._open.close(handle)
+
+    @contextmanager
+    def _publishing(self, node: Node) -> Iterator[None]:
+        """Something happens that may change what its folder's listing says of a file."""
+        path = node.path
+        try:
+            with self._telling(f"publishing {path}"):
+                yield
+        finally:
+            if path is not None:
+                self._listings.forget(_folder(path))
+
+    # Changes of names
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        path = self._child(parent, name)
+        with self._telling(f"removing {path}"):
+            node = self._nodes.at(path)
+            with _held(node):
+                content = None if node is None else node.content
+                is_live = node is not None and node.is_live
+                try:
+                    self._files.remove(path)
+                except NotFoundError:
+                    if not is_live:
+                        raise
+                if content is not None:
+                    content.removed()
+                self._nodes.remove(path)
+            self._listings.forget(_folder(path))
+
+    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> Found:
+        path = self._new_child(parent, name)
+        with self._telling(f"making {path}"):
+            if self._nodes.at(path) is not None and self._is_there(path):
+                raise refusal(errno.EEXIST)
+            self._files.make_folder(path, mode=mode)
+            self._listings.forget(_folder(path))
+            if caller.uid != os.geteuid():
+                with suppress(PermanentError):  # only few may give folders away
+                    self._files.set_owner(path, owners.owner_of(caller.uid), owners.group_of(caller.gid))
+            return self._told(path, self._files.stat(path))
+
+    def remove_folder(self, parent: int, name: bytes) -> None:
+        path = self._child(parent, name)
+        with self._telling(f"removing {path}"):
+            if self._nodes.live_below(path):
+                raise refusal(errno.ENOTEMPTY)
+            self._files.remove_folder(path)
+            self._nodes.remove(path)
+            self._listings.forget(_folder(path), path)
+
+    def rename(self, parent: int, name: bytes, to_parent: int, to_name: bytes, *, replace: bool) -> None:
+        source, target = self._child(parent, name), self._new_child(to_parent, to_name)
+        with self._telling(f"renaming {source} to {target}"):
+            if not replace and self._is_there(target):
+                raise refusal(errno.EEXIST)
+            node, replaced = self._nodes.at(source), self._nodes.at(target)
+            if node is not None and node.is_folder:
+                # What is being written there would be published under its old name.
+                if self._nodes.live_below(source):
+                    raise refusal(errno.EBUSY)
+                if self._nodes.live_below(target):
+                    raise refusal(errno.ENOTEMPTY)
+            with _held(node), _held(replaced if replaced is not node else None):
+                content = None if node is None else node.content
+                if content is not None:
+                    # A writer's parts lie beside its file.
+                    content.publish() if _folder(source) == _folder(target) else content.end_writing()
+                self._files.rename(source, target)
+                if content is not None:
+                    content.renamed(target)
+                if replaced is not None and replaced is not node and replaced.content is not None:
+                    replaced.content.removed()
+                self._nodes.rename(source, target)
+            if node is None or node.is_folder:
+                self._listings.forget_all()
+            else:
+                self._listings.forget(_folder(source), _folder(target))
+
+    def _new_child(self, parent: int, name: bytes) -> str:
+        path = self._child(parent, name)
+        if is_hidden(path.rpartition("/")[2]):
+            raise refusal(errno.EPERM)
+        return path
+
+    # Folders
+
+    def open_folder(self, node: int) -> int:
+        path = self._nodes.get(node).path
+        if path is None:
+            raise stale()
+        number = next(self._numbers)
+        self._folders[number] = _Listing(path)
+        return number
+
+    def entries(self, handle: int, start: int, most: int, *, attributes: bool) -> Sequence[Listed]:
+        listing = self._folders[handle]
+        with listing.lock:
+            if start == 0 or listing.entries is None:
+                with self._telling(f"listing {listing.path}"):
+                    listing.entries = self._list(listing.path)
+            part = listing.entries[start : start + most]
+        return [self._listed(info, attributes=attributes) for info in part]
+
+    def _list(self, path: str) -> list[FileInfo]:
+        infos = {info.path: info for info in self._files.list(path)}
+        self._listings.remember(path, infos.values())
+        for node in self._nodes.live_in(path):
+            infos[node.info.path] = node.info
+        return [infos[key] for key in sorted(infos)]
+
+    def _listed(self, info: FileInfo, *, attributes: bool) -> Listed:
+        name = os.fsencode(info.path.rpartition("/")[2])
+        mode = stat.S_IFDIR if info.is_folder else stat.S_IFREG
+        if attributes:
+            found = self._told(info.path, info)
+            return Listed(name, found.attributes.inode, mode, found)
+        node = self._nodes.at(info.path)
+        return Listed(name, _UNKNOWN_INODE if node is None else node.number, mode)
+
+    def release_folder(self, handle: int) -> None:
+        self._folders.pop(handle, None)
+
+    # The whole
+
+    def space(self) -> Space:
+        with self._telling("asking for room"):
+            return Space(*self._files.place.space())
+
+    def unpublished(self) -> list[str]:
+        """The files that somebody is writing."""
+        live = self._nodes.live_below("")
+        return sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
+
+    def publish_all(self) -> tuple[list[str], list[str]]:
+        """Publish all files that are being written, as they are: those that were, and those that could not be."""
+        done, lost = [], []
+        for node in self._nodes.live_below(""):
+            content = node.content
+            if content is not None and content.is_dirty:
+                try:
+                    content.end_writing()
+                    done.append(node.info.path)
+                except (BootseerError, OSError) as error:
+                    self._sources.on_error(f"{node.info.path} was not published: {error}")
+                    lost.append(node.info.path)
+        return done, lost
+
+    def facts(self) -> dict[str, int]:
+        """Figures for `status`."""
+        return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
+
+    def _telling(self, what: str) -> AbstractContextManager[None]:
+        return told_as_numbers(what, self._sources.on_error)
+
+
+def _changed(info: FileInfo, changes: Changes) -> FileInfo:
+    entry = info.entry
+    entry = replace(
+        entry,
+        mtime_ns=entry.mtime_ns if changes.mtime_ns is None else changes.mtime_ns,
+        mode=entry.mode if changes.mode is None else changes.mode,
+        owner=entry.owner if changes.uid is None else owners.owner_of(changes.uid),
+        group=entry.group if changes.gid is None else owners.group_of(changes.gid),
+    )
+    return replace(info, entry=entry)
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _held(node: Node | None) -> AbstractContextManager[object]:
+    """Holds up whoever writes or publishes a file, while its name changes."""
+    return nullcontext() if node is None or node.content is None else node.content.lock

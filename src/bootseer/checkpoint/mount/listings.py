@@ -1,0 +1,58 @@
+"""What listings of folders said, for a moment: a program that lists 10,000 files asks for each of them next.
+
+What is remembered may be some seconds old, which is what the kernel's own memory of attributes allows too. That a name
+is not in a listing says nothing: it may have come since. Called by `filesystem`; safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from bootseer.checkpoint.files import FileInfo
+
+REMEMBERED_S = 5.0
+_MAX_FOLDERS = 64
+
+
+class Listings:
+    """Remembers the latest listings."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` in seconds, from anywhere."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._folders: OrderedDict[str, tuple[float, dict[str, FileInfo]]] = OrderedDict()
+
+    def remember(self, folder: str, infos: Iterable[FileInfo]) -> None:
+        """What a listing said that has just come to its end."""
+        by_path = {info.path: info for info in infos}
+        with self._lock:
+            self._folders[folder] = (self._clock(), by_path)
+            self._folders.move_to_end(folder)
+            if len(self._folders) > _MAX_FOLDERS:
+                self._folders.popitem(last=False)
+
+    def recall(self, path: str) -> FileInfo | None:
+        """What the latest listing of its folder said of a path; None when there is none that is fresh."""
+        folder = path.rpartition("/")[0]
+        with self._lock:
+            listed_s, by_path = self._folders.get(folder, (0.0, {}))
+            if not by_path or not path:
+                return None
+            if self._clock() - listed_s > REMEMBERED_S:
+                del self._folders[folder]
+                return None
+            return by_path.get(path)
+
+    def forget(self, *folders: str) -> None:
+        """Something in these folders has changed."""
+        with self._lock:
+            for folder in folders:
+                self._folders.pop(folder, None)
+
+    def forget_all(self) -> None:
+        """A folder has another name, and what lies below it."""
+        with self._lock:
+            self._folders.clear()

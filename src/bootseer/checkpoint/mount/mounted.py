@@ -1,0 +1,198 @@
+"""Mount a place on a folder of this machine, and take it away again.
+
+What is mounted is written down in the runtime folder, so that another process than the one that mounted it can ask for
+it and unmount it. Called by `cli.ckpt_mount` and by `launch.checkpoint_stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer.checkpoint.mount.request import MountRequest
+from bootseer.checkpoint.mount.serving import Serving
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.fuse.attach import detach
+from bootseer.mounts import kernel
+from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, start_daemon
+from bootseer.mounts.state import MountState, Runtime
+
+END_S = 600.0
+"""How long an unmount waits for what is still being sent to the place."""
+_START_S = 60.0
+_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class MountedCheckpoint:
+    """A mounted place, seen by the process that mounted it or found it."""
+
+    runtime: Runtime
+    state: MountState
+
+    @property
+    def target(self) -> Path:
+        """Where it is mounted."""
+        return Path(self.state.target)
+
+    @property
+    def health(self) -> str:
+        """`mounted`, `daemon dead` or `gone`."""
+        return self.runtime.health(self.state)
+
+    def status(self) -> dict[str, Any]:
+        """What the daemon says of itself; empty when it does not answer."""
+        daemon = self._daemon()
+        if daemon is not None:
+            with contextlib.suppress(BootseerError):
+                return daemon.status()
+        return {}
+
+    def began(self) -> dict[str, Any]:
+        """The startup is over: what was read until now is what the next one reads. Returns the daemon's status."""
+        daemon = self._daemon()
+        if daemon is None:
+            raise NotFoundError(f"the daemon that serves {self.target} does not run")
+        daemon.began()
+        return daemon.status()
+
+    def _daemon(self) -> Daemon | None:
+        process = self.state.daemon
+        return None if process is None or not process.alive else Daemon(self.runtime.folder(self.state), process)
+
+    def close(self) -> None:
+        """Take it away. Raises `TransientError` while its files are in use."""
+        self.unmount()
+
+    def unmount(self, *, force: bool = False) -> Mapping[str, Any]:
+        """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published:
+        `published` and `lost` in what is returned are those files.
+
+        Raises `TransientError` while its files are in use, unless `force`.
+        """
+        daemon = self._daemon()
+        said: Mapping[str, Any] = {}
+        if daemon is None:
+            if kernel.is_mount(self.target):
+                detach(self.target, force=True)
+        elif force:
+            said = daemon.end(timeout_s=END_S)
+        else:
+            try:
+                daemon.stop(timeout_s=END_S)
+            except PermanentError as error:
+                raise TransientError(self._busy(str(error))) from error
+        self.runtime.remove(self.state)
+        return said
+
+    def _busy(self, reason: str) -> str:
+        writing = self.status().get("unpublished") or []
+        names = f"; being written: {', '.join(writing[:5])}" if writing else ""
+        return f"{reason}{names}; fuser -vm {self.target} shows who uses it"
+
+
+def runtime_of(root: Path) -> Runtime:
+    """Where mounts of checkpoints are written down, below the runtime folder."""
+    return Runtime(Runtime(root).root / _FOLDER)
+
+
+def mount_checkpoint(
+    uri: str,
+    target: Path | None,
+    *,
+    runtime: Path,
+    cache: Path | None = None,
+    spool: Path | None = None,
+    memory_bytes: int | None = None,
+    read_only: bool = False,
+    stripes: int | None = None,
+    parity: bool | None = None,
+    slot: str | None = None,
+    lifeline: bool = False,
+) -> MountedCheckpoint:
+    """Mount the place `uri` on `target`, an absolute path that is made when it is not there; None: a folder of its own.
+
+    The other values are those of `MountRequest`; `runtime` is the runtime folder. The process that serves the mount is
+    forked: nothing may have been used before that does not survive a fork. With `lifeline` it ends with this one. A
+    mount on `target` whose daemon is dead is taken away first. Raises `UsageError` when something else is mounted
+    there, and what the place raises when it cannot be reached.
+    """
+    request = MountRequest(
+        uri=uri,
+        cache=cache,
+        spool=spool,
+        read_only=read_only,
+        stripes=stripes,
+        parity=parity,
+        slot=slot,
+        **({} if memory_bytes is None else {"memory_bytes": memory_bytes}),
+    )
+    record = runtime_of(runtime)
+    record.clean()
+    if target is not None:
+        _make_room(record, request, target)
+    folder = record.new_folder()
+    spec = DaemonSpec(folder, Serving(request), label=_label(uri), at=target, lifeline=lifeline)
+    try:
+        daemon = start_daemon(spec, deadline_s=_START_S)
+    except BaseException:
+        with contextlib.suppress(BootseerError, OSError):
+            record.clear(folder)
+        raise
+    state = MountState(
+        id=folder.name,
+        target=str(target or folder / FILES),
+        what=uri,
+        boot=record.boot,
+        daemon=daemon.process,
+        made_s=time.time(),
+        details={"access": "ro" if read_only else "rw", "cache": str(cache or "")},
+    )
+    try:
+        record.write(state)
+    except BaseException:
+        daemon.end(timeout_s=END_S)
+        raise
+    return MountedCheckpoint(record, state)
+
+
+def _make_room(runtime: Runtime, request: MountRequest, target: Path) -> None:
+    """Make the folder that is mounted on, and take away what a dead daemon left there."""
+    if kernel.is_mount(target):
+        there = runtime.find(target)
+        if there is None or runtime.health(there) != "daemon dead":
+            raise UsageError(f"{target}: something is mounted there", hint=f"bootseer ckpt umount {target}")
+        MountedCheckpoint(runtime, there).unmount()
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target}: not a folder", hint="name a folder to mount on")
+    place = request.uri.removeprefix("file://")
+    if "://" not in place and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(place)):
+        # Its daemon would meet its own mount, and wait for itself.
+        raise UsageError(f"{target} lies in {place}", hint="mount it outside of what is mounted")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermanentError(f"{target}: {error.strerror}") from error
+
+
+def _label(uri: str) -> str:
+    # These would end the name in the kernel's options.
+    return uri if not set(uri) & set(",\\ \n\t") else "bootseer"
+
+
+def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
+    """What is mounted on `target`. Raises `UsageError` when nothing was."""
+    state = runtime.find(target)
+    if state is None:
+        raise UsageError(f"{target}: no checkpoints are mounted there", hint="bootseer ckpt mounted shows what is")
+    return MountedCheckpoint(runtime, state)
+
+
+def all_mounted(runtime: Runtime) -> list[MountedCheckpoint]:
+    """All that is mounted, whether its daemon lives or not."""
+    return [MountedCheckpoint(runtime, state) for state in runtime.all() if runtime.health(state) != "gone"]

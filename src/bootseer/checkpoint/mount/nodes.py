@@ -1,0 +1,171 @@
+"""Which node belongs to which path: what the kernel remembers of names is remembered here too.
+
+The kernel keeps pages of a node. So when somebody has replaced a file, its name leads to a new node, and whoever has
+the old one open keeps that; pages of two contents never meet. Called by `filesystem` and `content`; safe to use from
+many threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bootseer.checkpoint.files import FileInfo
+from bootseer.checkpoint.mount.numbers import stale
+from bootseer.fuse.protocol import ROOT
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.mount.content import Content
+
+
+class Node:
+    """One file or folder as the kernel knows it."""
+
+    __slots__ = ("content", "held", "info", "number", "pages_of", "path")
+
+    def __init__(self, number: int, path: str, info: FileInfo) -> None:
+        self.number = number
+        self.path: str | None = path
+        """None when the name leads elsewhere or nowhere by now."""
+        self.info = info
+        """The latest that is known."""
+        self.content: Content | None = None
+        """There while the file is open."""
+        self.held = 0
+        """How often the kernel was told this node, minus how often it forgot."""
+        self.pages_of: str | None = None
+        """The version whose pages the kernel may have; None when it has none, "" when they must go."""
+
+    @property
+    def is_folder(self) -> bool:
+        return self.info.is_folder
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the file has content that is not published: what the place says of the name counts for nothing."""
+        return self.content is not None and self.content.is_live
+
+
+def is_same(one: FileInfo, other: FileInfo) -> bool:
+    """Whether both are of one folder, or of what looks like one version of a file, given that they have one path."""
+    return one.is_folder == other.is_folder and (one.is_folder or one.entry.version == other.entry.version)
+
+
+class Nodes:
+    """All nodes of a mount."""
+
+    def __init__(self, root: FileInfo) -> None:
+        self.root = Node(ROOT, "", root)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(ROOT + 1)
+        self._by_number = {ROOT: self.root}
+        self._by_path = {"": self.root}
+
+    def get(self, number: int) -> Node:
+        """A node that the kernel was told."""
+        node = self._by_number.get(number)
+        if node is None:
+            raise stale()
+        return node
+
+    def at(self, path: str) -> Node | None:
+        """The node that a path leads to, if the kernel was told one."""
+        return self._by_path.get(path)
+
+    def tell(self, path: str, info: FileInfo) -> Node:
+        """The node for what lies at `path` now, for an answer to the kernel, which holds it once more."""
+        with self._lock:
+            node = self._by_path.get(path)
+            if node is not None and not node.is_live:
+                if is_same(node.info, info):
+                    node.info = info
+                else:
+                    self._detach(node)
+                    node = None
+            if node is None:
+                node = self._new(path, info)
+            node.held += 1
+            return node
+
+    def tell_new(self, path: str, info: FileInfo) -> Node:
+        """A node for a file that was made a moment ago, whatever the path led to before."""
+        with self._lock:
+            before = self._by_path.get(path)
+            if before is not None:
+                self._detach(before)
+            node = self._new(path, info)
+            node.held += 1
+            return node
+
+    def _new(self, path: str, info: FileInfo) -> Node:
+        node = Node(next(self._numbers), path, info)
+        self._by_number[node.number] = self._by_path[path] = node
+        return node
+
+    def forget(self, number: int, count: int) -> None:
+        """The kernel lets go of a node `count` times."""
+        with self._lock:
+            node = self._by_number.get(number)
+            if node is not None:
+                node.held -= count
+                self._drop_unused(node)
+
+    def closed(self, node: Node) -> None:
+        """Nobody has the file open any more."""
+        with self._lock:
+            node.content = None
+            self._drop_unused(node)
+
+    def _drop_unused(self, node: Node) -> None:
+        if node.held <= 0 and node.content is None and node is not self.root:
+            self._by_number.pop(node.number, None)
+            self._detach(node)
+
+    def detach(self, node: Node) -> None:
+        """The node's name leads elsewhere or nowhere from now on."""
+        with self._lock:
+            self._detach(node)
+
+    def _detach(self, node: Node) -> None:
+        if node.path is not None and self._by_path.get(node.path) is node:
+            del self._by_path[node.path]
+        node.path = None
+
+    def remove(self, path: str) -> None:
+        """What was at `path` is gone."""
+        with self._lock:
+            node = self._by_path.get(path)
+            if node is not None:
+                self._detach(node)
+
+    def rename(self, source: str, target: str) -> None:
+        """What was at `source`, and below, is at `target` now; what was at `target` is gone."""
+        with self._lock:
+            replaced = self._by_path.get(target)
+            if replaced is not None:
+                self._detach(replaced)
+            front = f"{source}/"
+            moved = [path for path in self._by_path if path == source or path.startswith(front)]
+            for path in moved:
+                node = self._by_path.pop(path)
+                node.path = target + path[len(source) :]
+                node.info = replace(node.info, entry=replace(node.info.entry, path=node.path))
+                self._by_path[node.path] = node
+
+    def live_in(self, folder: str) -> list[Node]:
+        """The nodes in a folder whose content is not published."""
+        with self._lock:
+            nodes = [(path, node) for path, node in self._by_path.items() if node.is_live]
+        return [node for path, node in nodes if path.rpartition("/")[0] == folder]
+
+    def live_below(self, folder: str) -> list[Node]:
+        """The nodes anywhere below a folder whose content is not published."""
+        front = f"{folder}/" if folder else ""
+        with self._lock:
+            return [node for path, node in self._by_path.items() if node.is_live and path.startswith(front)]
+
+    def num_known(self) -> int:
+        """How many nodes the kernel holds."""
+        return len(self._by_number)

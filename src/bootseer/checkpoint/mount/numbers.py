@@ -1,0 +1,61 @@
+"""From our errors to the error numbers that programs get from the kernel.
+
+The text of an error is for the log; a program sees a number. Called by `checkpoint.mount.filesystem`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+
+from bootseer.checkpoint.files import OtherFolderError
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.writing.budget import TooLargeError
+from bootseer.errors import AccessError, BootseerError, NotFoundError
+
+_NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
+    (OtherFolderError, errno.EXDEV),
+    (TakenError, errno.EEXIST),
+    (NotEmptyError, errno.ENOTEMPTY),
+    (IsFolderError, errno.EISDIR),
+    (NotFolderError, errno.ENOTDIR),
+    (NoSpaceError, errno.ENOSPC),
+    (TooLargeError, errno.EFBIG),
+    (NotFoundError, errno.ENOENT),
+    (AccessError, errno.EACCES),
+)
+"""The first that fits counts."""
+
+
+def number_of(error: BootseerError) -> int:
+    """The error number that says most of what an error says; EIO for all that has none of its own."""
+    return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)
+
+
+def refusal(number: int) -> OSError:
+    """An error that is answered with `number`."""
+    return OSError(number, os.strerror(number))
+
+
+def stale() -> OSError:
+    """A node's name leads elsewhere by now; the kernel looks it up again where it can."""
+    return refusal(errno.ESTALE)
+
+
+def bad_handle() -> OSError:
+    """An open file that nobody has open."""
+    return refusal(errno.EBADF)
+
+
+@contextlib.contextmanager
+def told_as_numbers(what: str, on_error: Callable[[str], None]) -> Iterator[None]:
+    """Turn our errors into `OSError`s. What no program can know from a number goes to the log."""
+    try:
+        yield
+    except BootseerError as error:
+        number = number_of(error)
+        if number in (errno.EIO, errno.EACCES, errno.ENOSPC):
+            on_error(f"{what}: {error}")
+        raise OSError(number, str(error)) from error

@@ -1,0 +1,158 @@
+"""The files that programs have open: handles, who writes, and when a close is the one that publishes.
+
+Called by `filesystem`, on many threads. The lock of a content is taken before the lock of the table, never after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bootseer.checkpoint.mount.content import Content, Sources
+from bootseer.checkpoint.mount.holders import process_of, still_writes
+from bootseer.checkpoint.mount.nodes import Node, Nodes
+from bootseer.checkpoint.mount.numbers import bad_handle
+from bootseer.fuse.filesystem import Opened
+from bootseer.fuse.tree import Cancel, Reply
+
+
+@dataclass(eq=False, slots=True)
+class _Handle:
+    """One open file, however many descriptors lead to it."""
+
+    node: Node
+    content: Content
+    writes: bool
+    opener: int
+    """The process that opened it; 0 when nobody knows."""
+    is_done: bool = False
+    """Whether its last descriptor seems to be closed."""
+
+
+class OpenFiles:
+    """All open files of a mount."""
+
+    def __init__(self, nodes: Nodes, sources: Sources) -> None:
+        self._nodes = nodes
+        self._sources = sources
+        self._lock = threading.Lock()
+        self._handles: dict[int, _Handle] = {}
+        self._numbers = itertools.count(1)
+
+    def open(self, node: Node, flags: int, thread: int) -> Opened:
+        """Open a file as open(2) does with these flags; with O_TRUNC, new content takes the place of what it has.
+
+        `thread` asks.
+        """
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        handle = self._new_handle(node, writes, thread)
+        try:
+            content = self._handles[handle].content
+            keep_pages = True
+            if writes and flags & os.O_TRUNC:
+                content.begin_empty()
+            else:
+                if writes and flags & os.O_APPEND:
+                    content.begin_appending()
+                is_read = flags & os.O_ACCMODE != os.O_WRONLY
+                keep_pages = content.begin_reading() if is_read else content.begin_writing()
+        except BaseException:
+            self.close(handle)
+            raise
+        return Opened(handle, keep_pages)
+
+    def _new_handle(self, node: Node, writes: bool, thread: int) -> int:
+        opener = process_of(thread) if writes else 0
+        number = next(self._numbers)
+        with self._lock:
+            content = node.content
+            if content is None:
+                content = node.content = Content(node, self._sources, self._nodes.detach)
+            content.handles.add(number)
+            self._handles[number] = _Handle(node, content, writes, opener)
+        return number
+
+    @contextlib.contextmanager
+    def changing(self, node: Node) -> Iterator[Content]:
+        """The content of a file that may not be open. If it was not, it is published when the block ends."""
+        number = self._new_handle(node, writes=True, thread=0)
+        handle = self._handles[number]
+        handle.is_done = True
+        try:
+            yield handle.content
+            self._publish_if_last(handle)
+        finally:
+            self.close(number)
+
+    def node(self, handle: int) -> Node:
+        """What a handle has open."""
+        return self._get(handle).node
+
+    def _get(self, number: int) -> _Handle:
+        handle = self._handles.get(number)
+        if handle is None:
+            raise bad_handle()
+        return handle
+
+    def read(self, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        """See `FileSystem.read`."""
+        return self._get(handle).content.read(offset, length, reply)
+
+    def write(self, handle: int, offset: int, data: memoryview) -> None:
+        """See `FileSystem.write`."""
+        opened = self._get(handle)
+        opened.is_done = False
+        opened.content.write(offset, data)
+
+    def sync(self, handle: int) -> None:
+        """See `FileSystem.sync`."""
+        self._get(handle).content.publish()
+
+    def flush(self, handle: int, thread: int) -> None:
+        """A descriptor was closed by `thread`: publish, if no other one is left that can write."""
+        opened = self._get(handle)
+        if not opened.writes:
+            return
+        with opened.content.lock:
+            if opened.content.is_live:
+                name = (opened.node.path or "").rpartition("/")[2]
+                processes = {opened.opener, process_of(thread)}
+                if any(still_writes(process, name, opened.node.number) for process in processes):
+                    return
+            opened.is_done = True
+            self._publish_if_last(opened)
+
+    def _publish_if_last(self, handle: _Handle) -> None:
+        content = handle.content
+        with content.lock:
+            with self._lock:
+                others = [self._handles[number] for number in content.handles]
+            if all(other.is_done or not other.writes for other in others):
+                content.publish()
+
+    def close(self, handle: int) -> None:
+        """The last descriptor of a handle is gone; with the last handle of a file what was not published is."""
+        opened = self._get(handle)
+        content = opened.content
+        with content.lock:
+            with self._lock:
+                del self._handles[handle]
+                content.handles.discard(handle)
+                is_last = not content.handles
+            if not is_last:
+                return
+            try:
+                content.close()
+            finally:
+                # Who has opened it meanwhile waits for the lock, and goes on with the same content.
+                with self._lock:
+                    if not content.handles:
+                        self._nodes.closed(opened.node)
+
+    def num_open(self) -> int:
+        """How many there are."""
+        return len(self._handles)

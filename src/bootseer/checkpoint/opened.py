@@ -1,0 +1,180 @@
+"""File systems that this process reads checkpoints from, each opened once: connections, buffers and what is known of
+slow nodes are shared by all readers.
+
+Called by the readers and writers for PyTorch, safetensors and fsspec; the mount has its own. A process that was forked
+opens its own: neither connections nor threads survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from bootseer.bring.places import blocks_folder, cache_root
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import LATEST, read_latest
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import IsFolderError, Place
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import BootseerError, PermanentError, UsageError
+
+FOLDERS = "file:///"
+CACHE = "BOOTSEER_CHECKPOINT_CACHE"
+"""`0` in this variable: what is read is not kept on the node's disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """A file system from its root on."""
+
+    place: Place
+    files: Files
+    reading: Reading
+    writing: Writing
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file or folder of a file system."""
+
+    system: FileSystem
+    root: str
+    """Of the file system: `hdfs://namenode/` or `file:///`."""
+    path: str
+    """From the root on, without a slash in front."""
+
+    @property
+    def uri(self) -> str:
+        """What users would call it."""
+        return self.root + (quote(self.path) if self.root == FOLDERS else self.path)
+
+    def at(self, name: str) -> Opened:
+        """What lies in this folder."""
+        return replace(self, path=posixpath.join(self.path, name))
+
+    def where(self, name: str) -> str:
+        """What users would call it."""
+        return self.at(name).uri
+
+    def open(self, name: str = "") -> CheckpointFile:
+        """Begin to read a file in this folder, or this file."""
+        return self.system.reading.open(self.at(name).path if name else self.path)
+
+    def read_bytes(self, name: str, limit: int) -> bytes:
+        """All of a file in this folder. Raises `PermanentError` when it has more than `limit` bytes."""
+        file = self.open(name)
+        try:
+            if file.size_bytes > limit:
+                raise PermanentError(f"{self.where(name)}: {file.size_bytes} bytes are more than the {limit} expected")
+            return file.read(0, file.size_bytes)
+        finally:
+            file.close()
+
+    def latest(self) -> Opened:
+        """The checkpoint that this names: itself, or what the file `latest` says when that is its name."""
+        folder, _, name = self.path.rpartition("/")
+        if name != LATEST:
+            return self
+        with contextlib.suppress(IsFolderError):  # somebody's own folder of this name
+            chosen = read_latest(self.system.place, folder)
+            if chosen is not None:
+                return replace(self, path=posixpath.join(folder, chosen))
+        return self
+
+
+class _Process:
+    """What the process has opened."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.systems: dict[str, FileSystem] = {}
+
+
+_processes = [_Process()]
+"""The last one is this process. Those before it are its parents': they stay as they are, since closing anything of
+theirs would speak on their connections."""
+
+
+def opened(uri: str | os.PathLike[str]) -> Opened:
+    """What `hdfs://namenode/path`, `file:///path` or a path names. Raises `UsageError` for other addresses."""
+    root, path = split(os.fspath(uri))
+    return opened_below(root, path)
+
+
+def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
+    """What lies at `path` below the root of a file system: `hdfs://namenode/` or `file:///`.
+
+    `follow=False`: of a link in a folder, the link itself and not what it leads to.
+    """
+    if root == FOLDERS:
+        # Places follow no links below their root, which here is that of the machine.
+        there = Path("/", path)
+        path = str(there.resolve() if follow else there.parent.resolve() / there.name)
+    process = _processes[-1]
+    with process.lock:
+        system = process.systems.get(root)
+        if system is None:
+            place = open_place(root)
+            files = Files(place)
+            system = FileSystem(place, files, Reading(place, cache=_node_cache(os.environ)), Writing(files))
+            process.systems[root] = system
+    return Opened(system, root, posixpath.normpath("/" + path).strip("/"))
+
+
+def close_all() -> None:
+    """Give back the connections, threads and memory of all that is open; what is opened later begins anew.
+
+    For programs that load once and then run for days. Nothing may be on its way.
+    """
+    process = _processes[-1]
+    with process.lock:
+        systems = list(process.systems.values())
+        process.systems.clear()
+    for system in systems:
+        system.writing.close()
+        system.reading.close()
+        system.place.close()
+
+
+def is_uri(uri: str) -> bool:
+    """Whether `opened` takes this."""
+    try:
+        split(uri)
+    except UsageError:
+        return False
+    return True
+
+
+def split(uri: str) -> tuple[str, str]:
+    """The root of a file system, and the path below it."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return FOLDERS, str(Path(uri).absolute())
+    authority, _, path = rest.partition("/")
+    if scheme == "file" and not authority:
+        return FOLDERS, "/" + unquote(path)
+    if scheme != "hdfs":
+        raise UsageError(f"{uri}: checkpoints are read from hdfs:// or file://", hint="hdfs://NAMENODE/PATH or a path")
+    return f"hdfs://{authority}/", path
+
+
+def _node_cache(env: Mapping[str, str]) -> Cache | None:
+    """The cache that all processes of this user share on this node, if there can be one."""
+    if env.get(CACHE) == "0":
+        return None
+    try:
+        return Cache(blocks_folder(cache_root(env, os.geteuid())))
+    except BootseerError:
+        return None  # it saves time, and nothing else depends on it
+
+
+os.register_at_fork(after_in_child=lambda: _processes.append(_Process()))

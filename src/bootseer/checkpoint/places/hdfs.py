@@ -1,0 +1,268 @@
+"""A folder of HDFS as the place of checkpoints. Made by `open`; needs the extra `hdfs`.
+
+Names, folders and writing go through `hdfs.client`, reading through its own connections to the DataNodes. Every call
+has a deadline. A file that appears whole is written under a hidden name beside it and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from bootseer.checkpoint.places.hdfs_errors import place_errors
+from bootseer.checkpoint.places.place import (
+    TEMPORARY,
+    Entry,
+    IsFolderError,
+    NotFolderError,
+    OpenFile,
+    Outcome,
+    PartWriter,
+    TakenError,
+    names_of,
+)
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.placing import PlacedWriter
+from bootseer.hdfs.status import FileStatus
+from bootseer.hdfs.writer import HdfsWriter
+
+_READ_S = 60.0
+"""For a small file."""
+_CLOCK_S = 60.0
+"""So long, the difference between the cluster's clock and ours is believed."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""A longer part becomes several blocks: DataNodes copy and check blocks as wholes."""
+
+
+class HdfsPlace:
+    """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
+
+    def __init__(self, client: HdfsClient, root: str) -> None:
+        self._client = client
+        self._root = "/".join(["", *names_of(root.strip("/"))])
+        self.uri = f"{client.uri}{self._root}"
+        self._clock: tuple[float, float] | None = None
+        self._lock = threading.Lock()
+
+    def stat(self, path: str) -> Entry:
+        """See `Place.stat`."""
+        with place_errors():
+            return self._entry(self._client.stat(self._full(path)))
+
+    def list(self, path: str) -> Iterator[Entry]:
+        """See `Place.list`."""
+        full = self._full(path)
+        with place_errors():
+            # To the end: whoever takes only some of it would leave the library's call behind, half done.
+            found = list(self._client.list(full))
+        if len(found) == 1 and found[0].path == full:
+            raise NotFolderError(f"{self._what(path)} is not a folder")
+        return map(self._entry, found)
+
+    def open(self, path: str) -> OpenFile:
+        """See `Place.open`."""
+        with place_errors():
+            # Its outcomes are those of a place but for the name of their class.
+            return cast(OpenFile, self._client.reads().open(self._full(path)))
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        """See `Place.read_bytes`."""
+        with contextlib.closing(self.open(path)) as file:
+            length = file.size_bytes - start
+            if length > limit:
+                raise PermanentError(f"{self._what(path)} has {length} bytes, more than the {limit} that it may have")
+            return self._read(file, path, start, length)
+
+    def read_first(self, path: str, length: int) -> bytes:
+        """See `Place.read_first`."""
+        with contextlib.closing(self.open(path)) as file:
+            return self._read(file, path, 0, min(length, file.size_bytes))
+
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """See `Place.write_bytes`."""
+        with self._temporary(path, data, mode) as temporary:
+            self._client.rename(temporary, self._full(path), overwrite=True)
+
+    def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
+        """See `Place.create_bytes`."""
+        try:
+            with self._temporary(path, data, mode) as temporary:
+                self._client.rename(temporary, self._full(path))
+        except TakenError:
+            return False
+        return True
+
+    def begin_parts(
+        self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
+        avoid: frozenset[str] = frozenset(),
+    ) -> Sequence[PartWriter]:  # fmt: skip
+        """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
+        with place_errors():
+            begun = self._client.begin_apart(
+                [self._full(path) for path in paths],
+                block_size=min(part_bytes, _MAX_BLOCK_BYTES),
+                mode=mode,
+                replication=replication,
+                avoid=avoid,
+            )
+        return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
+
+    def rename(self, source: str, target: str, *, replace: bool = True) -> None:
+        """See `Place.rename`."""
+        with place_errors():
+            try:
+                self._client.rename(self._full(source), self._full(target), overwrite=replace)
+            except PermanentError as error:
+                if "must both be directories" not in str(error):
+                    raise
+                if not replace:
+                    raise TakenError(f"{self._what(target)} is there already") from error
+                if self.stat(source).is_folder:
+                    raise NotFolderError(f"{self._what(target)} is not a folder") from error
+                raise IsFolderError(f"{self._what(target)} is a folder") from error
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """See `Place.delete`."""
+        if not path:
+            raise PermanentError(f"{self.uri} is the root and stays")
+        with place_errors():
+            self._client.delete(self._full(path), recursive=recursive)
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        """See `Place.make_folder`."""
+        with place_errors():
+            self._client.make_folder(self._full(path), mode=mode, parents=parents)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """See `Place.set_mode`."""
+        with place_errors():
+            self._client.set_permission(self._full(path), mode)
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """See `Place.set_owner`."""
+        with place_errors():
+            self._client.set_owner(self._full(path), owner, group)
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        """See `Place.set_mtime`. HDFS keeps milliseconds."""
+        with place_errors():
+            self._client.set_times(self._full(path), mtime_ns // 1_000_000)
+
+    def now_s(self) -> float:
+        """See `Place.now_s`. Nothing tells the NameNode's clock but the time of a file that is written now."""
+        with self._lock:
+            clock = self._clock
+        if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
+            return clock[0] + time.monotonic() - clock[1]
+        full = self._full(f"{TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            with place_errors():
+                self._client.put(full, b"")
+                now_s = self._client.stat(full).mtime_ms / 1000
+                self._client.delete(full)
+        except AccessError:
+            return time.time()  # who may not write there has no lease there
+        with self._lock:
+            self._clock = (now_s, time.monotonic())
+        return now_s
+
+    def space(self) -> tuple[int, int]:
+        """See `Place.space`."""
+        with place_errors():
+            return self._client.space()
+
+    def facts(self) -> Mapping[str, object]:
+        """See `Place.facts`."""
+        return self._client.reads().facts()
+
+    def close(self) -> None:
+        """See `Place.close`."""
+        self._client.close()
+
+    @contextlib.contextmanager
+    def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[str]:
+        """A file beside `path`, removed when it was not renamed."""
+        full = self._full(path)
+        folder = full.rpartition("/")[0]
+        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        with place_errors():
+            # Creating a file would make its folder: one that was just removed must not come back.
+            if folder and not self._client.stat(folder).is_folder:
+                raise NotFolderError(f"{self._what(path)}: its folder is a file")
+            try:
+                self._client.put(temporary, data, mode=mode)
+                yield temporary
+            except BaseException:
+                with contextlib.suppress(BootseerError):
+                    self._client.delete(temporary)
+                raise
+
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        data = bytearray(length)
+        outcomes: list[Outcome] = []
+        ended = threading.Event()
+
+        def done(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        with place_errors():
+            ticket = file.read_into(start, memoryview(data), done, deadline_s=_READ_S)
+            if not ended.wait(2 * _READ_S):
+                ticket.cancel()
+                raise TransientError(f"{self._what(path)}: not read within {2 * _READ_S:.0f} s")
+            if outcomes[0].error is not None:
+                raise outcomes[0].error
+        return bytes(data)
+
+    def _entry(self, status: FileStatus) -> Entry:
+        return Entry(
+            path=status.path[len(self._root) + 1 :],
+            is_folder=status.is_folder,
+            size_bytes=status.size_bytes,
+            mtime_ns=status.mtime_ms * 1_000_000,
+            mode=status.mode,
+            owner=status.owner,
+            group=status.group,
+            version=f"{status.mtime_ms:x}-{status.size_bytes:x}-{status.block_size:x}",
+        )
+
+    def _full(self, path: str) -> str:
+        return "/".join([self._root, *names_of(path)]) or "/"
+
+    def _what(self, path: str) -> str:
+        return f"{self._client.uri}{self._full(path)}"
+
+
+class _HdfsPart:
+    """A `PartWriter` under its path in the place."""
+
+    def __init__(self, path: str, writer: PlacedWriter | HdfsWriter) -> None:
+        self.path = path
+        self._writer = writer
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """See `PartWriter.nodes`."""
+        return self._writer.nodes
+
+    def write(self, data: bytes) -> None:
+        """See `PartWriter.write`."""
+        with place_errors():
+            self._writer.write(data)
+
+    def close(self) -> tuple[str, ...]:
+        """See `PartWriter.close`."""
+        with place_errors():
+            return self._writer.close()
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`."""
+        self._writer.abort()

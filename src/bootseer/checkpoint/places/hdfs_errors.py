@@ -1,0 +1,43 @@
+"""Errors of the HDFS client as those of a place. Called by `hdfs`.
+
+HDFS has few classes for its refusals, and one text may stand for two errors of a file system: whoever asked knows more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.hdfs.native import TakenError as NameTakenError
+
+_KINDS: dict[str, type[PermanentError]] = {
+    "PathIsNotEmptyDirectoryException": NotEmptyError,
+    "is not empty": NotEmptyError,
+    "ParentNotDirectoryException": NotFolderError,
+    "Path is not a file": IsFolderError,
+    "already exists as a directory": IsFolderError,
+    "must both be directories": IsFolderError,
+    "QuotaExceededException": NoSpaceError,
+}
+
+
+@contextlib.contextmanager
+def place_errors() -> Iterator[None]:
+    """Errors that pass through here become more exact, where HDFS says it only in words."""
+    try:
+        yield
+    except PermanentError as error:
+        exact = _exact(error)
+        if exact is error:
+            raise
+        raise exact from error
+
+
+def _exact(error: PermanentError) -> BootseerError:
+    text = str(error)
+    for part, kind in _KINDS.items():
+        if part in text:
+            return kind(text)
+    return TakenError(text) if isinstance(error, NameTakenError) else error

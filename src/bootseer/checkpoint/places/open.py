@@ -1,0 +1,55 @@
+"""The place that an address names. Called by whoever has an address: command line, mount, adapters for Python.
+
+The adapter of HDFS is imported when it is needed: it wants an extra that may be missing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bootseer.checkpoint.head import is_hidden
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.places.place import Place
+from bootseer.errors import UsageError
+
+_FORMS = "use hdfs://host:port/dir, hdfs://service/dir, file:///dir or the path of a folder"
+
+
+def open_place(uri: str) -> Place:
+    """The place at `uri`: `hdfs://host:port/dir`, `file:///dir` or `/dir`. Nothing is connected yet.
+
+    Raises `UsageError` for what is no place.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not uri or "\0" in uri:
+        raise UsageError(f"{uri!r} is no place for checkpoints", hint=_FORMS)
+    names = (rest if separator else uri).split("/")
+    if any(is_hidden(name) for name in names):
+        raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
+    if not separator:
+        return FolderPlace(Path(uri))
+    if scheme == "file":
+        if rest and not rest.startswith("/"):
+            raise UsageError(f"{uri} names no folder", hint="file:/// and the absolute path")
+        return FolderPlace(Path(rest or "/"))
+    if scheme != "hdfs":
+        raise UsageError(f"{scheme}:// is no place for checkpoints", hint=_FORMS)
+    return _open_hdfs(uri, rest)
+
+
+def _open_hdfs(uri: str, rest: str) -> Place:
+    authority, _, path = rest.partition("/")
+    if "@" in authority:
+        # It would end up in logs and process lists.
+        raise UsageError("hdfs://…: a user or password does not belong into an address", hint="set HADOOP_USER_NAME")
+    if not authority:
+        raise UsageError(f"{uri} names no file system", hint=_FORMS)
+    if {".", ".."} & set(path.split("/")):
+        raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
+    try:
+        from bootseer.checkpoint.places.hdfs import HdfsPlace
+        from bootseer.hdfs.client import HdfsClient
+    except ImportError as error:
+        missing = error.name or "hdfs-native"
+        raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error
+    return HdfsPlace(HdfsClient(authority), "/".join(name for name in path.split("/") if name))

@@ -1,0 +1,226 @@
+"""Putting a checkpoint from a local disk into a place: hidden until it is whole, then shown at once.
+
+Killed at any step, it harms nothing that is published, and readers see nothing of it; a later put into the same folder
+removes the rests. `latest` moves last. Called by `bootseer ckpt put`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
+from bootseer.checkpoint.catalog import checkpoint, missing_parts, walk
+from bootseer.checkpoint.files import Files, check_name
+from bootseer.checkpoint.latest import LATEST, move_latest
+from bootseer.checkpoint.places.place import Place, TakenError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.source import FileSource
+from bootseer.checkpoint.writing.writing import Verify, Writing
+from bootseer.errors import NotFoundError, PermanentError, UsageError
+
+_FILES_AT_ONCE = 4
+"""Files that are written side by side; their parts share the threads of the `Writing`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutSettings:
+    """How a checkpoint is put."""
+
+    replace: bool = False
+    """Take the place of what has its name."""
+    policy: Policy | None = None
+    """How its files are striped; None: as the folder's policy says."""
+    move_latest: bool = True
+    read_back: bool = False
+    """Read all that was written before it is shown, not only its lengths."""
+    lease_s: float = LEASE_S
+    writing: WritingSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A checkpoint that was published."""
+
+    path: str
+    size_bytes: int
+    num_files: int
+    num_striped: int
+    latest: str | None
+    """What `latest` names now: another one when that has a higher step; None when it was not to be moved."""
+
+
+def put_checkpoint(
+    place: Place,
+    source: Path,
+    name: str,
+    *,
+    folder: str = "",
+    settings: PutSettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Put:
+    """Publish a local folder or file as `name` in a folder of the place. Returns when all of it is durable.
+
+    `progress` hears bytes done, and in all. Raises `TakenError` when the name is taken, and `PermanentError` when the
+    source changes meanwhile.
+    """
+    settings = settings or PutSettings()
+    files = Files(place)
+    target = f"{folder}/{name}" if folder else name
+    if not name or "/" in name or name in (".", "..", LATEST):
+        raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
+    check_name(target)
+    found = _files_of(source)
+    place.make_folder(folder, parents=True)
+    collect(place, folder, lease_s=settings.lease_s)
+    _check_free(files, target, settings.replace)
+    policy = settings.policy or files.policy(folder)
+    with Attempt(place, target, lease_s=settings.lease_s) as attempt:
+        inside = Files(place, within=attempt.path)
+        _write_all(inside, attempt.path, found, policy, settings, progress)
+        _compare(inside, attempt.path, found)
+        if found.is_file:
+            attempt.publish_file(found.files[0].name, replace=settings.replace)
+        else:
+            attempt.publish(replace=settings.replace)
+    shown = checkpoint(files, target)
+    latest = move_latest(files, folder, name) if settings.move_latest else None
+    return Put(target, shown.size_bytes, shown.num_files, shown.num_striped, latest)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    """Path below the source."""
+    local: Path
+    size_bytes: int
+    mode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    is_file: bool
+    files: Sequence[_File]
+    folders: Sequence[tuple[str, int]]
+    """Paths below the source and their modes, parents first."""
+
+
+def _files_of(source: Path) -> _Source:
+    """What is to be written. Links to files are followed, as model hubs make them; other special things are refused."""
+    try:
+        status = source.stat()
+    except OSError as error:
+        raise UsageError(f"{source}: {error.strerror}", hint="name a local folder or file") from error
+    if stat.S_ISREG(status.st_mode):
+        return _Source(True, [_file(source.name, source)], [])
+    files: list[_File] = []
+    folders: list[tuple[str, int]] = []
+    for at, below, names in os.walk(source, onerror=_raise):
+        below.sort()
+        for name in sorted([*below, *names]):
+            local = Path(at, name)
+            path = local.relative_to(source).as_posix()
+            check_name(path)
+            if name in names:
+                files.append(_file(path, local))
+            elif local.is_symlink():
+                raise UsageError(f"{local} is a link to a folder", hint="copy what it shows, or put that folder")
+            else:
+                folders.append((path, stat.S_IMODE(local.stat().st_mode)))
+    if not files:
+        raise UsageError(f"{source} has no files", hint="name the folder of a checkpoint")
+    return _Source(False, files, folders)
+
+
+def _raise(error: OSError) -> None:
+    raise PermanentError(f"{error.filename}: {error.strerror}") from error
+
+
+def _file(name: str, local: Path) -> _File:
+    try:
+        status = local.stat()
+    except OSError as error:
+        raise PermanentError(f"{local}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{local} is no file", hint="sockets, pipes and devices cannot be put")
+    return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
+
+
+def _check_free(files: Files, target: str, replace: bool) -> None:
+    """Before hours of writing; what counts is the renaming at the end."""
+    if replace:
+        return
+    try:
+        files.stat(target)
+    except NotFoundError:
+        return
+    raise TakenError(f"{files.place.uri}/{target} is there already; give another name, or replace it")
+
+
+def _write_all(
+    files: Files,
+    root: str,
+    source: _Source,
+    policy: Policy,
+    settings: PutSettings,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    for path, mode in source.folders:
+        # Not what the owner may not write into yet: modes of folders come last.
+        files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
+    total = sum(file.size_bytes for file in source.files)
+    done: dict[str, int] = {}
+    lock = threading.Lock()
+    stopped = threading.Event()
+    writing = Writing(files, settings=settings.writing)
+    verify: Verify = "read" if settings.read_back else "length"
+
+    def write(file: _File) -> None:
+        def heard(count: int, _: int) -> None:
+            if stopped.is_set():  # by an error elsewhere or a signal: what is half done ends here
+                raise PermanentError(f"{file.local}: no longer written")
+            with lock:
+                done[file.name] = count
+                if progress is not None:
+                    progress(sum(done.values()), total)
+
+        with FileSource(file.local) as opened:
+            writing.write_file(
+                f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=heard
+            )
+        if _file(file.name, file.local) != file:
+            raise PermanentError(f"{file.local} was changed while it was written; put it again when it is complete")
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "bootseer-put") as threads:
+        tasks = [threads.submit(write, file) for file in source.files]
+        try:
+            wait(tasks, return_when=FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            stopped.set()
+            for task in tasks:
+                task.cancel()
+    writing.close()
+    for path, mode in reversed(source.folders):
+        files.set_mode(f"{root}/{path}", mode)
+
+
+def _compare(files: Files, root: str, source: _Source) -> None:
+    """What is there is what was to be written, as far as names and lengths tell."""
+    there = {info.path[len(root) + 1 :]: info.size_bytes for info in walk(files, root)}
+    wanted = {file.name: file.size_bytes for file in source.files}
+    lost = missing_parts(files, root)
+    if there != wanted or lost:
+        names = sorted(
+            {name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)} | set(lost)
+        )
+        raise PermanentError(f"{files.place.uri}/{root}: {', '.join(names[:3])} is not as it was written; put it again")

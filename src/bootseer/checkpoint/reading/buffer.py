@@ -1,0 +1,319 @@
+"""Pieces of files in memory: read ahead of their readers, shared by all who read the same file, bounded for all files.
+
+A piece is waiting for memory, loading, or ready; nobody changes a ready one. Who uses it holds it, and nothing that is
+held is dropped. Memory is taken before it is allocated. When there is none left, reads that somebody waits for drop
+what was read ahead and not used for longest, or wait in turn until others let go; reads ahead drop only what is used
+up or idle, and else are refused. Shared by all files of a `Reading`; `file` decides what is loaded and why.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.source import Job
+from bootseer.checkpoint.reading.timer import Timer
+from bootseer.errors import BootseerError
+
+MIN_BYTES = 8 << 20
+"""With less, the largest pieces would hardly fit."""
+_FOR_DEMAND = 4
+"""One of so many bytes is left by reads ahead to reads that somebody waits for."""
+
+
+class Key(NamedTuple):
+    """Which piece: of which file, and from where on. Pieces that nobody else can use have a `start` below zero."""
+
+    file: int
+    start: int
+
+
+class Ask(NamedTuple):
+    """A piece that somebody wants: `length` bytes of the file from `offset` on."""
+
+    key: Key
+    offset: int
+    length: int
+
+
+class _State(Enum):
+    QUEUED = 1
+    LOADING = 2
+    READY = 3
+
+
+class Held:
+    """One piece. `data` may be read while it is held and `error` is None."""
+
+    __slots__ = (
+        "data", "dropped", "error", "job", "key", "length", "load", "offset", "spent", "state", "used_s", "users",
+        "waiters",
+    )  # fmt: skip
+
+    def __init__(self, ask: Ask, load: Load) -> None:
+        self.key, self.offset, self.length = ask
+        self.data = bytearray()
+        self.error: BootseerError | None = None
+        self.job: Job | None = None
+        """Who loads it. Set by `load`."""
+        self.load = load
+        self.state = _State.QUEUED
+        self.users = 0
+        self.waiters: list[Waiter] = []
+        self.used_s = 0.0
+        self.dropped = False
+        self.spent = False
+        """Whether it was read to its end."""
+
+
+Waiter = Callable[[Held], None]
+"""Called when a piece is ready or has failed, with the piece held: `let_go` when it is not used any more."""
+Load = Callable[[Sequence[Held], bool], None]
+"""Reads pieces into their `data`; True when somebody waits. Calls `finish` for each of them when it has ended."""
+
+
+class ChunkBuffer:
+    """All pieces of all files. Calls nobody while it holds its lock."""
+
+    def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Facts) -> None:
+        if limit_bytes < MIN_BYTES:
+            raise ValueError(f"{limit_bytes} bytes of memory; reading needs {MIN_BYTES} at least")
+        self._limit = limit_bytes
+        self._idle_s = idle_s
+        self._timer = timer
+        self._facts = facts
+        self._lock = threading.Lock()
+        self._emptied = threading.Condition(self._lock)
+        self._pieces: dict[Key, Held] = {}
+        self._files: dict[int, set[Key]] = {}
+        # Ready and not held, the one that was used longest ago first; those that were read to their ends apart.
+        self._idle: OrderedDict[Key, Held] = OrderedDict()
+        self._spent: OrderedDict[Key, Held] = OrderedDict()
+        self._queue: deque[Held] = deque()
+        self._sweeping = False
+        self.taken_bytes = 0
+        """Memory in use now."""
+        self.most_bytes = 0
+        """The most memory that was ever in use."""
+
+    def take(self, num_bytes: int, *, demand: bool) -> bool:
+        """Whether so many bytes are the caller's, for a purpose of its own. `demand`: a reader waits for that."""
+        with self._lock:
+            return self._take(num_bytes, demand=demand)
+
+    def give(self, num_bytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self._give(num_bytes)
+            served = self._serve()
+        self._load(served, demand=True)
+
+    def has(self, file: int) -> bool:
+        """Whether there is any piece of a file."""
+        return file in self._files
+
+    def holds(self, key: Key) -> bool:
+        """Whether there is this piece, or it is on its way."""
+        return key in self._pieces
+
+    def want(self, asks: Sequence[Ask], load: Load, waiter: Waiter) -> None:
+        """Hold pieces, loading those that are not there: `waiter` is called for each of them, sooner or later."""
+        ready, begun, late = [], [], []
+        with self._lock:
+            for ask in asks:
+                piece = self._pieces.get(ask.key) or self._add(ask, load)
+                piece.users += 1
+                if piece.state is _State.READY:
+                    piece.spent = False
+                    self._idle.pop(ask.key, None)
+                    self._spent.pop(ask.key, None)
+                    ready.append(piece)
+                    continue
+                if piece.waiters or piece.state is _State.LOADING:
+                    late.append(piece)
+                elif not self._queue and self._take(piece.length, demand=True):
+                    begun.append(piece)
+                    piece.state = _State.LOADING
+                else:
+                    self._queue.append(piece)
+                    self._facts.add("waited_for_room")
+                piece.waiters.append(waiter)
+        for piece in late:
+            if (job := piece.job) is not None:
+                job.hurry()
+        self._load(begun, demand=True)
+        for piece in ready:
+            waiter(piece)
+
+    def ahead(self, asks: Sequence[Ask], load: Load, *, waiter: Waiter | None = None) -> tuple[int, int]:
+        """Load pieces before anybody wants them, as far as there is room.
+
+        Returns how many of them need no more asking, and the bytes of those that were begun. With a `waiter`, these are
+        held for it.
+        """
+        begun: list[Held] = []
+        done = 0
+        with self._lock:
+            for ask in asks:
+                if ask.key not in self._pieces:
+                    if self._queue or not self._take(ask.length, demand=False):
+                        break
+                    piece = self._add(ask, load)
+                    piece.state = _State.LOADING
+                    if waiter is not None:
+                        piece.users += 1
+                        piece.waiters.append(waiter)
+                    begun.append(piece)
+                done += 1
+        self._load(begun, demand=False)
+        return done, sum(piece.length for piece in begun)
+
+    def finish(self, piece: Held, error: BootseerError | None) -> None:
+        """A piece was loaded, or could not be: then it is as if nobody had asked, and the next reader tries again."""
+        with self._lock:
+            piece.job = None
+            waiters, piece.waiters = piece.waiters, []
+            if error is not None:
+                piece.error = error
+                self._remove(piece)
+            elif not piece.users:
+                self._rest(piece)
+            piece.state = _State.READY
+            served = self._serve()
+        for waiter in waiters:
+            waiter(piece)
+        self._load(served, demand=True)
+
+    def hold(self, piece: Held) -> Callable[[], None]:
+        """Hold a piece that is held already once more; call what is returned to let go."""
+        with self._lock:
+            piece.users += 1
+        return lambda: self.let_go(piece)
+
+    def let_go(self, piece: Held, *, spent: bool = False) -> None:
+        """A piece is not used any more by one of its holders. `spent`: it was read to its end."""
+        with self._lock:
+            piece.users -= 1
+            piece.spent = piece.spent or spent
+            if piece.users or piece.error is not None:
+                return
+            self._rest(piece)
+            served = self._serve()
+        self._load(served, demand=True)
+
+    def drop(self, file: int) -> None:
+        """Nobody reads this file any more: cancel what is on its way, and drop what nobody holds."""
+        with self._lock:
+            jobs = []
+            for key in list(self._files.get(file, ())):
+                piece = self._pieces[key]
+                piece.dropped = True
+                if piece.users == 0 and piece.state is _State.READY:
+                    self._remove(piece)
+                elif piece.users == 0 and piece.job is not None:
+                    jobs.append(piece.job)
+            served = self._serve()
+        for job in jobs:
+            job.cancel()
+        self._load(served, demand=True)
+
+    def cancel(self, error: BootseerError) -> None:
+        """End all reads that are on their way or wait for memory; who waits for them gets an error."""
+        with self._lock:
+            queued = list(self._queue)
+            self._queue.clear()
+            jobs = [piece.job for piece in self._pieces.values() if piece.job is not None]
+        for piece in queued:
+            self.finish(piece, error)
+        for job in jobs:
+            job.cancel()
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until nothing is held or on its way: whether it is so."""
+        with self._lock:
+            return self._emptied.wait_for(lambda: not self.taken_bytes, timeout_s)
+
+    def _load(self, pieces: Sequence[Held], *, demand: bool) -> None:
+        """Those of the same file are loaded together."""
+        groups: dict[Load, list[Held]] = {}
+        for piece in pieces:
+            piece.data = bytearray(piece.length)
+            groups.setdefault(piece.load, []).append(piece)
+        for load, group in groups.items():
+            load(group, demand)
+
+    def _add(self, ask: Ask, load: Load) -> Held:
+        piece = self._pieces[ask.key] = Held(ask, load)
+        self._files.setdefault(ask.key.file, set()).add(ask.key)
+        return piece
+
+    def _remove(self, piece: Held) -> None:
+        """Forget a piece, and give its memory back."""
+        del self._pieces[piece.key]
+        keys = self._files[piece.key.file]
+        keys.discard(piece.key)
+        if not keys:
+            del self._files[piece.key.file]
+        self._idle.pop(piece.key, None)
+        self._spent.pop(piece.key, None)
+        if piece.state is not _State.QUEUED:
+            self._give(piece.length)
+        piece.data = bytearray()
+
+    def _give(self, num_bytes: int) -> None:
+        self.taken_bytes -= num_bytes
+        if not self.taken_bytes:
+            self._emptied.notify_all()
+
+    def _rest(self, piece: Held) -> None:
+        """Nobody holds this piece now."""
+        if piece.dropped or piece.key.start < 0:
+            self._remove(piece)
+            return
+        piece.used_s = time.monotonic()
+        (self._spent if piece.spent else self._idle)[piece.key] = piece
+        if not self._sweeping:
+            self._sweeping = True
+            self._timer.after(self._idle_s, self._sweep)
+
+    def _take(self, num_bytes: int, *, demand: bool) -> bool:
+        limit = self._limit if demand else self._limit - self._limit // _FOR_DEMAND
+        idle_before = time.monotonic() - self._idle_s
+        while self.taken_bytes + num_bytes > limit:
+            if self._spent:
+                self._remove(next(iter(self._spent.values())))
+                continue
+            oldest = next(iter(self._idle.values()), None)
+            if oldest is None or (not demand and oldest.used_s > idle_before):
+                return False
+            self._remove(oldest)
+        self.taken_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.taken_bytes)
+        return True
+
+    def _serve(self) -> list[Held]:
+        """Give room to those who wait for it, in their order."""
+        served = []
+        while self._queue and self._take(self._queue[0].length, demand=True):
+            piece = self._queue.popleft()
+            piece.state = _State.LOADING
+            served.append(piece)
+        return served
+
+    def _sweep(self) -> None:
+        """Drop what has been idle for long enough."""
+        with self._lock:
+            before = time.monotonic() - self._idle_s
+            for pieces in (self._spent, self._idle):
+                while pieces and (oldest := next(iter(pieces.values()))).used_s <= before:
+                    self._remove(oldest)
+            self._sweeping = bool(self._spent or self._idle)
+            if self._sweeping:
+                self._timer.after(self._idle_s / 2, self._sweep)
+            served = self._serve()
+        self._load(served, demand=True)

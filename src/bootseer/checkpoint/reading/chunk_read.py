@@ -1,0 +1,206 @@
+"""One chunk of a striped file: from another process of this node, from its part, from its part again, or from parity.
+
+The bytes are compared with the chunk's digest before anybody hears of them. Wrong ones are asked for again where other
+nodes have them; a chunk that does not come right at all is for its row to rebuild (`row`), and ends with an error that
+names file, chunk, part and nodes when that cannot be. Made by `striped`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from bootseer.blocks.codec import digest_of
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
+from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.segments import OpenSegment
+from bootseer.checkpoint.reading.source import Want
+from bootseer.errors import BootseerError, CorruptError, TransientError
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.reading.row import Row
+
+_POLL_S = 0.01
+_MAX_WRONG = 3
+"""Wrong bytes may be a fault of the way or of one disk; three times in a row they are the part's."""
+
+
+class ChunkRead:
+    """A `Job`. While its own read is under way nobody else writes into `into`, and its row waits for its end."""
+
+    def __init__(self, means: Means, want: Want, stripe: int, *, row: Row | None = None, shared: bool = True) -> None:
+        """`shared`: leave it to another process that fetches it already."""
+        self.lane: Hashable = stripe
+        self.num_bytes = len(want.into)
+        self.chunk = want.start // CHUNK_BYTES
+        self.into = want.into
+        self.started_s: float | None = None
+        """When its own part was asked for; None: it was not."""
+        self.expected_s = 0.0
+        """How long that would take, by estimate."""
+        self.problem: BootseerError = TransientError("it was not read")
+        """What its own part came to at last."""
+        self.urgent = False
+        """Whether a reader waits for it."""
+        self.abandoned = False
+        """Whether nobody wants it any more."""
+        self._means = means
+        self._want = want
+        self._row = row
+        self._shared = shared
+        self._stopped = False
+        self._opened: OpenSegment | None = None
+        self._claimed = False
+        self._waits_until: float | None = None
+        self._wrong: list[str] = []
+        self._ticket: Ticket | None = None
+
+    @property
+    def segment(self) -> OpenSegment:
+        """Open from `start` on."""
+        if self._opened is None:
+            raise RuntimeError("this read was not started")
+        return self._opened
+
+    @property
+    def where(self) -> str:
+        """What is read, in an error's words."""
+        start = self._want.start
+        part, _ = self.segment.place_of(self.chunk)
+        return f"{self._means.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
+
+    def start(self, *, urgent: bool) -> None:
+        """See `Job.start`."""
+        self.urgent = urgent
+        self._opened = self._means.segments.acquire(self.chunk)
+        self._claim()
+
+    def hurry(self) -> None:
+        """See `Job.hurry`."""
+        self.urgent = True
+        if (ticket := self._ticket) is not None:
+            ticket.hurry()
+
+    def cancel(self) -> None:
+        """See `Job.cancel`."""
+        self.abandoned = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Have its own read end soon: its row has rebuilt it."""
+        self._stopped = True
+        if (ticket := self._ticket) is not None:
+            ticket.cancel()
+
+    def read_own(self) -> None:
+        """Ask its own part. Ends in `Row.own_ended`, or in `finish`."""
+        part, offset = self.segment.place_of(self.chunk)
+        self.expected_s = part.delay_s(offset, self.num_bytes)
+        self.started_s = time.monotonic()
+        part.then(self._part_opened)
+
+    def blame(self) -> None:
+        """Remember that the only node that has it does not give it, or not in time."""
+        part, offset = self.segment.place_of(self.chunk)
+        nodes = part.nodes(offset)
+        if len(nodes) == 1:
+            self._means.late_nodes.note(nodes[0], time.monotonic())
+
+    def is_right(self, data: memoryview) -> bool:
+        """Whether these are the bytes of the chunk."""
+        return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
+
+    def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:
+        """The end. Without an error, `into` holds the verified bytes."""
+        segment = self.segment
+        if error is None and keep:
+            self._means.keep(segment, self.chunk, self.into, self._want.hold)
+        elif self._claimed:
+            self._means.release_claim(segment, self.chunk)
+        self._means.segments.release(segment)
+        self._want.done(error)
+
+    def _claim(self) -> None:
+        """Leave the chunk to another process that fetches it already, if it does so soon."""
+        means, segment = self._means, self.segment
+        self._claimed = self._shared and means.claim(segment, self.chunk)
+        if segment.cached is not None and self._shared and not self._claimed and not self._stopped:
+            if means.is_cached(segment, self.chunk):
+                if means.read_cached(segment, self.chunk, 0, self.into):
+                    self._own_ended(None, keep=False)
+                    return
+            else:
+                now = time.monotonic()
+                if self._waits_until is None:
+                    self._waits_until = now + means.settings.claim_s
+                    means.facts.add("claims_waited")
+                if now < self._waits_until:
+                    means.timer.after(_POLL_S, self._claim)
+                    return
+        if self._row is None:
+            self.read_own()
+        else:
+            self._row.begin(self)
+
+    def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
+        if file is not None:
+            self._ask(file, frozenset(), check=False)
+        else:
+            self._own_ended(error)
+
+    def _ask(self, file: OpenFile, avoid: frozenset[str], *, check: bool) -> None:
+        """`check`: HDFS's own checksums are left out as long as the digest does the same, at less cost."""
+        if self._stopped:
+            self._own_ended(TransientError(f"{self.where}: the read was cancelled"))
+            return
+        _, offset = self.segment.place_of(self.chunk)
+
+        def arrived(outcome: Outcome) -> None:
+            self._arrived(file, outcome)
+
+        try:
+            ticket = file.read_into(
+                offset, self.into, arrived,
+                check=check, urgent=self.urgent, avoid=avoid, deadline_s=self._means.settings.deadline_s,
+            )  # fmt: skip
+        except BootseerError as error:
+            self._own_ended(error)
+            return
+        self._ticket = ticket
+        if self._stopped:
+            ticket.cancel()
+
+    def _arrived(self, file: OpenFile, outcome: Outcome) -> None:
+        facts = self._means.facts
+        if outcome.error is not None:
+            self._own_ended(outcome.error)
+            return
+        facts.add("place_bytes", self.num_bytes)
+        if self.is_right(self.into):
+            facts.add("chunks")
+            self._means.late_nodes.forget(outcome.node)
+            self._own_ended(None)
+            return
+        facts.add("wrong_chunks")
+        self._wrong.append(outcome.node)
+        _, offset = self.segment.place_of(self.chunk)
+        bad = frozenset(self._wrong) - {""}
+        others = [node for node in file.nodes(offset) if node not in bad]
+        if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
+            facts.add("retries")
+            # Where nobody else has it, the same node gets a second chance, under its own checksums.
+            self._ask(file, bad if others else frozenset(), check=not others)
+        else:
+            self._own_ended(CorruptError(f"{self.where} has wrong bytes on {', '.join(sorted(bad)) or 'disk'}"))
+
+    def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:
+        if error is not None:
+            self.problem = error
+            if not self._stopped:
+                self.blame()
+        if self._row is None:
+            self.finish(error, keep=keep)
+        else:
+            self._row.own_ended(self, error, keep=keep)

@@ -1,0 +1,145 @@
+"""An open file of a checkpoint, striped or ordinary: what readers work with. Made by `Reading.open`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bootseer.checkpoint.reading.assembly import Answer
+from bootseer.checkpoint.reading.gather import Waiting
+from bootseer.checkpoint.reading.shared_file import SharedFile
+from bootseer.checkpoint.reading.transfer import Transfer
+from bootseer.errors import BootseerError, PermanentError, TransientError
+
+Buffer = bytearray | memoryview
+
+
+class CheckpointFile:
+    """One version of a file: every byte that is read is of this version and verified, or there is an error.
+
+    Safe to use from many threads, and in a child after `fork`. All reads raise `BootseerError`.
+    """
+
+    def __init__(self, shared: SharedFile, *, is_striped: bool, release: Callable[[], None]) -> None:
+        self.path = shared.path
+        self.size_bytes = shared.size_bytes
+        self.version = shared.version
+        """Differs whenever the content may differ."""
+        self.is_striped = is_striped
+        self._shared = shared
+        self._release = release
+        self._closed = False
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A range of the file, cut at its end."""
+        length = self._length(offset, length)
+        if length >= self._shared.direct_min_bytes:
+            data = bytearray(length)
+            self.readinto(offset, data)
+            return bytes(data)
+        return bytes(self._small(offset, length)) if length else b""
+
+    def readinto(self, offset: int, buffer: Buffer) -> int:
+        """Fill the buffer from `offset` on: the number of bytes, less than its size only at the end of the file.
+
+        Large reads go straight into the buffer; it may hold anything when one fails.
+        """
+        view = memoryview(buffer).cast("B")
+        length = self._length(offset, len(view))
+        view = view[:length]
+        if length >= self._shared.direct_min_bytes:
+            _wait_for(lambda waiting: self._shared.read_large(offset, view, waiting.ended))
+        elif length:
+            view[:] = self._small(offset, length)
+        return length
+
+    def read_ranges(self, ranges: Sequence[tuple[int, Buffer]]) -> None:
+        """Fill each buffer from its offset on, many at once and in the best order. All must lie inside the file.
+
+        They go straight into the buffers, and what several have in common is read once. The buffers may hold anything
+        when one fails.
+        """
+        self._check_open()
+        views = [(offset, memoryview(buffer).cast("B")) for offset, buffer in ranges]
+        for offset, view in views:
+            if offset < 0 or offset + len(view) > self.size_bytes:
+                raise PermanentError(
+                    f"{self.path}: bytes {offset} to {offset + len(view)} of a file of {self.size_bytes}"
+                )
+        _wait_for(lambda waiting: self._shared.read_ranges(views, waiting.ended))
+
+    def read_async(self, offset: int, length: int, done: Callable[[Answer], None]) -> None:
+        """Read a range, cut at the end of the file, without waiting: `done` is called once, from any thread.
+
+        It gets the bytes, which nobody changes, or the error, and must return soon. What will probably be read next is
+        brought meanwhile.
+        """
+        try:
+            length = self._length(offset, length)
+        except BootseerError as error:
+            done(error)
+            return
+        if length:
+            self._shared.read_async(offset, length, done)
+        else:
+            done(b"")
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Bring a range into the node's cache without waiting, or into memory when there is no cache.
+
+        Gives way to all that readers wait for. Nobody hears of its errors: what it did not bring is read when it is
+        wanted.
+        """
+        length = self._length(offset, length)
+        if length:
+            self._shared.prefetch(offset, length)
+
+    def close(self) -> None:
+        """Not read any more. Reads that were begun still end. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def __enter__(self) -> CheckpointFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _small(self, offset: int, length: int) -> bytes | memoryview:
+        answers: list[Answer] = []
+        waiting = Waiting()
+
+        def done(answer: Answer) -> None:
+            answers.append(answer)
+            waiting.ended(answer if isinstance(answer, BootseerError) else None)
+
+        self._shared.read_async(offset, length, done)
+        waiting.wait()
+        answer = answers[0]
+        if isinstance(answer, BootseerError):
+            raise answer
+        return answer
+
+    def _length(self, offset: int, length: int) -> int:
+        self._check_open()
+        if offset < 0 or length < 0:
+            raise PermanentError(f"{self.path}: there are no {length} bytes at {offset}")
+        return max(min(length, self.size_bytes - offset), 0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PermanentError(f"{self.path}: this file was closed")
+
+
+def _wait_for(begin: Callable[[Waiting], Transfer | None]) -> None:
+    waiting = Waiting()
+    transfer = begin(waiting)
+    try:
+        waiting.wait()
+    except BootseerError:
+        raise
+    except BaseException:  # a signal: what runs still writes into the caller's memory
+        if transfer is not None:
+            transfer.cancel(TransientError("the read was interrupted"))
+        waiting.wait_over()
+        raise

@@ -1,0 +1,84 @@
+"""The parts of a striped file, opened when they are first read: a file of a terabyte has tens of thousands of them.
+
+Opening is a question to a server, so it is done by a few threads of its own, and whoever wants to read waits without
+holding one. Called by `segments`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from bootseer.checkpoint.head import Part
+from bootseer.checkpoint.places.place import OpenFile, Place
+from bootseer.checkpoint.reading.workers import Workers
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+
+Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
+"""Called with the open file, or with the reason why there is none."""
+
+
+class LazyPart:
+    """A part that is open, or will be when somebody asks."""
+
+    def __init__(self, place: Place, path: str, part: Part, workers: Workers) -> None:
+        self.path = path
+        self._place = place
+        self._part = part
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._file: OpenFile | None = None
+        self._waiting: list[Opened] = []
+
+    def then(self, call: Opened) -> None:
+        """Call it with the open file: at once when it is open, else from another thread."""
+        with self._lock:
+            file = self._file
+            if file is None:
+                self._waiting.append(call)
+                if len(self._waiting) > 1:
+                    return
+        if file is not None:
+            call(file, None)
+        else:
+            self._workers.call(self._open)
+
+    def nodes(self, offset: int) -> tuple[str, ...]:
+        """Who has the byte at `offset`, as far as is known."""
+        file = self._file
+        return self._part.nodes if file is None else file.nodes(offset)
+
+    def delay_s(self, offset: int, length: int) -> float:
+        """See `OpenFile.delay_s`."""
+        file = self._file
+        return 0.0 if file is None else file.delay_s(offset, length)
+
+    def close(self) -> None:
+        """Not read any more."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> None:
+        file: OpenFile | None = None
+        problem: BootseerError | None = None
+        try:
+            file = self._place.open(self.path)
+            if file.size_bytes != self._part.size_bytes:
+                problem = CorruptError(
+                    f"{self.path}, a part of a striped file, has {file.size_bytes} bytes instead of "
+                    f"{self._part.size_bytes}"
+                )
+        except NotFoundError:
+            problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
+        except BootseerError as error:
+            problem = error
+        if file is not None and problem is not None:
+            with contextlib.suppress(BootseerError):
+                file.close()
+            file = None
+        with self._lock:
+            self._file = file
+            waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call(file, problem)

@@ -1,0 +1,110 @@
+"""Bringing part of a file into the node's cache, or into memory, before anybody reads it.
+
+It keeps a bounded number of pieces under way, gives way to everybody who waits for a read, for memory or for the disk,
+and is in nobody's way when it fails: what it did not bring is read when it is wanted. Made by `shared_file`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
+from bootseer.checkpoint.reading.timer import Timer
+
+_PAUSE_S = 0.05
+_AT_ONCE = 8
+
+
+class Prefetch:
+    """One range that is being brought. Ends by itself, or by `cancel`."""
+
+    def __init__(
+        self,
+        asks: Iterable[Ask],
+        *,
+        buffer: ChunkBuffer,
+        timer: Timer,
+        load: Load,
+        is_wanted: Callable[[Ask], bool],
+        has_room: Callable[[int], bool],
+        max_bytes: int,
+        spent: bool,
+        ended: Callable[[Prefetch], None],
+    ) -> None:
+        """`is_wanted`: asked before a piece is brought. `has_room`: whether so much could be kept now. `spent`: pieces
+        are kept elsewhere, and their memory is of no more use.
+        """
+        self._left = deque(asks)
+        self._buffer = buffer
+        self._timer = timer
+        self._load = load
+        self._is_wanted = is_wanted
+        self._has_room = has_room
+        self._max_bytes = max_bytes
+        self._spent = spent
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._working = False
+        self._pausing = False
+        self._over = False
+
+    def go_on(self) -> None:
+        """Bring more, as far as there is room. Called again whenever a piece has ended."""
+        with self._lock:
+            if self._working:
+                return
+            self._working = True
+        while (batch := self._next()) is not None:
+            done, begun_bytes = self._buffer.ahead(batch, self._load, waiter=self._arrived)
+            with self._lock:
+                self._in_flight -= sum(ask.length for ask in batch) - begun_bytes
+                if done < len(batch):  # no memory for these now
+                    self._left.extendleft(reversed(batch[done:]))
+                    self._pause()
+
+    def cancel(self) -> None:
+        """Bring nothing more."""
+        with self._lock:
+            self._left.clear()
+
+    def _next(self) -> list[Ask] | None:
+        """The next pieces; None when there is no room for any, or none is left. Several at once belong to one row."""
+        batch: list[Ask] = []
+        with self._lock:
+            while self._left and len(batch) < _AT_ONCE and not self._pausing:
+                ask = self._left[0]
+                if self._in_flight + ask.length > self._max_bytes or not self._has_room(self._in_flight + ask.length):
+                    break
+                self._left.popleft()
+                if self._is_wanted(ask):
+                    batch.append(ask)
+                    self._in_flight += ask.length
+            if batch:
+                return batch
+            self._working = False
+            if self._left and not self._in_flight:
+                self._pause()
+            over = not self._left and not self._in_flight and not self._over
+            self._over = self._over or over
+        if over:
+            self._ended(self)
+        return None
+
+    def _pause(self) -> None:
+        if not self._pausing:
+            self._pausing = True
+            self._timer.after(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        with self._lock:
+            self._pausing = False
+        self.go_on()
+
+    def _arrived(self, piece: Held) -> None:
+        self._buffer.let_go(piece, spent=self._spent)
+        with self._lock:
+            self._in_flight -= piece.length
+        self.go_on()

@@ -1,0 +1,179 @@
+"""Reading checkpoints: opens files of a place, striped or ordinary, for everything that reads them.
+
+One for each process or mount. All its files share memory, threads and what is known of the node's cache; handles of the
+same version of a file share what was read ahead. Used by the mount, by the readers for PyTorch, safetensors and fsspec,
+and by the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.head import PEEK_BYTES, Head, is_head_size, parse_head, peek
+from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
+from bootseer.checkpoint.reading.donors import Donors
+from bootseer.checkpoint.reading.engine import Engine
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.reading.gather import Waiting
+from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.ordinary import Ordinary
+from bootseer.checkpoint.reading.segments import Segments
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.shared_file import SharedFile
+from bootseer.checkpoint.reading.source import Source
+from bootseer.checkpoint.reading.striped import Striped
+from bootseer.errors import BootseerError, CorruptError, PermanentError
+
+_FIRST_BYTES = 1 << 20
+"""Most heads are smaller, and one request brings them."""
+
+
+class Reading:
+    """Safe to use from many threads, and in a child after `fork`, which begins with empty memory."""
+
+    def __init__(self, place: Place, *, cache: Cache | None = None, settings: ReadingSettings | None = None) -> None:
+        """`cache`: this node's, where chunks of striped files are kept; whoever made `place` closes it."""
+        self._place = place
+        self._cache = cache
+        self._settings = settings or ReadingSettings()
+        self._facts = Facts()
+        self._numbers = count(1)
+        self._files: dict[tuple[str, str], tuple[SharedFile, int]] = {}
+        self._closed = False
+        self._begin()
+        _readings.add(self)
+
+    def open(self, path: str) -> CheckpointFile:
+        """Begin to read a file as it is now; `close` it. Raises `NotFoundError` and other `BootseerError`s."""
+        if self._closed:
+            raise PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
+        file = self._place.open(path)
+        try:
+            head = _read_head(file, path, self._settings.deadline_s)
+        except BaseException:
+            file.close()
+            raise
+        if head is None:
+            make: Callable[[Engine], Source] = partial(self._ordinary, file)
+            key = (path, file.version)
+        else:
+            file.close()
+            make = partial(self._striped, path, head)
+            key = (path, head.id)
+        with self._lock:
+            shared, users = self._files.get(key, (None, 0))
+            if shared is None:
+                shared = SharedFile(next(self._numbers), path, self._engine, make)
+            elif head is None:
+                file.close()
+            self._files[key] = (shared, users + 1)
+        if not users:
+            shared.prepare()
+        return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
+
+    def facts(self) -> dict[str, object]:
+        """Figures of all reads so far: counts of `facts.NAMES`, bytes in memory, and the place's own under `place`."""
+        return {
+            **self._facts.all(),
+            "memory_bytes": self._engine.buffer.taken_bytes,
+            "most_memory_bytes": self._engine.buffer.most_bytes,
+            "place": dict(self._place.facts()),
+        }
+
+    def close(self) -> None:
+        """Close all files and wait a little for what is to be kept. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            files = [shared for shared, _ in self._files.values()]
+            self._files.clear()
+        for shared in files:
+            shared.close()
+        self._engine.close()
+
+    def after_fork(self) -> None:
+        """In a child: the parent's threads are not here, its locks may be held for ever, its memory is not ours."""
+        self._facts = Facts()
+        self._begin()
+        for shared, _ in self._files.values():
+            shared.renew(self._engine)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._engine = Engine(self._place, self._cache, self._settings, self._facts)
+
+    def _release(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            shared, users = self._files.get(key, (None, 0))
+            if shared is None:
+                return
+            if users > 1:
+                self._files[key] = (shared, users - 1)
+                return
+            del self._files[key]
+        shared.close()
+
+    def _ordinary(self, file: OpenFile, engine: Engine) -> Source:
+        return Ordinary(file, self._settings, engine.facts)
+
+    def _striped(self, path: str, head: Head, engine: Engine) -> Source:
+        segments = Segments(
+            self._place, path, head,
+            workers=engine.workers, cache=engine.cache, keeper=engine.keeper, max_open=self._settings.max_segments,
+        )  # fmt: skip
+        means = Means(
+            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.late_nodes, engine.keeper
+        )
+        donors = None
+        if engine.cache is not None:
+            donors = Donors(engine.cache, self._settings.max_donors, self._settings.donors_s)
+        return Striped(head, means, donors)
+
+
+def _read_head(file: OpenFile, path: str, deadline_s: float) -> Head | None:
+    """The head that this file is; None when it is an ordinary file."""
+    if not is_head_size(file.size_bytes):
+        return None
+    data = _read(file, 0, min(file.size_bytes, _FIRST_BYTES), deadline_s)
+    if peek(bytes(data[:PEEK_BYTES])) is None:
+        return None
+    if len(data) < file.size_bytes:
+        data += _read(file, len(data), file.size_bytes - len(data), deadline_s)
+    try:
+        return parse_head(bytes(data))
+    except BootseerError as error:
+        kind = CorruptError if isinstance(error, CorruptError) else PermanentError
+        raise kind(f"{path}: {error}") from error
+
+
+def _read(file: OpenFile, offset: int, length: int, deadline_s: float) -> bytearray:
+    data = bytearray(length)
+    waiting = Waiting()
+
+    def done(outcome: Outcome) -> None:
+        waiting.ended(outcome.error)
+
+    file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
+    waiting.wait()
+    return data
+
+
+_readings: weakref.WeakSet[Reading] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for reading in list(_readings):
+        with contextlib.suppress(BootseerError):
+            reading.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

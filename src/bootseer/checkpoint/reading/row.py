@@ -1,0 +1,337 @@
+"""The chunks of one row that are read together, where the file has parity: any one of them follows from the others.
+
+A row decides when it begins which chunk comes last by the place's estimate, and reads the parity part in its stead if
+that comes earlier. So a slow disk is read less, and all disks, that of the parity too, share the work. Later, a chunk
+that is late, unreadable or wrong is rebuilt. Nothing that is on its way or here already is read twice: only chunks of
+the row that nobody had asked for are read for the rebuilding alone. What was rebuilt is compared with the digest of the
+chunk like everything else.
+
+Made by `striped` for each batch of reads. Two rows of the same chunks do not know each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.parity import xor_into
+from bootseer.checkpoint.places.place import OpenFile, Outcome
+from bootseer.checkpoint.reading.chunk_read import ChunkRead
+from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.parts import LazyPart
+from bootseer.checkpoint.reading.segments import OpenSegment
+from bootseer.checkpoint.reading.source import Want
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+
+_WORTH = 1.5
+_WORTH_S = 0.05
+"""Rebuilding costs some time of the processor: parity must come so much earlier."""
+_ALONE_WORTH = 2.0
+_ALONE_WORTH_S = 0.25
+"""... and much earlier where the other chunks of the row must be read for it, which nobody asked for."""
+_NO_ROOM_S = 0.05
+_LATE_S = 60.0
+
+
+class _Parity(Enum):
+    NONE = 1
+    LOADING = 2
+    HERE = 3
+    USELESS = 4
+
+
+class Row:
+    """The reads of one row in one batch. Calls nobody while it holds its lock."""
+
+    def __init__(self, means: Means, chunks: range) -> None:
+        """`chunks`: all of the row, whether they are wanted or not."""
+        self._means = means
+        self._chunks = chunks
+        self._lock = threading.Lock()
+        self._jobs: dict[int, ChunkRead] = {}
+        self._have: dict[int, memoryview] = {}
+        self._lost: set[int] = set()  # their own parts were tried, and are of no use
+        self._asked: dict[int, ChunkRead] = {}  # to be rebuilt
+        self._rebuilt: dict[int, memoryview] = {}  # for when their own reads have ended
+        self._helpers: set[int] = set()
+        self._parity = _Parity.NONE
+        self._parity_data = memoryview(b"")
+        self._why = ""
+        self._rebuilding = False
+        self._segment: OpenSegment | None = None
+        self._active = 0  # reads that have begun and not ended, of the chunks and for the rebuilding
+        self._scratch_bytes = 0
+        self._begun: set[int] = set()
+        self._chosen: int | None = None
+        self._watching = False
+        self._waits_for_room = False
+        self._num_finished = 0
+
+    def add(self, job: ChunkRead) -> None:
+        """A chunk that is wanted. Before any of them is started."""
+        self._jobs[job.chunk] = job
+
+    def begin(self, job: ChunkRead) -> None:
+        """A chunk is to be read now, by whichever way is better."""
+        segment = job.segment
+        with self._lock:
+            first = not self._begun
+            self._begun.add(job.chunk)
+            self._active += 1
+            if self._segment is None:
+                self._segment = segment
+                self._means.segments.hold(segment)
+            if first:
+                self._chosen = self._choose(segment)
+            if self._chosen == job.chunk:
+                self._asked[job.chunk] = job
+            watch, self._watching = not self._watching, True
+        if watch:
+            self._means.timer.after(self._means.settings.late_s, self._look)
+        if self._chosen == job.chunk:
+            self._go_on()
+        else:
+            job.read_own()
+
+    def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
+        """A chunk's own read has ended, and nobody writes into its memory any more."""
+        chunk = job.chunk
+        with self._lock:
+            data = self._rebuilt.pop(chunk, None)
+            if error is None or data is not None:
+                self._asked.pop(chunk, None)
+            else:
+                self._lost.add(chunk)
+                if not job.abandoned:
+                    self._asked[chunk] = job
+        if error is not None and data is not None:
+            job.into[:] = data
+            error = None
+        if error is None or job.abandoned:
+            self._finish(job, error, keep=keep)
+        self._go_on()
+
+    def _choose(self, segment: OpenSegment) -> int | None:
+        """The chunk that parity is read for from the beginning; None: each chunk is read from its own part."""
+        delays = {chunk: self._delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
+        parity_s = self._delay_s(*segment.parity_of(self._chunks.start))
+        return skipped(delays, frozenset(self._jobs), parity_s)
+
+    def _delay_s(self, part: LazyPart, offset: int) -> float:
+        """When a chunk would be here: nothing is expected of nodes that are late, but for a try now and then."""
+        nodes, late = part.nodes(offset), self._means.late_nodes
+        if late.are_late(nodes) and not late.may_try(nodes, time.monotonic()):
+            return _LATE_S
+        return part.delay_s(offset, CHUNK_BYTES)
+
+    def _look(self) -> None:
+        """Have chunks rebuilt that are late."""
+        settings = self._means.settings
+        with self._lock:
+            if not self._active:
+                self._watching = False
+                return
+            now = time.monotonic()
+            for chunk in self._begun - self._have.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
+                job = self._jobs[chunk]
+                if job.started_s is None:
+                    continue
+                waited_s = now - job.started_s
+                if waited_s >= max(settings.late_s, settings.late_factor * job.expected_s) and self._pays(waited_s):
+                    self._asked[chunk] = job
+                    job.blame()
+        self._means.timer.after(settings.late_s / 2, self._look)
+        self._go_on()
+
+    def _pays(self, waited_s: float) -> bool:
+        """Whether reading what the rebuilding needs besides would probably take less than has been waited already."""
+        segment = self._segment
+        missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._have]
+        if segment is None:
+            return False
+        return all(part.delay_s(offset, CHUNK_BYTES) < waited_s for part, offset in map(segment.place_of, missing))
+
+    def _go_on(self) -> None:
+        """Do what can be done now."""
+        while True:
+            with self._lock:
+                step = self._next_step()
+            if step is None:
+                break
+            step()
+        self._tidy()
+
+    def _next_step(self) -> Callable[[], None] | None:
+        for chunk, job in list(self._asked.items()):
+            missing = [other for other in self._chunks if other != chunk and other not in self._have]
+            hopeless = self._parity is _Parity.USELESS or not self._lost.isdisjoint(missing)
+            contested = not self._asked.keys().isdisjoint(missing)
+            untried = job.started_s is None
+            if hopeless or (contested and untried):
+                del self._asked[chunk]
+                if untried:
+                    return job.read_own
+                if chunk in self._lost:
+                    return partial(self._finish, job, self._error(job, missing), keep=False)
+            elif not contested and not self._rebuilding:
+                step = self._next_of(job, missing)
+                if step is not None:
+                    return step
+        return None
+
+    def _next_of(self, job: ChunkRead, missing: list[int]) -> Callable[[], None] | None:
+        """What the rebuilding of one chunk needs next; None: to wait."""
+        if self._parity is _Parity.HERE and not missing:
+            del self._asked[job.chunk]
+            self._rebuilding = True
+            return partial(self._rebuild, job)
+        helpers = [chunk for chunk in missing if chunk not in self._jobs and chunk not in self._helpers]
+        needs_parity = self._parity is _Parity.NONE
+        if not needs_parity and not helpers:
+            return None
+        if not self._means.buffer.take(CHUNK_BYTES, demand=job.urgent):
+            if job.started_s is None:
+                del self._asked[job.chunk]
+                return job.read_own
+            if not self._waits_for_room:
+                self._waits_for_room = True
+                self._means.timer.after(_NO_ROOM_S, self._try_again)
+            return None
+        self._active += 1
+        self._scratch_bytes += CHUNK_BYTES
+        if needs_parity:
+            self._parity = _Parity.LOADING
+            return partial(self._load_parity, job.segment)
+        self._helpers.add(helpers[0])
+        return partial(self._help, job.segment, helpers[0])
+
+    def _try_again(self) -> None:
+        with self._lock:
+            self._waits_for_room = False
+        self._go_on()
+
+    def _load_parity(self, segment: OpenSegment) -> None:
+        part, offset = segment.parity_of(self._chunks.start)
+        data = memoryview(bytearray(segment.index.length(self._chunks.start - segment.first_chunk)))
+
+        def arrived(outcome: Outcome) -> None:
+            if outcome.error is None:
+                self._means.facts.add("place_bytes", len(data))
+            self._parity_arrived(data, outcome.error)
+
+        def opened(file: OpenFile | None, error: BootseerError | None) -> None:
+            if file is None:
+                self._parity_arrived(data, error)
+                return
+            try:
+                # No checksums of the place: what is rebuilt has a digest.
+                file.read_into(offset, data, arrived, check=False, deadline_s=self._means.settings.deadline_s)
+            except BootseerError as refused:
+                self._parity_arrived(data, refused)
+
+        part.then(opened)
+
+    def _parity_arrived(self, data: memoryview, error: BootseerError | None) -> None:
+        with self._lock:
+            self._active -= 1
+            self._parity = _Parity.HERE if error is None else _Parity.USELESS
+            self._parity_data = data
+            self._why = str(error)
+        self._go_on()
+
+    def _help(self, segment: OpenSegment, chunk: int) -> None:
+        """Read a chunk that nobody asked for. It has no row: if its part is of no use either, nothing helps."""
+        start = chunk * CHUNK_BYTES
+        data = memoryview(bytearray(segment.index.length(chunk - segment.first_chunk)))
+
+        def arrived(error: BootseerError | None) -> None:
+            with self._lock:
+                self._active -= 1
+                if error is None:
+                    self._have[chunk] = data
+                else:
+                    self._lost.add(chunk)
+            self._go_on()
+
+        ChunkRead(self._means, Want(start, data, arrived), 0, shared=False).start(urgent=True)
+
+    def _rebuild(self, job: ChunkRead) -> None:
+        others = [self._have[chunk] for chunk in self._chunks if chunk != job.chunk]
+        data = self._parity_data
+        xor_into(data, *others)
+        data = data[: job.num_bytes]
+        right = job.is_right(data)
+        with self._lock:
+            self._rebuilding = False
+            running = job.started_s is not None and job.chunk not in self._lost
+            here = job.chunk in self._have  # by its own part, meanwhile
+            self._asked.pop(job.chunk, None)
+            self._parity = _Parity.NONE if right else _Parity.USELESS  # its bytes are those of the chunk now
+            if not right:
+                self._why = "the parity part has wrong bytes"
+                if not here:
+                    self._asked[job.chunk] = job
+            elif running and not here:
+                self._rebuilt[job.chunk] = data
+        if not right:
+            self._means.facts.add("wrong_chunks")
+        elif not here:
+            self._means.facts.add("rebuilt")
+            if running:
+                job.stop()
+            else:
+                job.into[:] = data
+                self._finish(job, None, keep=True)
+
+    def _finish(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
+        with self._lock:
+            if error is None:
+                self._have[job.chunk] = job.into
+        job.finish(error, keep=keep)
+        with self._lock:
+            self._num_finished += 1
+            if job.chunk in self._begun:
+                self._active -= 1
+
+    def _tidy(self) -> None:
+        """Give back what was taken for the rebuilding when nothing is under way. What comes later begins anew."""
+        with self._lock:
+            if self._active or self._rebuilding or self._segment is None:
+                return
+            segment, self._segment = self._segment, None
+            given, self._scratch_bytes = self._scratch_bytes, 0
+            self._parity = _Parity.NONE
+            self._parity_data = memoryview(b"")
+            for chunk in self._helpers:
+                self._have.pop(chunk, None)
+            self._lost -= self._helpers
+            self._helpers.clear()
+            if self._num_finished == len(self._jobs):
+                self._have.clear()  # the memory is its owners' again
+        self._means.segments.release(segment)
+        self._means.buffer.give(given)
+
+    def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
+        gone = [str(chunk) for chunk in missing if chunk in self._lost]
+        why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
+        message = f"{job.problem}; it cannot be rebuilt from the others of its row: {why}"
+        for kind in (CorruptError, PermanentError):
+            if isinstance(job.problem, kind):
+                return kind(message)
+        return TransientError(message)
+
+
+def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:
+    """Which chunk of a row to compute from parity; None: none of them.
+
+    `delays`: when each chunk of the row would be here, in seconds; `wanted`: those that somebody asked for.
+    """
+    last = max(wanted, key=lambda chunk: delays[chunk])
+    others = [delay_s for chunk, delay_s in delays.items() if chunk not in wanted]
+    instead_s = max([parity_s, *others])
+    worth, worth_s = (_ALONE_WORTH, _ALONE_WORTH_S) if others else (_WORTH, _WORTH_S)
+    return last if delays[last] > instead_s * worth + worth_s else None

@@ -1,0 +1,128 @@
+"""The segments of one striped file that are open: their parts, and where they are kept in the node's cache.
+
+Few are open at once, however many there are: those that were used last, and those that are in use. Called by `striped`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from bootseer.cache.cache import Cache
+from bootseer.cache.file import CachedFile
+from bootseer.checkpoint.head import Head, Segment, part_path
+from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
+from bootseer.checkpoint.places.place import Place
+from bootseer.checkpoint.reading.keeper import Keeper
+from bootseer.checkpoint.reading.parts import LazyPart
+from bootseer.checkpoint.reading.workers import Workers
+from bootseer.errors import BootseerError
+
+
+class OpenSegment:
+    """One segment. `cached` is None when there is no cache, or none that can be used."""
+
+    def __init__(self, segment: Segment, parts: list[LazyPart], cached: CachedFile | None) -> None:
+        self.segment = segment
+        self.index = segment.index
+        self.first_chunk = segment.start // CHUNK_BYTES
+        self.parts = parts
+        """In the order of the stripes, and behind them the parity if there is one."""
+        self.cached = cached
+        self.users = 0
+
+    def place_of(self, chunk: int) -> tuple[LazyPart, int]:
+        """Part of a chunk of the file, and its offset there."""
+        stripe, offset = chunk_place(chunk - self.first_chunk, self.segment.stripes)
+        return self.parts[stripe], offset
+
+    def parity_of(self, chunk: int) -> tuple[LazyPart, int]:
+        """The parity part, and the offset of this chunk's row there. Only where there is parity."""
+        return self.parts[-1], chunk_place(chunk - self.first_chunk, self.segment.stripes)[1]
+
+
+class Segments:
+    """The open segments of one file."""
+
+    def __init__(
+        self,
+        place: Place,
+        path: str,
+        head: Head,
+        *,
+        workers: Workers,
+        cache: Cache | None,
+        keeper: Keeper | None,
+        max_open: int,
+    ) -> None:
+        self._place = place
+        self._path = path
+        self._head = head
+        self._workers = workers
+        self._cache = cache
+        self._keeper = keeper
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, OpenSegment] = OrderedDict()
+        self._closed = False
+
+    def acquire(self, chunk: int) -> OpenSegment:
+        """The segment of a chunk of the file; `release` it afterwards."""
+        number = self._head.segment_at(chunk * CHUNK_BYTES)
+        with self._lock:
+            opened = self._open.get(number)
+            if opened is None:
+                opened = self._open[number] = self._opened(self._head.segments[number])
+            else:
+                self._open.move_to_end(number)
+            opened.users += 1
+            closing = self._surplus()
+        self._close(closing)
+        return opened
+
+    def release(self, opened: OpenSegment) -> None:
+        """A segment is not used any more by one of its users."""
+        with self._lock:
+            opened.users -= 1
+            closing = self._surplus()
+        self._close(closing)
+
+    def hold(self, opened: OpenSegment) -> None:
+        """Use an acquired segment once more."""
+        with self._lock:
+            opened.users += 1
+
+    def close(self) -> None:
+        """Close all segments, those in use when they are released."""
+        with self._lock:
+            self._closed = True
+            closing = self._surplus()
+        self._close(closing)
+
+    def _surplus(self) -> list[OpenSegment]:
+        """Take out what is to be closed. Called with the lock."""
+        surplus = len(self._open) if self._closed else len(self._open) - self._max_open
+        if surplus <= 0:
+            return []
+        unused = [number for number, opened in self._open.items() if not opened.users]
+        return [self._open.pop(number) for number in unused[:surplus]]
+
+    def _opened(self, segment: Segment) -> OpenSegment:
+        parts = [
+            LazyPart(self._place, part_path(self._path, self._head.id, part.name), part, self._workers)
+            for part in segment.all_parts
+        ]
+        cached: CachedFile | None = None
+        if self._cache is not None:
+            try:
+                cached = self._cache.open(segment.index)
+            except BootseerError:
+                cached = None  # the cache saves time, and nothing depends on it
+        return OpenSegment(segment, parts, cached)
+
+    def _close(self, closing: list[OpenSegment]) -> None:
+        for opened in closing:
+            for part in opened.parts:
+                part.close()
+            if opened.cached is not None and self._keeper is not None:
+                self._keeper.close_file(opened.cached)

@@ -1,0 +1,255 @@
+"""One version of one file, for all who have it open: small reads through chunks that are read ahead and shared, large
+reads straight into the caller's memory.
+
+Made by `reading`; `file` has what callers see.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count, pairwise
+
+from bootseer.checkpoint.ahead import Advice, Ahead
+from bootseer.checkpoint.reading.assembly import Answer, Assembly
+from bootseer.checkpoint.reading.buffer import Ask, Held, Key
+from bootseer.checkpoint.reading.engine import Engine
+from bootseer.checkpoint.reading.gather import Gather
+from bootseer.checkpoint.reading.overlaps import apart
+from bootseer.checkpoint.reading.prefetch import Prefetch
+from bootseer.checkpoint.reading.source import Done, Source, Want
+from bootseer.checkpoint.reading.transfer import Transfer
+from bootseer.errors import BootseerError
+
+_Slice = tuple[int, memoryview]
+"""Bytes of the file from an offset on, and where they are to go."""
+
+
+class SharedFile:
+    """Safe to use from many threads."""
+
+    def __init__(self, number: int, path: str, engine: Engine, make_source: Callable[[Engine], Source]) -> None:
+        """`number` tells it from all other files of the engine. `make_source` is called again after a fork."""
+        self.number = number
+        self.path = path
+        self._make_source = make_source
+        self.renew(engine)
+        self.size_bytes = self._source.size_bytes
+        self.version = self._source.version
+        self.direct_min_bytes = engine.settings.direct_min_bytes
+        """Reads from this size on go straight into the caller's memory."""
+
+    def renew(self, engine: Engine) -> None:
+        """Begin, or begin anew in a forked child, with nothing of the parent's but what was opened."""
+        self._engine = engine
+        self._source = self._make_source(engine)
+        row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
+        self._ahead = Ahead(self._source.size_bytes, engine.settings.ahead, row_bytes=row_bytes)
+        self._lock = threading.Lock()
+        self._prefetches: set[Prefetch] = set()
+        self._alone = count(1)
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Look for what this node has of it. Not needed, and takes a moment."""
+        self._source.prepare()
+
+    def read_async(self, offset: int, length: int, done: Callable[[Answer], None]) -> None:
+        """See `CheckpointFile.read_async`; the range lies inside the file and is not empty."""
+        engine = self._engine
+        engine.facts.add("reads")
+        advice = self._note(offset, length)
+        if length >= self.direct_min_bytes:
+            whole = memoryview(bytearray(length))
+            self.read_ranges([(offset, whole)], lambda error: done(error or whole))
+        elif not self._read_local(offset, length, done):
+            asks = self._asks(offset, length)
+            if not (advice.sequential or self._source.whole_units or any(engine.buffer.holds(ask.key) for ask in asks)):
+                asks = [Ask(Key(self.number, -next(self._alone)), offset, length)]
+            engine.buffer.want(asks, self._load, Assembly(engine.buffer, offset, length, len(asks), done).arrived)
+        self._bring(advice)
+
+    def read_large(self, offset: int, into: memoryview, then: Done) -> Transfer | None:
+        """Like `read_ranges`, of one range that others may follow."""
+        self._engine.facts.add("reads")
+        advice = self._note(offset, len(into))
+        transfer = self.read_ranges([(offset, into)], then)
+        self._bring(advice)
+        return transfer
+
+    def read_ranges(self, ranges: Sequence[_Slice], then: Done) -> Transfer | None:
+        """Fill memory with ranges that lie inside the file. `then` is called once when nobody writes into any of it.
+
+        Blocks for what lies on this node's disk. Returns what can be cancelled.
+        """
+        pieces, copies = apart([(offset, offset + len(into)) for offset, into in ranges])
+
+        def view(number: int, start: int, end: int) -> memoryview:
+            offset, into = ranges[number]
+            return into[start - offset : end - offset]
+
+        def over(error: BootseerError | None) -> None:
+            if error is None:
+                for copy in copies:
+                    span = (copy.start, copy.end)
+                    view(copy.number, *span)[:] = view(copy.source, *span)
+            then(error)
+
+        gather = Gather(over)
+        local: list[_Slice] = []
+        transfer = self._fetch(
+            [(piece.start, view(piece.number, piece.start, piece.end)) for piece in pieces], gather, local
+        )
+        damaged = [one for one in local if not self._source.read_local(*one)]
+        if damaged:
+            self._fetch(damaged, gather, None)
+        gather.ended()
+        return transfer
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """See `CheckpointFile.prefetch`."""
+        engine = self._engine
+        keeper = engine.keeper if self._source.whole_units else None
+        if keeper is None:  # memory is all there is, and it is for what comes soon
+            length = min(length, engine.settings.memory_bytes // 2)
+        run = Prefetch(
+            self._asks(offset, length),
+            buffer=engine.buffer,
+            timer=engine.timer,
+            load=self._load,
+            is_wanted=lambda ask: not self._source.is_local(ask.offset),
+            has_room=keeper.has_room if keeper is not None else lambda _: True,
+            max_bytes=engine.settings.prefetch_bytes,
+            spent=keeper is not None,
+            ended=self._prefetches.discard,
+        )
+        with self._lock:
+            if self._closed:
+                return
+            self._prefetches.add(run)
+        run.go_on()
+
+    def close(self) -> None:
+        """Nobody has it open any more."""
+        with self._lock:
+            self._closed = True
+            prefetches = list(self._prefetches)
+        for run in prefetches:
+            run.cancel()
+        self._engine.buffer.drop(self.number)
+        self._source.close()
+
+    def _note(self, offset: int, length: int) -> Advice:
+        with self._lock:
+            limit = self._engine.share_bytes(self.number, max(self._ahead.num_streams, 1))
+            return self._ahead.note(offset, length, limit)
+
+    def _bring(self, advice: Advice) -> None:
+        """Follow an advice, as far as there is memory."""
+        if advice.start >= advice.end or self._closed:
+            return
+        asks = [
+            ask
+            for ask in self._asks(advice.start, advice.end - advice.start)
+            if not self._engine.buffer.holds(ask.key) and not self._source.is_local(ask.offset)
+        ]
+        if advice.backward:
+            asks.reverse()
+        done, _ = self._engine.buffer.ahead(asks, self._load)
+        if done < len(asks):
+            rest = asks[done:]
+            start, end = min(ask.offset for ask in rest), max(ask.offset + ask.length for ask in rest)
+            with self._lock:
+                self._ahead.refused(advice, max(start, advice.start), min(end, advice.end))
+
+    def _asks(self, offset: int, length: int) -> list[Ask]:
+        """The units of a range."""
+        unit = self._source.unit_bytes
+        end = min(offset + length, self._source.size_bytes)
+        first = offset // unit * unit
+        return [
+            Ask(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
+            for start in range(first, end, unit)
+        ]
+
+    def _read_local(self, offset: int, length: int, done: Callable[[Answer], None]) -> bool:
+        """Answer from this node's disk, if all of it is there."""
+        source, unit, end = self._source, self._source.unit_bytes, offset + length
+        starts = range(offset // unit * unit, end, unit)
+        if not all(source.is_local(start) for start in starts):
+            return False
+        data = memoryview(bytearray(length))
+        for start in starts:
+            low, high = max(start, offset), min(start + unit, end)
+            if not source.read_local(low, data[low - offset : high - offset]):
+                return False
+        done(data)
+        return True
+
+    def _load(self, pieces: Sequence[Held], urgent: bool) -> None:
+        """Read pieces for the buffer."""
+        buffer = self._engine.buffer
+        ordered = sorted(pieces, key=lambda piece: piece.offset)
+        jobs = self._source.jobs(
+            [
+                Want(piece.offset, memoryview(piece.data), partial(buffer.finish, piece), partial(buffer.hold, piece))
+                for piece in ordered
+            ]
+        )
+        for piece, job in zip(ordered, jobs, strict=True):
+            piece.job = job
+        for job in jobs:
+            job.start(urgent=urgent)
+
+    def _fetch(self, slices: Sequence[_Slice], gather: Gather, local: list[_Slice] | None) -> Transfer | None:
+        """Read slices that do not overlap, in the order of the file; `local` gets what is on this node's disk."""
+        direct: list[_Slice] = []
+        shared: dict[Ask, list[_Slice]] = {}
+        for offset, into in slices:
+            self._divide(offset, into, direct, shared, local)
+        if shared:
+            gather.expect(len(shared))
+            asks = {ask.key: parts for ask, parts in shared.items()}
+
+            def arrived(piece: Held) -> None:
+                if piece.error is None:
+                    data = memoryview(piece.data)
+                    for offset, into in asks[piece.key]:
+                        into[:] = data[offset - piece.offset : offset - piece.offset + len(into)]
+                self._engine.buffer.let_go(piece)
+                gather.ended(piece.error)
+
+            self._engine.buffer.want(list(shared), self._load, arrived)
+        if not direct:
+            return None
+        gather.expect()
+        transfer = Transfer(self._source, direct, max_bytes=self._engine.settings.direct_bytes, then=gather.ended)
+        transfer.start()
+        return transfer
+
+    def _divide(
+        self,
+        offset: int,
+        into: memoryview,
+        direct: list[_Slice],
+        shared: dict[Ask, list[_Slice]],
+        local: list[_Slice] | None,
+    ) -> None:
+        """Whole units go straight into the caller's memory; others, and those at hand, are copied from the buffer."""
+        source, buffer = self._source, self._engine.buffer
+        end = offset + len(into)
+        if not source.whole_units and not buffer.has(self.number):
+            step = self._engine.settings.piece_bytes
+            starts = [offset, *range((offset // step + 1) * step, end, step), end]
+            direct += [(low, into[low - offset : high - offset]) for low, high in pairwise(starts)]
+            return
+        for ask in self._asks(offset, end - offset):
+            low, high = max(ask.offset, offset), min(ask.offset + ask.length, end)
+            part = (low, into[low - offset : high - offset])
+            if local is not None and source.is_local(ask.offset):
+                local.append(part)
+            elif buffer.holds(ask.key) or (source.whole_units and high - low < ask.length):
+                shared.setdefault(ask, []).append(part)
+            else:
+                direct.append(part)

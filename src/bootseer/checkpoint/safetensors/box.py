@@ -1,0 +1,90 @@
+"""Which bytes hold a slice of a tensor: as few requests as it takes, and no more bytes than they are worth.
+
+Called by `tensor_slice`. Decides and reads nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import NamedTuple, SupportsIndex, cast
+
+from bootseer.checkpoint.spans import GAP_BYTES
+
+Index = int | slice | EllipsisType
+
+
+class Box(NamedTuple):
+    """A slice of a tensor: in each dimension a first element and a number, and what to do with them then."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    then: tuple[int | slice, ...]
+    """Index into the box: steps, and dimensions that an int removes."""
+
+
+def box_of(shape: Sequence[int], index: Index | tuple[Index, ...]) -> Box:
+    """The box of an index as Python writes it. Raises `IndexError` and `TypeError` as PyTorch does."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if given.count(...) > 1:
+        raise IndexError("an index can have one ellipsis")
+    if ... not in given:
+        given.append(...)
+    at = given.index(...)
+    if len(given) - 1 > len(shape):
+        raise IndexError(f"{len(given) - 1} indexes for a tensor of {len(shape)} dimensions")
+    given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + 1)
+    boxes = [_of_one(size, one) for size, one in zip(shape, given, strict=True)]
+    return Box(tuple(one[0] for one in boxes), tuple(one[1] for one in boxes), tuple(one[2] for one in boxes))
+
+
+def _of_one(size: int, index: Index) -> tuple[int, int, int | slice]:
+    if isinstance(index, slice):
+        start, stop, step = index.indices(size)
+        if step < 1:
+            raise IndexError("a step must be positive")
+        chosen = range(start, stop, step)
+        return (start, chosen[-1] - start + 1, slice(None, None, step)) if chosen else (0, 0, slice(None))
+    if isinstance(index, bool):
+        raise TypeError("a tensor in a file cannot be indexed by bool")
+    number = operator.index(cast(SupportsIndex, index))
+    if not -size <= number < size:
+        raise IndexError(f"index {number} in a dimension of {size}")
+    return number % size, 1, 0
+
+
+class Runs(NamedTuple):
+    """Bytes of a tensor in runs of equal length, one for each index of the outer dimensions of a box."""
+
+    starts: list[int]
+    """Of each run, in bytes from the first element of the tensor on; in the order of the outer dimensions' indexes."""
+    length: int
+    num_outer: int
+    """How many dimensions are outer ones."""
+
+
+def runs_of(shape: Sequence[int], box: Box, itemsize: int, gap_bytes: int = GAP_BYTES) -> Runs:
+    """What to read for a box that is not empty: where elements in between cost less than a request, they are read."""
+    strides = strides_of(shape)
+    length = itemsize
+    outer = len(shape)
+    while outer:
+        step = strides[outer - 1] * itemsize
+        count = box.counts[outer - 1]
+        if count > 1 and step - length > gap_bytes:
+            break
+        length += (count - 1) * step
+        outer -= 1
+    first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True)) * itemsize
+    starts = [
+        first + sum(number * stride for number, stride in zip(numbers, strides[:outer], strict=True)) * itemsize
+        for numbers in itertools.product(*map(range, box.counts[:outer]))
+    ]
+    return Runs(starts, length, outer)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dimension of a tensor that is stored in order."""
+    return tuple(itertools.accumulate(reversed(shape), operator.mul, initial=1))[-2::-1] if shape else ()

@@ -1,0 +1,208 @@
+"""Tensors from safetensors files, alone or as a model of many files.
+
+All headers are read at the same time, then all tensors, many reads in flight, straight into the memory that the
+tensors keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from bootseer.checkpoint.opened import Opened, opened
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.safetensors.dtypes import dtype_of
+from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
+from bootseer.checkpoint.safetensors.tensor_slice import TensorSlice, shape_of
+from bootseer.checkpoint.spans import Range, Span, join, spread
+from bootseer.checkpoint.tensor_memory import arena, memory_of
+from bootseer.errors import CorruptError, NotFoundError, UsageError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_INDEX_BYTES = 256 << 20
+_SPAN_BYTES = 64 << 20
+_THREADS = 8
+_ALIGNMENT = 64
+
+Device = str | int | torch.device
+
+
+def load_file(
+    uri: str | os.PathLike[str], device: Device = "cpu", names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, or those of `names` only.
+
+    Raises `NotFoundError` for a file or name that is not there, `CorruptError` for a damaged file.
+    """
+    file = opened(uri)
+    wanted = None if names is None else {"": names}
+    return _load(file, [""], device, wanted)
+
+
+def load_sharded(
+    uri: str | os.PathLike[str], device: Device = "cpu", names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a model in a folder: of the files that `model.safetensors.index.json` lists, or of its only file.
+
+    With `names` those tensors only, and no other file is touched. Raises as `load_file` does.
+    """
+    folder = opened(uri).latest()
+    try:
+        index = folder.read_bytes(INDEX, _MAX_INDEX_BYTES)
+    except NotFoundError:
+        return _load(folder, [SINGLE], device, None if names is None else {SINGLE: names})
+    by_file = _files_of(index, folder.where(INDEX), names)
+    return _load(folder, sorted(by_file), device, by_file)
+
+
+def _files_of(index: bytes, where: str, names: Collection[str] | None) -> dict[str, list[str]]:
+    """The tensors to read from each file."""
+    try:
+        weights = json.loads(index)["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{where}: not the index of a model: {type(error).__name__}: {error}") from None
+    if not isinstance(weights, dict) or not all(_is_beside(file) for file in weights.values()):
+        raise CorruptError(f"{where}: names files that are not in its folder")
+    by_file: dict[str, list[str]] = {}
+    for name in weights if names is None else dict.fromkeys(names):
+        if name not in weights:
+            raise NotFoundError(f"{where}: has no tensor {name}")
+        by_file.setdefault(weights[name], []).append(name)
+    return by_file
+
+
+def _is_beside(file: object) -> bool:
+    return isinstance(file, str) and bool(file) and not file.startswith("/") and ".." not in file.split("/")
+
+
+def _load(
+    folder: Opened, files: list[str], device: Device, names: Mapping[str, Collection[str]] | None
+) -> dict[str, torch.Tensor]:
+    with contextlib.ExitStack() as to_close, ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+
+        def begin(name: str) -> _File:
+            file = folder.open(name)
+            to_close.callback(file.close)
+            where = folder.where(name) if name else folder.uri
+            header = read_header(file, where)
+            return _File(file, header, _chosen(header, None if names is None else names[name], where))
+
+        def read(job: tuple[str, Span[_Named]]) -> dict[str, torch.Tensor]:
+            of_file = found[job[0]]
+            return _read_span(of_file.file, of_file.header.data, job[1], device)
+
+        found = dict(zip(files, threads.map(begin, files), strict=True))
+        tensors = {name: torch.empty(0) for one in found.values() for name in one.chosen}  # in the order of the files
+        for some in threads.map(read, spread({name: one.spans() for name, one in found.items()})):
+            tensors.update(some)
+        return tensors
+
+
+_Named = tuple[str, TensorEntry]
+
+
+class _File(NamedTuple):
+    file: CheckpointFile
+    header: Header
+    chosen: Mapping[str, TensorEntry]
+
+    def spans(self) -> list[Span[_Named]]:
+        """What to read for the chosen tensors."""
+        begin = self.header.data
+        ranges = (
+            Range(begin + one.start, begin + one.start + one.length, (name, one)) for name, one in self.chosen.items()
+        )
+        return join(ranges, max_bytes=_SPAN_BYTES)
+
+
+def _chosen(header: Header, names: Iterable[str] | None, where: str) -> dict[str, TensorEntry]:
+    if names is None:
+        return dict(header.tensors)
+    missing = [name for name in names if name not in header.tensors]
+    if missing:
+        raise NotFoundError(f"{where}: has no tensor {missing[0]}")
+    return {name: header.tensors[name] for name in names}
+
+
+def _read_span(file: CheckpointFile, data: int, span: Span[_Named], device: Device) -> dict[str, torch.Tensor]:
+    # Writers align tensors to each other, counted from the end of the header: kept, so that nothing has to be moved.
+    shift = (span.start - data) % _ALIGNMENT
+    view = memory_of(arena(shift + span.end - span.start))
+    if span.end > span.start:
+        file.read_ranges([(span.start, view[shift:])])
+    found = {}
+    for one in span.ranges:
+        name, entry = one.what
+        at = shift + one.start - span.start
+        found[name] = _tensor(view[at : at + entry.length], entry, at).to(device)
+    return found
+
+
+def _tensor(content: memoryview, entry: TensorEntry, at: int) -> torch.Tensor:
+    """The tensor in these bytes, without a copy where they are aligned. It has a storage of its own: what saves one
+    tensor does not save its neighbours with it."""
+    dtype = dtype_of(entry.dtype)
+    if not content:
+        return torch.empty(shape_of(entry), dtype=dtype)
+    if at % dtype.itemsize:
+        aligned = memory_of(arena(len(content)))
+        aligned[:] = content
+        content = aligned
+    return torch.frombuffer(content, dtype=dtype).reshape(shape_of(entry))
+
+
+class safe_open:  # noqa: N801 - the name that users know
+    """A safetensors file of which tensors, or parts of them, are read when they are asked for.
+
+    As safetensors' own `safe_open`, with an address in place of a path. Use it as a context manager.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], framework: str = "pt", device: Device = "cpu") -> None:
+        if framework not in ("pt", "torch", "pytorch"):
+            raise UsageError(f"{framework}: tensors are made for PyTorch only", hint='framework="pt"')
+        where = opened(uri)
+        self._where = where.uri
+        self._device = device
+        self._file = where.open()
+        try:
+            self._header = read_header(self._file, self._where)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def keys(self) -> list[str]:
+        """The names of the tensors."""
+        return sorted(self._header.tensors)
+
+    def offset_keys(self) -> list[str]:
+        """The names in the order of the tensors in the file."""
+        return sorted(self._header.tensors, key=lambda name: self._header.tensors[name].start)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the writer noted, if anything."""
+        return dict(self._header.metadata) or None
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor. Raises `NotFoundError`."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be indexed; nothing is read before. Raises `NotFoundError`."""
+        entry = _chosen(self._header, [name], self._where)[name]
+        return TensorSlice(self._file, self._header.data, entry, self._device)

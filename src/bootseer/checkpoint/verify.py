@@ -1,0 +1,241 @@
+"""Reading a checkpoint to its last byte and comparing it with what was written. Called by `bootseer ckpt verify`.
+
+Of striped files, each chunk is compared with its digest and each row with its parity, not as readers do it: a chunk is
+asked from one node only, and what that node gives is judged. Of ordinary files, a place with checksums compares those;
+elsewhere it can only be said that they can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bootseer.blocks.codec import digest_of
+from bootseer.checkpoint.catalog import lost_parts, walk
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import Head, Part, Segment, part_path
+from bootseer.checkpoint.layout import chunk_place, row_of
+from bootseer.checkpoint.parity import xor_into
+from bootseer.checkpoint.places.place import OpenFile, Outcome
+from bootseer.errors import BootseerError, CorruptError
+
+_ROWS_AT_ONCE = 8
+_PIECE_BYTES = 4 << 20
+_READ_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Bytes that are not what they were, or that cannot be read."""
+
+    path: str
+    offset: int
+    length: int
+    part: str
+    """Of a striped file, its part; "" otherwise."""
+    node: str
+    """Who gave the bytes, as far as is known."""
+    what: str
+    repairable: bool
+    """Whether parity and the other parts give the bytes that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found in a checkpoint."""
+
+    num_files: int
+    num_striped: int
+    size_bytes: int
+    problems: Sequence[Problem]
+
+
+class _Count:
+    """Bytes that were read, told to whom it may concern. Safe to use from many threads."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, length: int) -> None:
+        with self._lock:
+            self._done += length
+            if self._progress is not None:
+                self._progress(min(self._done, self._total), self._total)
+
+
+def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | None = None) -> Verdict:
+    """Read all files of a checkpoint, or one file. Raises only what makes looking impossible, as `NotFoundError`."""
+    infos = sorted(walk(files, path), key=lambda info: info.path)
+    size_bytes = sum(info.size_bytes for info in infos)
+    count = _Count(size_bytes, progress)
+    problems: list[Problem] = []
+    with ThreadPoolExecutor(_ROWS_AT_ONCE, "bootseer-verify") as threads:
+        for info in infos:
+            try:
+                head = files.head(info.path) if info.is_striped else None
+                if head is None:
+                    problems += _Ordinary(files, info.path, count).problems(threads)
+                else:
+                    problems += _Striped(files, info.path, head, count).problems(threads)
+            except BootseerError as error:
+                problems.append(Problem(info.path, 0, info.size_bytes, "", "", str(error), repairable=False))
+    return Verdict(len(infos), sum(info.is_striped for info in infos), size_bytes, problems)
+
+
+class _Ordinary:
+    def __init__(self, files: Files, path: str, count: _Count) -> None:
+        self._place = files.place
+        self._path = path
+        self._count = count
+
+    def problems(self, threads: ThreadPoolExecutor) -> list[Problem]:
+        with contextlib.closing(self._place.open(self._path)) as file:
+            offsets = range(0, file.size_bytes, _PIECE_BYTES)
+            return [found for found in threads.map(lambda offset: self._piece(file, offset), offsets) if found]
+
+    def _piece(self, file: OpenFile, offset: int) -> Problem | None:
+        length = min(_PIECE_BYTES, file.size_bytes - offset)
+        ((_, outcome),) = _read([(file, offset, length)], check=True)
+        self._count.add(length)
+        if outcome.error is None:
+            return None
+        return Problem(self._path, offset, length, "", outcome.node, str(outcome.error), repairable=False)
+
+
+class _Striped:
+    def __init__(self, files: Files, path: str, head: Head, count: _Count) -> None:
+        self._place = files.place
+        self._path = path
+        self._head = head
+        self._count = count
+        self._lost = set(lost_parts(files, path, head))
+
+    def problems(self, threads: ThreadPoolExecutor) -> list[Problem]:
+        found: list[Problem] = []
+        for segment in self._head.segments:
+            with contextlib.ExitStack() as stack:
+                opened = [self._open(part, stack, found, segment) for part in segment.parts]
+                parity = self._open(segment.parity, stack, found, segment) if segment.parity else None
+                row = _Row(self._path, segment, opened, parity)
+                firsts = range(0, segment.index.num_blocks, segment.stripes)
+                for problems, length in threads.map(row.problems, firsts):
+                    found += problems
+                    self._count.add(length)
+        return found
+
+    def _open(
+        self, part: Part, stack: contextlib.ExitStack, found: list[Problem], segment: Segment
+    ) -> OpenFile | BootseerError:
+        path = part_path(self._path, self._head.id, part.name)
+        if part.name in self._lost:
+            return CorruptError(f"{self._place.uri}/{path} is not there, or not of {part.size_bytes} bytes")
+        try:
+            return stack.enter_context(contextlib.closing(self._place.open(path)))
+        except BootseerError as error:
+            return error
+
+
+class _Row:
+    """Judges the rows of one segment."""
+
+    def __init__(
+        self,
+        path: str,
+        segment: Segment,
+        parts: Sequence[OpenFile | BootseerError],
+        parity: OpenFile | BootseerError | None,
+    ) -> None:
+        self._path = path
+        self._segment = segment
+        self._parts = parts
+        self._parity = parity
+
+    def problems(self, first: int) -> tuple[list[Problem], int]:
+        """What is wrong in the row that begins with a chunk, and how many bytes of the file it holds."""
+        index, stripes = self._segment.index, self._segment.stripes
+        row = row_of(first, index.num_blocks, stripes)
+        length = sum(index.length(chunk) for chunk in row)
+        wanted = [(self._parts[chunk % stripes], chunk_place(chunk, stripes)[1], index.length(chunk)) for chunk in row]
+        if self._parity is not None:
+            wanted.append((self._parity, chunk_place(first, stripes)[1], index.length(first)))
+        results = _read_what_is_open(wanted)
+        bad: dict[int, tuple[str, str]] = {}
+        for chunk, (data, outcome) in zip(row, results, strict=False):
+            if outcome.error is not None:
+                bad[chunk] = (str(outcome.error), outcome.node)
+            elif digest_of(data) != index.digest(chunk):
+                bad[chunk] = ("these are not the bytes that were written", outcome.node)
+        if self._parity is None:
+            return [self._problem(chunk, *bad[chunk], repairable=False) for chunk in bad], length
+        parity, parity_outcome = results[-1]
+        rest = bytearray(parity)
+        for chunk, (data, _) in zip(row, results, strict=False):
+            if chunk not in bad:
+                xor_into(rest, data)
+        if not bad:
+            if parity_outcome.error is not None:
+                return [self._parity_problem(first, str(parity_outcome.error), parity_outcome.node)], length
+            if any(rest):
+                return [self._parity_problem(first, "the parity does not fit the bytes", parity_outcome.node)], length
+            return [], length
+        (one, *more) = bad
+        repairable = (
+            not more and parity_outcome.error is None and digest_of(rest[: index.length(one)]) == index.digest(one)
+        )
+        return [self._problem(chunk, *bad[chunk], repairable=repairable) for chunk in bad], length
+
+    def _problem(self, chunk: int, what: str, node: str, *, repairable: bool) -> Problem:
+        index = self._segment.index
+        part = self._segment.parts[chunk % self._segment.stripes]
+        offset = self._segment.start + chunk * index.block_size
+        return Problem(
+            self._path, offset, index.length(chunk), part.name, node or ",".join(part.nodes), what, repairable
+        )
+
+    def _parity_problem(self, first: int, what: str, node: str) -> Problem:
+        parity = self._segment.parity
+        assert parity is not None  # noqa: S101 - it was read
+        offset = self._segment.start + first * self._segment.index.block_size
+        length = self._segment.index.length(first)
+        return Problem(self._path, offset, length, parity.name, node or ",".join(parity.nodes), what, repairable=True)
+
+
+def _read_what_is_open(
+    wanted: Sequence[tuple[OpenFile | BootseerError, int, int]],
+) -> list[tuple[bytearray, Outcome]]:
+    """Read side by side; what could not be opened gives its error."""
+    opened = [(file, offset, length) for file, offset, length in wanted if not isinstance(file, BootseerError)]
+    results = iter(_read(opened, check=False))
+    return [
+        (bytearray(length), Outcome(file, "")) if isinstance(file, BootseerError) else next(results)
+        for file, _, length in wanted
+    ]
+
+
+def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, Outcome]]:
+    """Read side by side; returns when all reads have ended, which their deadlines see to."""
+    left = threading.Semaphore(0)
+    buffers = [bytearray(length) for _, _, length in wanted]
+    outcomes: dict[int, Outcome] = {}
+
+    def ended(number: int) -> Callable[[Outcome], None]:
+        def done(outcome: Outcome) -> None:
+            outcomes[number] = outcome
+            left.release()
+
+        return done
+
+    for number, (file, offset, _) in enumerate(wanted):
+        try:
+            file.read_into(offset, memoryview(buffers[number]), ended(number), check=check, deadline_s=_READ_S)
+        except BootseerError as error:
+            ended(number)(Outcome(error, ""))
+    for _ in wanted:
+        left.acquire()
+    return [(buffer, outcomes[number]) for number, buffer in enumerate(buffers)]

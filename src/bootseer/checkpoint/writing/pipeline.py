@@ -1,0 +1,74 @@
+"""The segments of one file on their way: a few open at a time, begun in the order in which they were asked for.
+
+Called by `replayed` and `file_writer`, which differ in where the bytes come from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from bootseer.checkpoint.writing.segment import SegmentWriter, Target
+from bootseer.checkpoint.writing.workers import Lane, Workers
+
+
+class Pipeline:
+    """`read` gives bytes of the file that a segment was grown to. `on_end` and `on_sent` are called by workers."""
+
+    def __init__(
+        self,
+        target: Target,
+        workers: Workers,
+        read: Callable[[int, int], bytes],
+        on_end: Callable[[SegmentWriter], None],
+        on_sent: Callable[[int], None] = lambda length: None,
+    ) -> None:
+        self._target = target
+        self._lane = Lane(workers, target.stripes + target.parity)
+        self._read = read
+        self._on_end = on_end
+        self._on_sent = on_sent
+        self._lock = threading.Lock()
+        self._open: list[SegmentWriter] = []
+        self._waiting: deque[SegmentWriter] = deque()
+
+    def add(self, start: int, *, stripes: int) -> SegmentWriter:
+        """A new segment, which begins as soon as there is room for it."""
+        segment = SegmentWriter(
+            self._target, self._lane, start, self._read, self._ended, self._on_sent, stripes=stripes
+        )
+        with self._lock:
+            self._waiting.append(segment)
+        self._begin_next()
+        return segment
+
+    def cancel(self, segment: SegmentWriter) -> None:
+        """Drop a segment. Bytes may still be asked for until `wait_idle`."""
+        segment.cancel()
+        self._remove(segment)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way any more: whether that was so in time."""
+        return self._lane.wait_idle(timeout_s)
+
+    def _ended(self, segment: SegmentWriter) -> None:
+        self._remove(segment)
+        self._on_end(segment)
+
+    def _remove(self, segment: SegmentWriter) -> None:
+        with self._lock:
+            if segment in self._open:
+                self._open.remove(segment)
+            elif segment in self._waiting:
+                self._waiting.remove(segment)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or len(self._open) >= self._target.settings.segments_ahead:
+                    return
+                segment = self._waiting.popleft()
+                self._open.append(segment)
+            segment.begin()

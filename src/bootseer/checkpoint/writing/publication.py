@@ -1,0 +1,208 @@
+"""How a file becomes visible: the folder of its parts, the check of what lies there, the head that names them.
+
+Nobody sees anything until the head is renamed into its place, which is one step of the place. A writer that dies
+before leaves a folder of parts that no head names, and a lease that nobody renews: `attempts.collect` removes it.
+Called by `replayed` and `file_writer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
+from bootseer.checkpoint.files import Files, check_name
+from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
+from bootseer.checkpoint.places.place import IsFolderError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.readback import verify_parts
+from bootseer.checkpoint.writing.segment import Target
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.sick import SickNodes
+from bootseer.checkpoint.writing.workers import Workers
+from bootseer.errors import BootseerError, NotFoundError, TransientError
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Hears how many bytes were written, of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that is visible, durable and verified."""
+
+    path: str
+    size_bytes: int
+    is_striped: bool
+    num_parts: int = 0
+    num_retries: int = 0
+    """Parts that were begun again."""
+    num_beside: int = 0
+    """Parts that lie on a node of a sibling: the two cannot be read as fast as others."""
+
+
+class Publication:
+    """The unpublished parts of the file at `path`, and their way into sight."""
+
+    def __init__(
+        self, files: Files, path: str, policy: Policy, mode: int, *, settings: WritingSettings, workers: Workers
+    ) -> None:
+        self.path = path
+        self.id = secrets.token_hex(16)
+        self.folder = parts_folder(path, self.id)
+        self._files = files
+        self._policy = policy
+        self._mode = mode
+        self._settings = settings
+        self._workers = workers
+        self._may_be_visible = False
+        self._named: frozenset[str] = frozenset()
+        """Parts that the visible head names."""
+        # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
+        self._renewed_s = time.monotonic()
+        self._has_lease = False
+        self._is_over = False
+        self._in_attempt = ATTEMPTS in path.split("/")
+        self._lease_lock = threading.Lock()
+
+    def target(self, sick: SickNodes) -> Target:
+        """Where segments are written to."""
+        return Target(
+            place=self._files.place,
+            folder=self.folder,
+            stripes=self._policy.stripes,
+            parity=self._policy.parity,
+            part_bytes=self._policy.part_bytes,
+            replication=self._policy.replication,
+            mode=self._mode,
+            sick=sick,
+            settings=self._settings,
+        )
+
+    def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
+        """Check the parts, then show the file in place of what has its name, and remove what it does not consist of.
+
+        `verify`: "length" asks the place how long the parts are; "read" reads them.
+        """
+        head = Head(self.id, sum(segment.size_bytes for segment in segments), tuple(segments))
+        data = encode_head(head)
+        parts = [part for segment in segments for part in segment.all_parts]
+        self._check_lengths(parts)
+        if verify == "read":
+            verify_parts(self._files.place, self.folder, parts, self._workers)
+        try:
+            self.put(lambda: self._files.place.write_bytes(self.path, data, mode=self._mode), keep=self.id)
+        except TransientError:
+            self._may_be_visible = True  # the answer may be what was lost
+            raise
+        self._may_be_visible = True
+        self._named = frozenset(part.name for part in parts)
+        self.remove_rest()
+        beside = sum(_num_beside(segment) for segment in segments)
+        return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_beside=beside)
+
+    def put(self, step: Callable[[], None], *, keep: str = "") -> None:
+        """Do the step that shows the file, and remove the parts of what it replaces, unless their id is `keep`."""
+        replaced = self._replaced()
+        self._again(step)
+        if replaced is not None and replaced.id != keep:
+            # Nobody can find it any more. Rests cost room, and no error of a file that is safe.
+            with contextlib.suppress(BootseerError):
+                self._files.drop_parts(self.path, replaced)
+            if replaced.id == self.id:
+                self._may_be_visible = False
+
+    def remove_rest(self) -> None:
+        """Remove what no head names: all of it, unless a head may be visible whose answer was lost.
+
+        Then a collector decides, who can wait and look. What cannot be removed stays for it too.
+        """
+        with contextlib.suppress(BootseerError):
+            if not self._may_be_visible:
+                self._files.place.delete(self.folder, recursive=True)
+            elif self._named:
+                named = self._named | {LEASE_NAME}
+                for entry in list(self._files.place.list(self.folder)):
+                    if entry.path.rpartition("/")[2] not in named:
+                        self._files.place.delete(entry.path)
+
+    def renew(self) -> None:
+        """Say that the writer lives, if that has not been said for a while. Files of an attempt have its lease."""
+        now_s = time.monotonic()
+        with self._lease_lock:
+            if self._is_over or self._in_attempt or now_s < self._renewed_s + self._settings.lease_s:
+                return
+            self._renewed_s = now_s
+            # Without a folder there is nothing to collect; a place that does not answer may do so in a while.
+            with contextlib.suppress(BootseerError):
+                self._files.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))
+                self._has_lease = True
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        with self._lease_lock:
+            self._is_over = True
+            renewed = self._has_lease
+        if renewed:
+            with contextlib.suppress(BootseerError):
+                self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
+
+    def _check_lengths(self, parts: Sequence[Part]) -> None:
+        """Raises `TransientError` for parts that are not as they were written."""
+        entries = self._again(lambda: list(self._files.place.list(self.folder)))
+        there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
+        for part in parts:
+            if there.get(part.name) != part.size_bytes:
+                raise TransientError(
+                    f"{self._files.place.uri}/{self.folder}/{part.name} has {there.get(part.name, 'no')} bytes "
+                    f"after {part.size_bytes} were written; write it again"
+                )
+
+    def _replaced(self) -> Head | None:
+        """What has the name now; None when there is nothing, or nobody can tell.
+
+        A file may be written again just because it cannot be read any more. Its parts are left to a collector then.
+        """
+        try:
+            return self._files.head(self.path)
+        except IsFolderError:
+            raise
+        except BootseerError:
+            return None
+
+    def _again(self, step: Callable[[], T]) -> T:
+        """What `step` returns, tried several times."""
+        for failures in range(1, self._settings.part_tries):
+            try:
+                return step()
+            except TransientError as error:
+                wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+                time.sleep(min(wait_s, self._settings.retry_s))
+        return step()
+
+
+def check_target(files: Files, path: str) -> None:
+    """Raise what makes writing a file of this name impossible, before anything is written."""
+    folder, _, name = path.rpartition("/")
+    check_name(name)
+    if not files.stat(folder).is_folder:
+        raise NotFoundError(f"there is no folder {files.place.uri}/{folder}")
+    with contextlib.suppress(NotFoundError):
+        if files.place.stat(path).is_folder:
+            raise IsFolderError(f"{files.place.uri}/{path} is a folder")
+
+
+def _num_beside(segment: Segment) -> int:
+    """Parts whose every node has another part of the segment."""
+    seen: set[str] = set()
+    beside = 0
+    for part in segment.all_parts:
+        beside += bool(part.nodes) and seen.issuperset(part.nodes)
+        seen.update(part.nodes)
+    return beside

@@ -1,0 +1,105 @@
+"""Reading back what was written: to verify it before it is shown, and for writers that come back to what was sent.
+
+Called by `publication` and `file_writer`. For reading checkpoints there is `checkpoint.reading`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+
+from bootseer.checkpoint.head import Part, Segment
+from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
+from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
+from bootseer.checkpoint.writing.workers import Lane, Workers
+from bootseer.errors import CorruptError, TransientError
+
+_READ_BYTES = 4 << 20
+_READ_S = 60.0
+_PARTS_AT_ONCE = 8
+
+
+def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Workers) -> None:
+    """Read all parts and compare their SHA-256. Raises `CorruptError`, and what the place raises."""
+    errors: list[Exception] = []
+    lane = Lane(workers, _PARTS_AT_ONCE)
+    left = iter(parts)
+    lock = threading.Lock()
+
+    def verify_some() -> None:
+        while not errors:
+            with lock:
+                part = next(left, None)
+            if part is None:
+                return
+            try:
+                _verify(place, f"{folder}/{part.name}", part)
+            except Exception as error:  # of a worker: raised below
+                errors.append(error)
+
+    for _ in range(min(_PARTS_AT_ONCE, len(parts))):
+        lane.apart(verify_some)
+    while not lane.wait_idle(_READ_S):
+        pass  # each read has its own deadline
+    if errors:
+        raise errors[0]
+
+
+def _verify(place: Place, path: str, part: Part) -> None:
+    sha256 = hashlib.sha256()
+    with contextlib.closing(place.open(path)) as file:
+        if file.size_bytes != part.size_bytes:
+            raise CorruptError(f"{place.uri}/{path} has {file.size_bytes} bytes after {part.size_bytes} were written")
+        for offset in range(0, part.size_bytes, _READ_BYTES):
+            sha256.update(read_range(file, offset, min(_READ_BYTES, part.size_bytes - offset)))
+    if sha256.hexdigest() != part.sha256:
+        raise CorruptError(f"{place.uri}/{path} does not hold what was written")
+
+
+def read_range(file: OpenFile, offset: int, length: int) -> bytearray:
+    """The bytes of a range, which lies inside the file."""
+    data = bytearray(length)
+    ended = threading.Event()
+    outcomes: list[Outcome] = []
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        ended.set()
+
+    ticket = file.read_into(offset, memoryview(data), done, deadline_s=_READ_S)
+    if not ended.wait(2 * _READ_S):
+        ticket.cancel()
+        raise TransientError(f"reading back what was written did not end within {2 * _READ_S:.0f} s")
+    error = outcomes[0].error
+    if error is not None:
+        raise error
+    return data
+
+
+def read_segment(
+    place: Place, folder: str, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]
+) -> None:
+    """Give the bytes of a file from `offset` to `end`, which lie in a segment, to `take`, a verified chunk at a time.
+
+    `take` hears where in the file the bytes lie.
+    """
+    first = (offset - segment.start) // CHUNK_BYTES
+    last = -(-(end - segment.start) // CHUNK_BYTES)
+    with contextlib.ExitStack() as stack:
+        files: dict[int, OpenFile] = {}
+        for chunk in range(first, last):
+            stripe, at = chunk_place(chunk, segment.stripes)
+            if stripe not in files:
+                files[stripe] = stack.enter_context(
+                    contextlib.closing(place.open(f"{folder}/{segment.parts[stripe].name}"))
+                )
+            data = read_range(files[stripe], at, segment.index.length(chunk))
+            if blake3(data).digest() != segment.index.digest(chunk):
+                raise CorruptError(f"{place.uri}/{folder}/{segment.parts[stripe].name} does not hold what was written")
+            start = segment.start + chunk * CHUNK_BYTES
+            cut = data[max(offset - start, 0) : end - start]
+            take(max(start, offset), cut)

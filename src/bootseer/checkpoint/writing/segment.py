@@ -1,0 +1,264 @@
+"""One segment on its way to a place: its parts are written side by side, each as fast as its own node takes it.
+
+A segment may begin before its bytes are all there, and before it is known how many they will be: `grow` says how far
+they are, `seal` that no more come. It ends once, by a `head.Segment` or by an error.
+
+Where a part lies is chosen when it is begun, by the place, and read back when it has ended. If it lies on a node of a
+sibling all the same, that is recorded and not repaired: the place has tried to avoid it before the first byte, so that
+another try would most likely end the same, and readers go by the recorded places. Called by `pipeline`.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bootseer.blocks.codec import DIGEST_BYTES
+from bootseer.checkpoint.head import Part, Segment, make_segment
+from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, part_size
+from bootseer.checkpoint.places.place import PartWriter, Place
+from bootseer.checkpoint.writing.part import PartTask
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.sick import SickNodes
+from bootseer.checkpoint.writing.workers import Lane
+from bootseer.errors import BootseerError, PermanentError, TransientError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the parts of a file go, and how."""
+
+    place: Place
+    folder: str
+    """Of the parts of this file."""
+    stripes: int
+    parity: bool
+    part_bytes: int
+    replication: int | None
+    mode: int
+    sick: SickNodes
+    settings: WritingSettings
+
+    @property
+    def segment_bytes(self) -> int:
+        """The longest segment."""
+        return self.stripes * self.part_bytes
+
+
+class SegmentWriter:
+    """A segment from `start` on, of `stripes` parts. `read` gives bytes of the file that are there.
+
+    `on_end` is called once, by a worker, when it has ended; `on_sent` with the length
+    of each chunk that was written for the first time.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        lane: Lane,
+        start: int,
+        read: Callable[[int, int], bytes],
+        on_end: Callable[[SegmentWriter], None],
+        on_sent: Callable[[int], None],
+        *,
+        stripes: int,
+    ) -> None:
+        self.on_sent = on_sent
+        self.start = start
+        self.stripes = stripes
+        self.lane = lane
+        self.sick = target.sick
+        self.settings = target.settings
+        self.path = target.folder
+        self.error: BootseerError | None = None
+        self.result: Segment | None = None
+        self.num_retries = 0
+        self._target = target
+        self._read = read
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._size_bytes = 0
+        self._is_sealed = False
+        self._num_ended = 0
+        self._digests = bytearray()
+        self._parts: list[PartTask] = []
+
+    @property
+    def size_so_far(self) -> int:
+        """Bytes that are there: whole chunks, but for the last one of a sealed segment."""
+        return self._size_bytes
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file, so far."""
+        return self.start + self._size_bytes
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether no more bytes come."""
+        return self._is_sealed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has failed or was cancelled."""
+        return self._over.is_set()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that it can hold."""
+        return self.stripes * self._target.part_bytes
+
+    def begin(self) -> None:
+        """Begin its files, soon."""
+        self.lane.apart(self._begin)
+
+    def grow(self, end: int, *, seal: bool = False) -> None:
+        """The file's bytes up to `end` are there: a whole number of chunks, unless no more come (`seal`)."""
+        with self._lock:
+            self._size_bytes = end - self.start
+            self._is_sealed = seal
+            self._digests.extend(bytes(num_chunks(self._size_bytes) * DIGEST_BYTES - len(self._digests)))
+        self._wake()
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: what was written is removed, soon; `on_end` is not called."""
+        self._over.set()
+        self._wake()
+
+    def give_up(self, error: Exception) -> None:
+        """It cannot be written."""
+        if not isinstance(error, BootseerError):
+            # Nobody else hears of it: whoever waits for the segment would wait for ever.
+            error = PermanentError(f"{self.path}: {type(error).__name__}: {error}")
+        with self._lock:
+            if self._over.is_set():
+                return
+            self.error = error
+            self._over.set()
+        self._on_end(self)
+        self._wake()
+
+    def read(self, chunk: int, size_bytes: int) -> bytes:
+        """The bytes of a chunk of a segment that has so many."""
+        offset = chunk * CHUNK_BYTES
+        return self._read(self.start + offset, min(CHUNK_BYTES, size_bytes - offset))
+
+    def set_digest(self, chunk: int, digest: bytes) -> None:
+        """Remember a chunk's digest. Raises `PermanentError` when it was another one before."""
+        at = chunk * DIGEST_BYTES
+        with self._lock:
+            known = bytes(self._digests[at : at + DIGEST_BYTES])
+            self._digests[at : at + DIGEST_BYTES] = digest
+        if any(known) and known != digest:
+            raise PermanentError(f"{self.path}: what is written was changed meanwhile; write it again")
+
+    def part_size(self, part: PartTask) -> int:
+        """Bytes of a part of a sealed segment."""
+        return part_size(self._size_bytes, self._used_stripes(), 0 if part.is_parity else part.number)
+
+    def has_more(self, part: PartTask) -> bool:
+        """Whether a part can go on now; if not, it is woken when it can."""
+        with self._lock:
+            part.queued = self._can_go_on(part)
+            return part.queued
+
+    def pause(self, failures: int, error: TransientError) -> None:
+        """Wait before another try, longer each time, never at the same moment as all others."""
+        with self._lock:
+            self.num_retries += 1
+        wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        self._over.wait(min(wait_s, self.settings.retry_s))
+
+    def begin_again(self, part: PartTask) -> PartWriter:
+        """A new file for a part: not on a node that failed, and not on a sibling's if there is another one."""
+        sick = self.sick.now()
+        siblings = [sibling.nodes for sibling in self._parts if sibling is not part]
+        # With replicas the siblings are everywhere, and only nodes that fail are worth avoiding.
+        taken = [nodes[0] for nodes in siblings if nodes] if all(len(nodes) <= 1 for nodes in siblings) else []
+        (writer,) = self._begin_files([part.number], sick.union(taken))
+        return writer
+
+    def part_ended(self) -> None:
+        """A part is complete, or has nothing to hold."""
+        with self._lock:
+            self._num_ended += 1
+            if self._over.is_set() or self._num_ended < len(self._parts):
+                return
+        try:
+            self.result = self._as_segment()
+        except Exception as error:
+            self.give_up(error)
+            return
+        self._on_end(self)
+
+    def _begin(self) -> None:
+        numbers = range(self.stripes + self._target.parity)
+        for failures in range(1, self.settings.part_tries + 1):
+            if self.is_over:
+                return
+            try:
+                writers = self._begin_files(numbers, self.sick.now())
+                break
+            except TransientError as error:
+                if failures == self.settings.part_tries:
+                    self.give_up(error)
+                    return
+                self.pause(failures, error)
+            except Exception as error:
+                self.give_up(error)
+                return
+        parts = [PartTask(self, number) for number in numbers]
+        for part, writer in zip(parts, writers, strict=True):
+            part.begin(writer)
+            part.queued = False
+        with self._lock:
+            self._parts = parts
+        self._wake()
+
+    def _begin_files(self, numbers: Sequence[int], avoid: frozenset[str]) -> Sequence[PartWriter]:
+        target = self._target
+        # The random end: names are never used again, not even by a try whose end nobody knows.
+        names = [
+            f"{self.start // CHUNK_BYTES:06x}.{'p' if number == self.stripes else number}.{secrets.token_hex(4)}"
+            for number in numbers
+        ]
+        return target.place.begin_parts(
+            [f"{target.folder}/{name}" for name in names],
+            part_bytes=target.part_bytes,
+            mode=target.mode,
+            replication=target.replication,
+            avoid=avoid,
+        )
+
+    def _wake(self) -> None:
+        """Let all parts go on that can."""
+        woken = []
+        with self._lock:
+            for part in self._parts:
+                if not part.queued and (self._over.is_set() or self._can_go_on(part)):
+                    part.queued = True
+                    woken.append(part)
+        for part in woken:
+            self.lane.ready(part)
+
+    def _can_go_on(self, part: PartTask) -> bool:
+        if self._is_sealed or self._over.is_set():
+            return True  # at least to end
+        chunks = self._size_bytes // CHUNK_BYTES
+        first = part.row * self.stripes
+        return first + self.stripes <= chunks if part.is_parity else first + part.number < chunks
+
+    def _used_stripes(self) -> int:
+        return min(self.stripes, num_chunks(self._size_bytes))
+
+    def _as_segment(self) -> Segment:
+        results: list[Part] = []
+        for part in self._parts[: self._used_stripes()]:
+            assert part.result is not None  # noqa: S101 - all have ended
+            results.append(part.result)
+        parity = self._parts[-1].result if self._target.parity else None
+        return make_segment(self.start, self._size_bytes, self._digests, tuple(results), parity)

@@ -1,0 +1,136 @@
+"""`bootseer ckpt mount`, `umount` and `mounted`: folders of checkpoints as folders of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.mount.mounted import MountedCheckpoint
+    from bootseer.mounts.state import Runtime
+
+SCHEMA = "bootseer.checkpoint-mounts/1"
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("mount", short_help="Mount a folder of checkpoints.")
+@click.argument("uri", metavar="URI")
+@click.argument("folder", metavar="DIR", type=_PATH)
+@click.option("--read-only", is_flag=True, help="Let nobody change anything through it.")
+@click.option("--cache/--no-cache", default=True, help="Keep what is read of striped files on this node's disk.")
+@click.option("--memory", metavar="SIZE", help="What reading may hold in memory, as 512m (default: 256m).")
+@click.option(
+    "--stripes", metavar="N", type=click.IntRange(1, 64), help="Parts of new files, whatever the policy says."
+)
+@click.option("--parity/--no-parity", default=None, help="Parity for new files, whatever the policy says.")
+@click.option("--spool", metavar="DIR", type=_PATH, help="A local folder for what is written and not sent yet.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+def mount(uri: str, folder: Path, memory: str | None, cache: bool, as_json: bool, **values: Any) -> None:
+    """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, file:///… or the path of a folder.
+
+    Striped files are files like all others there, and new files become striped ones when they are closed.
+
+    \b
+    bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
+    bootseer ckpt umount /mnt/ckpt
+    """
+    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.checkpoint.mount.mounted import mount_checkpoint
+    from bootseer.cli.image_options import parse_size
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.launch.interrupt import interruptible
+
+    with interruptible():
+        mounted = mount_checkpoint(
+            uri,
+            folder.absolute(),
+            runtime=runtime_root(os.environ, os.getuid()),
+            cache=cache_root(os.environ, os.getuid()) if cache else None,
+            memory_bytes=parse_size(memory, "--memory") if memory else None,
+            **values,
+        )
+    if as_json:
+        print_json({"schema": SCHEMA, **_row(mounted)})
+        return
+    with terminal() as console:
+        access = "read-only" if values["read_only"] else "writable"
+        console.print(f"{folder}: {uri}, {access}; bootseer ckpt umount {folder} takes it away", soft_wrap=True)
+
+
+@click.command("umount", short_help="Undo a mount.")
+@click.argument("folder", metavar="DIR", type=_PATH)
+@click.option("--force", is_flag=True, help="Also while it is in use: files being written are published as they are.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+def umount(folder: Path, force: bool, as_json: bool) -> None:
+    """Take away what was mounted on DIR, once everything that was written is where it belongs.
+
+    Also cleans up after a daemon that died. The exit code is 1 when files could not be published.
+    """
+    from bootseer.checkpoint.mount.mounted import find_checkpoint
+    from bootseer.cli.printing import print_json, terminal
+
+    said = find_checkpoint(_runtime(), folder.absolute()).unmount(force=force)
+    published, lost = said.get("published", []), said.get("lost", [])
+    if as_json:
+        print_json({"schema": SCHEMA, "target": str(folder.absolute()), "published": published, "lost": lost})
+    elif published or lost:
+        with terminal() as console:
+            for word, names in (("published as it was", published), ("NOT published", lost)):
+                for name in names:
+                    console.print(f"{word}: {name}", soft_wrap=True)
+    if lost:
+        raise SystemExit(1)
+
+
+@click.command("mounted", short_help="What is mounted, and whether it works.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+def mounted(as_json: bool) -> None:
+    """List mounted folders of checkpoints. The exit code is 1 when a daemon is dead."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from bootseer.checkpoint.mount.mounted import all_mounted
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.units import format_bytes
+
+    rows = [_row(one) for one in all_mounted(_runtime())]
+    if as_json:
+        print_json({"schema": SCHEMA, "mounts": rows})
+    else:
+        with terminal() as console:
+            table = Table(box=None, pad_edge=False, header_style="dim")
+            for name in ("folder", "checkpoints", "access", "read", "from cache", "being written", "state"):
+                table.add_column(name, justify="right" if name in ("read", "from cache") else "left", overflow="fold")
+            for row in rows:
+                daemon = row["daemon"] or {}
+                amounts = [format_bytes(daemon[key]) if daemon else "?" for key in ("read_bytes", "cache_bytes")]
+                writing = ", ".join(daemon.get("unpublished", []))
+                bad = row["state"] != "mounted"
+                texts = (row["target"], row["uri"], row["access"], *amounts, writing)
+                table.add_row(*(Text(text) for text in texts), Text(row["state"], "red" * bad))
+            console.print(table if rows else "nothing is mounted")
+    if any(row["state"] != "mounted" for row in rows):
+        raise SystemExit(1)
+
+
+def _row(one: MountedCheckpoint) -> dict[str, Any]:
+    state = one.state
+    return {
+        "target": state.target,
+        "uri": state.what,
+        "access": state.details.get("access", ""),
+        "state": one.health,
+        "daemon_pid": None if state.daemon is None else state.daemon.pid,
+        "mounted_at": state.made_s,
+        "daemon": one.status() or None,
+    }
+
+
+def _runtime() -> Runtime:
+    from bootseer.bring.places import runtime_root
+    from bootseer.checkpoint.mount.mounted import runtime_of
+
+    return runtime_of(runtime_root(os.environ, os.getuid()))

@@ -1,0 +1,92 @@
+"""`bootseer ckpt put`: copy a checkpoint into the storage, and publish it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from bootseer.cli.ckpt_stripes import STRIPES, changed
+from bootseer.cli.command import with_options
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.policy import Policy
+
+SCHEMA = "bootseer.checkpoint-put/1"
+
+
+@click.command("put", short_help="Copy a checkpoint into the storage, and publish it.")
+@click.argument("source", metavar="SRC", type=click.Path(exists=True))
+@click.argument("job", metavar="JOB")
+@click.option("--name", metavar="NAME", help="Of the checkpoint (default: that of SRC).")
+@click.option("--replace", is_flag=True, help="Take the place of a checkpoint of this name.")
+@click.option("--latest/--no-latest", default=True, help="Let `latest` name it unless that has a later one.")
+@click.option("--read-back", is_flag=True, help="Read all of it before it is published.")
+@with_options(STRIPES)
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+def command(
+    source: str,
+    job: str,
+    name: str | None,
+    replace: bool,
+    latest: bool,
+    read_back: bool,
+    as_json: bool,
+    **stripes: object,
+) -> None:
+    """Copy the folder or file SRC into the folder JOB. It appears there when all of it is durable, and then `latest`
+    names it.
+
+    Its files are striped as the folder's policy says, or as said here.
+
+    \b
+    bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
+    bootseer ckpt put model.pt hdfs://namenode/jobs/moe --name step-1000.pt --stripes 8 --parity
+    """
+    from pathlib import Path
+
+    from bootseer.checkpoint.places.place import TakenError
+    from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+    from bootseer.cli.ckpt_place import files_at, number_of_files
+    from bootseer.cli.printing import print_json, terminal
+    from bootseer.cli.progress import Progress
+    from bootseer.errors import UsageError
+    from bootseer.launch.interrupt import interruptible
+    from bootseer.units import format_bytes, format_seconds
+
+    local = Path(source).absolute()
+    began_s = time.monotonic()
+    with interruptible(), files_at(job) as files, Progress("writing") as progress:
+        files.make_folder("", parents=True)
+        policy: Policy | None = changed(files.policy(""), stripes)
+        settings = PutSettings(replace=replace, policy=policy, move_latest=latest, read_back=read_back)
+        try:
+            put = put_checkpoint(
+                files.place, local, name or local.name, settings=settings, progress=progress.show_bytes
+            )
+        except TakenError as error:
+            raise UsageError(str(error), hint="--name NAME or --replace", exit_code=1) from error
+        uri = f"{files.place.uri}/{put.path}"
+    took_s = time.monotonic() - began_s
+    if as_json:
+        print_json(
+            {
+                "schema": SCHEMA,
+                "checkpoint": uri,
+                "size_bytes": put.size_bytes,
+                "files": put.num_files,
+                "striped_files": put.num_striped,
+                "latest": put.latest,
+                "seconds": round(took_s, 3),
+            }
+        )
+        return
+    with terminal() as console:
+        console.print(
+            f"{uri}: {number_of_files(put.num_files)}, {put.num_striped} striped, {format_bytes(put.size_bytes)}, "
+            f"in {format_seconds(took_s)}",
+            soft_wrap=True,
+        )
+        if put.latest not in (None, put.path):
+            console.print(f"latest stays at {put.latest}, which is later; `bootseer ckpt latest` sets it")

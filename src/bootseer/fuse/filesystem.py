@@ -1,0 +1,138 @@
+"""What a file system must answer so that `writable_session` can show it as a mounted one that can be changed.
+
+Implemented by `checkpoint.mount.filesystem` and by the tests. Names of files lead to *nodes*: numbers under which the
+kernel keeps attributes and pages. A node that the kernel got from `lookup`, `create`, `make_folder` or a listing is
+held by it until as many `forget`s have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from bootseer.fuse.tree import Attributes, Cancel, Reply
+
+
+class Caller(NamedTuple):
+    """Who asks."""
+
+    uid: int
+    gid: int
+    thread: int
+    """Number of the thread, as processes of the mounter's process namespace see it; 0 for one they cannot see."""
+
+
+class Found(NamedTuple):
+    """A node that a name leads to. `attributes.inode` is what programs see, and may outlive the node."""
+
+    node: int
+    attributes: Attributes
+
+
+class Opened(NamedTuple):
+    """An open file."""
+
+    handle: int
+    keep_pages: bool
+    """Whether pages that the kernel has of this node are still right."""
+
+
+class Listed(NamedTuple):
+    """One name in a folder. Of `mode` only the file type counts. `found` None: attributes cost more than they are
+    worth, the kernel may ask for them; with it the kernel holds the node as after a `lookup`."""
+
+    name: bytes
+    inode: int
+    mode: int
+    found: Found | None = None
+
+
+class Space(NamedTuple):
+    """What statfs(2) says, in bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What somebody wants to have changed of a node; None is left as it is. Times in nanoseconds since 1970."""
+
+    size: int | None = None
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    mtime_ns: int | None = None
+    handle: int | None = None
+    """The open file that this came through, if it did."""
+
+
+class FileSystem(Protocol):
+    """A file system that can be changed.
+
+    Methods run on many threads at once and may wait, `read` only for moments. An `OSError` is answered with its
+    number, any other exception with EIO.
+    """
+
+    def lookup(self, parent: int, name: bytes) -> Found | None:
+        """The child of a folder, or None."""
+
+    def forget(self, node: int, count: int) -> None:
+        """The kernel lets go of a node `count` times."""
+
+    def attributes(self, node: int) -> Attributes:
+        """What is known of a node. `ESTALE` makes the kernel look the name up again."""
+
+    def change(self, node: int, changes: Changes) -> Attributes:
+        """Change attributes, or the size of a file; what is known afterwards."""
+
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Found, Opened]:
+        """Make a file and open it. `flags` are those of open(2)."""
+
+    def open(self, node: int, flags: int, caller: Caller) -> Opened:
+        """Open a file. O_TRUNC is among the flags when it is to be emptied."""
+
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        """Begin to read. `reply` gets at most `length` bytes, fewer only at the file's end, or an error number; from
+        any thread, perhaps before this returns. Returns what to call when nobody waits any more."""
+
+    def write(self, node: int, handle: int, offset: int, data: memoryview) -> None:
+        """Write all of `data`, which is valid until this returns."""
+
+    def flush(self, node: int, handle: int, caller: Caller) -> None:
+        """A descriptor was closed; others of the same handle may still be open."""
+
+    def sync(self, node: int, handle: int) -> None:
+        """fsync(2)."""
+
+    def release(self, node: int, handle: int) -> None:
+        """The last descriptor of a handle is gone. Nobody hears of an error."""
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        """Remove a file."""
+
+    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> Found:
+        """Make a folder."""
+
+    def remove_folder(self, parent: int, name: bytes) -> None:
+        """Remove an empty folder."""
+
+    def rename(self, parent: int, name: bytes, to_parent: int, to_name: bytes, *, replace: bool) -> None:
+        """Give a file or folder another name; with `replace` in the place of what has that name."""
+
+    def open_folder(self, node: int) -> int:
+        """Begin to list a folder; returns a handle."""
+
+    def entries(self, handle: int, start: int, most: int, *, attributes: bool) -> Sequence[Listed]:
+        """At most `most` entries from number `start` on, "." and ".." among them or not; no more are an empty list.
+
+        With `attributes`, entries whose attributes are at hand come with them. The kernel holds their nodes, so that
+        `forget` is called for those that it has no room for.
+        """
+
+    def release_folder(self, handle: int) -> None:
+        """The listing is over."""
+
+    def space(self) -> Space:
+        """How much room there is."""

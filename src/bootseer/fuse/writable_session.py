@@ -1,0 +1,296 @@
+"""A mounted file system that can be changed: reads the kernel's requests, asks the file system, sends the answers.
+
+Several threads read requests, each into a buffer of its own, and run the file system's methods, which may wait: as
+long as one is idle no other is started, and when all wait another one is, up to a bound. Reads wait nowhere: they are
+answered from whichever thread has the data. Who calls: the daemon of `checkpoint.mount`, and the tests.
+
+State: `_waiting` maps the number of a request to the read that is under way. Whoever takes an entry out of it, which
+is one step under Python's lock, owns the answer; so there is exactly one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.errors import BootseerError, TransientError
+from bootseer.fuse import attach, messages, protocol
+from bootseer.fuse.filesystem import Caller, FileSystem
+from bootseer.fuse.requests import Request, Requests
+from bootseer.fuse.tree import Cancel, Data
+
+OnError = Callable[[str], None]
+
+READ_AHEAD_KIB = 8 * 1024
+"""What the kernel reads ahead of a sequential reader: eight requests, so that several servers work for one reader."""
+VALID_S = 1
+"""How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
+READ_DEADLINE_S = 90.0
+"""A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
+request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
+_MAX_THREADS = 64
+_IDLE_THREADS = 4
+_JOIN_S = 5.0
+_LOOK_S = 1.0
+_MAX_ERRNO = 511
+"""The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
+_GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
+_EARLY = 64
+_BODY = protocol.IN_HEADER.size
+
+
+class _Reading:
+    """One read on its way: what the file system calls to answer it."""
+
+    __slots__ = ("begun", "cancel", "length", "session", "unique")
+
+    def __init__(self, session: WritableSession, unique: int, length: int) -> None:
+        self.session = session
+        self.unique = unique
+        self.length = length
+        self.begun = time.monotonic()
+        self.cancel: Cancel | None = None
+
+    def __call__(self, result: Data | int) -> None:
+        session = self.session
+        if session._waiting.pop(self.unique, None) is None:
+            return  # answered before, or nobody waits any more
+        if isinstance(result, int):
+            session._send_error(self.unique, result)
+            return
+        size = len(result) if not isinstance(result, memoryview) else result.nbytes
+        if size > self.length:
+            session._on_error(f"{session.target}: a read of {self.length} bytes was answered with {size}")
+            session._send_error(self.unique, errno.EIO)
+            return
+        session.read_bytes += size
+        session._send(self.unique, result, size)
+
+
+class WritableSession:
+    """One mount. Made by `mount_writable`; ends by `close`, by an unmount from outside, or with the process."""
+
+    def __init__(self, files: FileSystem, target: Path, device: int, on_error: OnError) -> None:
+        self.target = target
+        self.requests = 0
+        """Requests of all kinds so far. Several threads count, so these are close estimates."""
+        self.reads = 0
+        """Read requests so far."""
+        self.read_bytes = 0
+        """Bytes handed to the kernel so far."""
+        self.writes = 0
+        """Write requests so far."""
+        self._files = files
+        self._requests = Requests(files, VALID_S)
+        self._device = device
+        # Replies hold the session, so that the number of the descriptor is free again only when none can come.
+        weakref.finalize(self, os.close, device)
+        self._on_error = on_error
+        self._waiting: dict[int, _Reading] = {}
+        self._early: deque[int] = deque(maxlen=_EARLY)
+        """Interrupted requests that this side did not know: one of them may be a read that another thread is about to
+        begin."""
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Reads that were not answered yet."""
+        return len(self._waiting)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the mount is gone, by whomever; False when it is still there."""
+        return self._ended.wait(timeout_s)
+
+    def close(self, *, force: bool = False) -> None:
+        """Unmount. Raises `TransientError` while files are in use, unless `force`, which fails their users."""
+        if self._ended.is_set():
+            return
+        try:
+            attach.detach(self.target, force=force)
+        except BootseerError:
+            # Somebody else unmounted it a moment ago: then the threads end by themselves.
+            if not self._ended.wait(0.1):
+                raise
+        if not self._ended.wait(_JOIN_S) and not force:
+            raise TransientError(f"{self.target} is unmounted, but something still uses it")
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._start_thread()
+        threading.Thread(target=self._give_up_late_reads, name=f"fuse late {self.target.name}", daemon=True).start()
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            self._threads += 1
+            self._idle += 1
+            name = f"fuse {self.target.name} {self._threads}"
+        try:
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+        except RuntimeError as error:  # no room for another thread: those that are there go on
+            with self._lock:
+                self._threads -= 1
+                self._idle -= 1
+            self._on_error(f"{self.target}: {error}")
+
+    def _serve(self) -> None:
+        buffer = bytearray(messages.REQUEST_BYTES)
+        view = memoryview(buffer)
+        try:
+            while self._receive(buffer, view):
+                pass
+        except Exception as error:  # the others go on; a mount with one thread less must say why
+            self._on_error(f"{self.target}: a thread has ended: {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._threads -= 1
+                last = self._threads == 0
+            if last:
+                self._stop()
+
+    def _receive(self, buffer: bytearray, view: memoryview) -> bool:
+        """Take one request and handle it; False when this thread is not needed any more."""
+        try:
+            received = os.readv(self._device, (buffer,))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EAGAIN, errno.EINTR):
+                return True  # the caller was killed before its request came to us
+            if error.errno not in _GONE:
+                self._on_error(f"{self.target}: cannot read requests: {error.strerror}")
+            self._ended.set()
+            return False
+        if received == 0:
+            self._ended.set()
+            return False
+        with self._lock:
+            self._idle -= 1
+            alone = self._idle == 0 and self._threads < _MAX_THREADS and not self._ended.is_set()
+        if alone:
+            self._start_thread()
+        ended = self._take(buffer, view, received)
+        with self._lock:
+            surplus = self._idle >= _IDLE_THREADS
+            if not surplus:
+                self._idle += 1
+        if ended:
+            self._ended.set()
+        return not ended and not surplus
+
+    def _take(self, buffer: bytearray, view: memoryview, received: int) -> bool:
+        """Handle one request; True after the last one."""
+        self.requests += 1
+        head = protocol.IN_HEADER.unpack_from(buffer) if received >= _BODY else (0,)
+        if head[0] != received:
+            self._on_error(f"{self.target}: the kernel sent a request that is none")
+            return False
+        _, opcode, unique, node, uid, gid, thread, *_ = head
+        body = view[_BODY:received]
+        try:
+            if opcode == protocol.READ:
+                self._read(unique, node, body)
+            elif opcode == protocol.INTERRUPT:
+                self._interrupt(*protocol.INTERRUPT_IN.unpack_from(body))
+            elif opcode == protocol.DESTROY:
+                self._send(unique, b"", 0)
+                return True
+            else:
+                self.writes += opcode == messages.WRITE
+                answer = self._requests.answer(Request(opcode, unique, node, Caller(uid, gid, thread), body))
+                if answer is not None:
+                    self._send(unique, answer, len(answer))
+        except OSError as error:
+            self._fail(unique, error.errno or errno.EIO)
+        except Exception as error:  # a fault in a file system must not end the mount for all others
+            self._on_error(f"{self.target}: request {opcode} of node {node}: {type(error).__name__}: {error}")
+            self._fail(unique, errno.EIO)
+        return False
+
+    def _read(self, unique: int, node: int, body: memoryview) -> None:
+        handle, offset, length = protocol.READ_IN.unpack_from(body)
+        self.reads += 1
+        reading = _Reading(self, unique, length)
+        self._waiting[unique] = reading
+        reading.cancel = self._files.read(node, handle, offset, length, reading)
+        if unique in self._early:
+            self._interrupt(unique)
+            if reading.cancel is not None:  # it may have been unknown when the interrupt came
+                reading.cancel()
+
+    def _interrupt(self, unique: int) -> None:
+        """A caller was killed, or hit by a signal. Only reads can be called off; all else comes to its end."""
+        # Noted first: the read may be stored between a look and a note.
+        self._early.append(unique)
+        reading = self._waiting.pop(unique, None)
+        if reading is None:
+            return
+        if reading.cancel is not None:
+            reading.cancel()
+        self._send_error(unique, errno.EINTR)
+
+    def _give_up_late_reads(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            oldest = time.monotonic() - READ_DEADLINE_S
+            for unique, reading in list(self._waiting.items()):
+                if reading.begun < oldest and self._waiting.pop(unique, None) is not None:
+                    if reading.cancel is not None:
+                        reading.cancel()
+                    self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
+                    self._send_error(unique, errno.EIO)
+
+    def _stop(self) -> None:
+        """Nobody asks any more: stop what is under way, and let go of the device."""
+        self._ended.set()
+        for unique in list(self._waiting):
+            reading = self._waiting.pop(unique, None)
+            if reading is not None and reading.cancel is not None:
+                reading.cancel()
+        # Not closed: a reply on its way from another thread could then hit a file that was opened since.
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, self._device, inheritable=False)
+        os.close(nowhere)
+
+    def _fail(self, unique: int, number: int) -> None:
+        self._waiting.pop(unique, None)
+        self._send_error(unique, number)
+
+    def _send_error(self, unique: int, number: int) -> None:
+        self._write([protocol.header(unique, 0, number if 0 < number <= _MAX_ERRNO else errno.EIO)])
+
+    def _send(self, unique: int, body: Data, size: int) -> None:
+        self._write([protocol.header(unique, size), body])
+
+    def _write(self, parts: list[Data]) -> None:
+        try:
+            os.writev(self._device, parts)
+        except OSError as error:
+            # ENOENT: the caller was killed meanwhile. The others: the mount is gone.
+            if error.errno != errno.ENOENT and error.errno not in _GONE:
+                self._on_error(f"{self.target}: cannot answer: {error.strerror}")
+
+
+def mount_writable(
+    files: FileSystem,
+    target: Path,
+    *,
+    label: str = "bootseer",
+    read_only: bool = False,
+    on_error: OnError = lambda message: None,
+    helper: bool | None = None,
+) -> WritableSession:
+    """Show `files` on the folder `target`; it answers when this returns. `read_only`: the kernel refuses changes.
+
+    `on_error` hears of faults, in one line each, from any thread. `helper`: see `attach`.
+    """
+    device = attach.attach(target, label=label, helper=helper, writable=not read_only)
+    session = WritableSession(files, target, device, on_error)
+    session.start()
+    attach.widen_read_ahead(target, READ_AHEAD_KIB)
+    return session

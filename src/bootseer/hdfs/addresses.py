@@ -1,0 +1,115 @@
+"""Where the NameNodes of a cluster are, and with which settings: from a URI and Hadoop's own configuration files.
+
+`hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml`, which lie in
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`. Called by `namenode` and by those who make one.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from xml.etree import ElementTree
+
+from bootseer.errors import UsageError
+
+DEFAULT_PORT = 8020
+_FILES = ("core-site.xml", "hdfs-site.xml")
+_MAX_FILE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The NameNodes that answer for one authority."""
+
+    authority: str
+    namenodes: tuple[tuple[str, int], ...]
+    settings: Mapping[str, str]
+    secure: bool
+    """Whether the settings ask for Kerberos or for protected data, which this package's own protocol does not speak."""
+    user: str
+
+    @classmethod
+    def of(cls, authority: str, conf_dir: str | None = None) -> Cluster:
+        """The cluster behind `hdfs://<authority>`. Raises `UsageError`."""
+        settings = _settings(conf_dir or _conf_dir())
+        found = tuple(_host_port(address) for address in _addresses(authority, settings))
+        if not found:
+            raise UsageError("an HDFS URI without a host", hint="write hdfs://host:port/path")
+        return cls(authority, found, MappingProxyType(settings), _is_secure(settings), _user())
+
+    @property
+    def by_hostname(self) -> bool:
+        """Whether DataNodes are called by their names instead of their addresses."""
+        return self.settings.get("dfs.client.use.datanode.hostname", "").lower() == "true"
+
+
+def _conf_dir() -> str | None:
+    if conf_dir := os.environ.get("HADOOP_CONF_DIR"):
+        return conf_dir
+    home = os.environ.get("HADOOP_HOME")
+    return str(Path(home, "etc", "hadoop")) if home else None
+
+
+def _settings(conf_dir: str | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _FILES if conf_dir else ():
+        path = Path(conf_dir or "", name)
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise UsageError(f"{path} is no configuration of Hadoop: it is too long", hint="check HADOOP_CONF_DIR")
+            # A file of the host's own administrator, of bounded size.
+            root = ElementTree.parse(path).getroot()  # noqa: S314
+        except FileNotFoundError:
+            continue
+        except (OSError, ElementTree.ParseError) as error:
+            raise UsageError(f"cannot read {path}: {error}", hint="check HADOOP_CONF_DIR") from error
+        for entry in root.iter("property"):
+            key, value = entry.findtext("name"), entry.findtext("value")
+            if key and value is not None:
+                found[key.strip()] = value.strip()
+    return found
+
+
+def _addresses(authority: str, settings: Mapping[str, str]) -> list[str]:
+    services = [name.strip() for name in settings.get("dfs.nameservices", "").split(",")]
+    if authority not in services:
+        return [authority] if authority else []
+    numbers = [name.strip() for name in settings.get(f"dfs.ha.namenodes.{authority}", "").split(",") if name.strip()]
+    keys = [f"dfs.namenode.rpc-address.{authority}.{number}" for number in numbers]
+    found = [settings[key] for key in keys or [f"dfs.namenode.rpc-address.{authority}"] if key in settings]
+    if not found:
+        raise UsageError(
+            f"hdfs-site.xml knows the service {authority} but none of its NameNodes",
+            hint=f"set dfs.ha.namenodes.{authority} and dfs.namenode.rpc-address.{authority}.*",
+        )
+    return found
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or "]" in port:
+        host, port = address, str(DEFAULT_PORT)
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{address!r} is no address of a NameNode", hint="write host:port")
+    return host.strip("[]"), int(port)
+
+
+def _is_secure(settings: Mapping[str, str]) -> bool:
+    return (
+        settings.get("hadoop.security.authentication", "simple").lower() == "kerberos"
+        or settings.get("dfs.encrypt.data.transfer", "false").lower() == "true"
+        or bool(settings.get("dfs.data.transfer.protection"))
+    )
+
+
+def _user() -> str:
+    if user := os.environ.get("HADOOP_USER_NAME"):
+        return user
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in many containers
+        return str(os.getuid())

@@ -1,0 +1,247 @@
+"""One block on its way to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
+
+The first DataNode passes the packets on to the second, and so on; each packet is confirmed by all of them. Nothing is
+repaired here: when a node fails, the block has failed, and whoever writes begins it elsewhere. Called by `placing`.
+
+A node that neither takes nor confirms anything for `stall_s` has failed. Belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+
+from bootseer.hdfs.checksums import CRC32
+from bootseer.hdfs.faults import DataNodeError, SilentError
+from bootseer.hdfs.lease import NewBlock, WriteDefaults, identity
+from bootseer.hdfs.located import Node
+from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
+
+PACKET_BYTES: Final = 256 * 1024
+"""What the nodes pass on at once; a multiple of all that one checksum can cover."""
+_MAX_ANSWER_BYTES: Final = 64 * 1024
+_WRITE_BLOCK: Final = struct.pack(">hB", 28, 80)  # version of the protocol, operation
+_CREATE_STAGE: Final = 6
+# Length of all behind it but for 4, length of the header; then the header's four fields, each behind its tag.
+_HEADER: Final = struct.Struct(">IH")
+_FIELDS: Final = struct.Struct("<BqBqBBBi")
+_SUCCESS: Final = 0
+_HEARTBEAT: Final = -1
+
+
+class PipelineError(DataNodeError):
+    """One of the nodes did not do its part: which one, as far as they tell."""
+
+    def __init__(self, message: str, node: str) -> None:
+        super().__init__(message)
+        self.node = node
+        """`host:port`; "" where nobody knows."""
+
+
+class BlockWriter:
+    """A block that is being written."""
+
+    def __init__(
+        self, new: NewBlock, defaults: WriteDefaults, holder: str, *, by_hostname: bool, setup_s: float, stall_s: float
+    ) -> None:
+        """Connect the nodes, each step of which takes `setup_s` at most. Raises `PipelineError`."""
+        self.size_bytes = 0
+        """What was given to the nodes."""
+        self._nodes = new.block.nodes
+        self._defaults = defaults
+        self._stall_s = setup_s
+        self._sequence = 0
+        self._confirmed = 0
+        self._answers = bytearray()
+        first = self._nodes[0]
+        host, _, port = first.host_port.rpartition(":")
+        try:
+            self._socket = socket.create_connection(
+                (first.hostname if by_hostname else host.strip("[]"), int(port)), timeout=setup_s
+            )
+        except OSError as error:
+            raise PipelineError(f"{first.host_port} cannot be reached: {error}", first.host_port) from error
+        try:
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._send([memoryview(_WRITE_BLOCK + delimited(_request(new, defaults, holder)))])
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        self._stall_s = stall_s
+
+    def write(self, data: memoryview) -> None:
+        """Send whole packets, or the last bytes of the block. Blocks while the nodes are slower."""
+        for start in range(0, len(data), PACKET_BYTES):
+            packet = data[start : start + PACKET_BYTES]
+            self._send([*self._head(len(packet), self._sums(packet)), packet])
+            self.size_bytes += len(packet)
+        self._hear(wait=False)
+
+    def finish(self) -> None:
+        """Wait until all nodes have confirmed all bytes, and that these are all."""
+        self._send(self._head(0, b"", last=True))
+        while self._confirmed < self._sequence:
+            self._hear(wait=True)
+
+    def close(self) -> None:
+        """End the connection. Before `finish`, the nodes drop what they have."""
+        self._socket.close()
+
+    def _begin(self) -> None:
+        """The answer of the first node, given when all are connected."""
+        while True:
+            try:
+                told, at = read_delimited(bytes(self._answers), 0)
+                break
+            except MalformedError:
+                if len(self._answers) > _MAX_ANSWER_BYTES:
+                    raise PipelineError(
+                        f"{self._nodes[0].host_port} gives no answer", self._nodes[0].host_port
+                    ) from None
+            self._receive(wait=True)
+        del self._answers[:at]
+        try:
+            answer = Message(told)
+            status, bad, said = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
+        except MalformedError as error:
+            raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
+        if status != _SUCCESS or bad:
+            raise PipelineError(said or f"{bad or self._nodes[0].host_port}: status {status}", self._failed(bad))
+
+    def _failed(self, bad: str) -> str:
+        """The node that another one complains of; the first when it says nothing of others."""
+        known = {name: node.host_port for node in self._nodes for name in _names(node)}
+        return known.get(bad, self._nodes[0].host_port if not bad else "")
+
+    def _head(self, length: int, sums: bytes, *, last: bool = False) -> list[memoryview]:
+        fields = _FIELDS.pack(0x09, self.size_bytes, 0x11, self._sequence, 0x18, last, 0x25, length)
+        self._sequence += 1
+        return [memoryview(_HEADER.pack(4 + len(sums) + length, len(fields)) + fields + sums)]
+
+    def _sums(self, packet: memoryview) -> bytes:
+        chunk = self._defaults.chunk_bytes
+        # google_crc32c refuses memory that others can write to, unless it is numpy's.
+        array = np.frombuffer(packet, np.uint8)
+        crc: Callable[[Any], int] = zlib.crc32 if self._defaults.checksum_kind == CRC32 else google_crc32c.value
+        sums = [crc(array[at : at + chunk]) for at in range(0, len(array), chunk)]
+        return struct.pack(f">{len(sums)}I", *sums)
+
+    def _send(self, views: list[memoryview]) -> None:
+        left = [view for view in views if len(view)]
+        stalled_since = time.monotonic()
+        while left:
+            try:
+                sent = self._socket.sendmsg(left)
+            except BlockingIOError:
+                if self._wait(select.POLLOUT | select.POLLIN, stalled_since) & select.POLLIN:
+                    self._hear(wait=False)
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            stalled_since = time.monotonic()
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+
+    def _wait(self, events: int, since_s: float) -> int:
+        left_s = since_s + self._stall_s - time.monotonic()
+        poll = select.poll()
+        poll.register(self._socket, events)
+        ready = poll.poll(max(left_s, 0) * 1000)
+        if not ready:
+            node = self._nodes[0].host_port if len(self._nodes) == 1 else ""
+            raise SilentPipelineError(f"{self._names_of_all()}: no sign of life for {self._stall_s:.0f} s", node)
+        return ready[0][1]
+
+    def _hear(self, *, wait: bool) -> None:
+        """Take what the nodes have confirmed."""
+        self._receive(wait=wait)
+        answers = bytes(self._answers)
+        at = 0
+        try:
+            while True:
+                try:
+                    told, end = read_delimited(answers, at)
+                except MalformedError:
+                    break  # the rest of it has not come yet
+                self._confirm(Message(told))
+                at = end
+        except MalformedError as error:
+            raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
+        del self._answers[:at]
+        if len(self._answers) > _MAX_ANSWER_BYTES:
+            raise PipelineError(f"{self._nodes[0].host_port} confirms nothing", self._nodes[0].host_port)
+
+    def _confirm(self, answer: Message) -> None:
+        raw = answer.number(1)
+        sequence = raw >> 1 ^ -(raw & 1)
+        for number, status in enumerate(answer.numbers(2)):
+            if status != _SUCCESS:
+                node = self._nodes[min(number, len(self._nodes) - 1)].host_port
+                raise PipelineError(f"{node} fails with status {status}", node)
+        if sequence == _HEARTBEAT:
+            return
+        if sequence != self._confirmed:
+            raise MalformedError(f"packet {sequence} is confirmed where {self._confirmed} had to be")
+        self._confirmed += 1
+
+    def _receive(self, *, wait: bool) -> None:
+        since_s = time.monotonic()
+        while True:
+            try:
+                data = self._socket.recv(64 * 1024)
+            except BlockingIOError:
+                if not wait:
+                    return
+                self._wait(select.POLLIN, since_s)
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            if not data:
+                raise self._broken("it closed the connection")
+            self._answers += data
+            return
+
+    def _broken(self, error: object) -> PipelineError:
+        node = self._nodes[0].host_port
+        return PipelineError(f"{node}: the connection broke: {error}", node)
+
+    def _names_of_all(self) -> str:
+        return ", ".join(node.host_port for node in self._nodes)
+
+
+class SilentPipelineError(PipelineError, SilentError):
+    """The nodes say nothing for too long."""
+
+
+def _names(node: Node) -> tuple[str, str]:
+    return node.host_port, f"{node.hostname}:{node.host_port.rpartition(':')[2]}"
+
+
+def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
+    """An `OpWriteBlockProto`."""
+    block = new.block
+    base = field(1, identity(block)) + field(2, block.token)
+    request = field(1, field(1, base) + field(2, holder))
+    request += b"".join(field(2, node) for node in new.told[1:])
+    request += field(4, _CREATE_STAGE) + field(5, len(block.nodes)) + field(6, 0) + field(7, 0)
+    request += field(8, block.generation)
+    request += field(9, field(1, defaults.checksum_kind) + field(2, defaults.chunk_bytes))
+    if len(new.storage_kinds) == len(block.nodes):
+        request += field(11, new.storage_kinds[0])
+        request += b"".join(field(12, kind) for kind in new.storage_kinds[1:])
+    if len(new.storage_ids) == len(block.nodes):
+        request += field(16, new.storage_ids[0])
+        request += b"".join(field(17, storage) for storage in new.storage_ids[1:])
+    return request

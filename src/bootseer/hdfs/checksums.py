@@ -1,0 +1,141 @@
+"""Whether bytes are what the checksums that HDFS keeps beside them say. Called by `datanode`; needs the extra `hdfs`.
+
+HDFS keeps a CRC of each 512 bytes, two thousand for 1 MiB: comparing one by one costs more than receiving them. A CRC
+is linear, so that the CRC of many chunks together follows from the CRCs of each by looking up tables, which numpy does
+for all at once; what remains is one CRC over the whole, by an instruction of the processor.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+NONE, CRC32, CRC32C = 0, 1, 2
+"""The kinds, by their numbers in the protocol."""
+KINDS: Final = (NONE, CRC32, CRC32C)
+SUM_BYTES: Final = 4
+_GROUP: Final = 128
+"""Chunks whose CRCs are looked up together: 64 KiB, a packet, for the usual chunks of 512 bytes."""
+_MAX_TABLE_CHUNK: Final = 8192
+"""For longer chunks, one by one is fast enough."""
+_Words = npt.NDArray[np.uint32]
+
+
+def first_wrong(kind: int, chunk_bytes: int, data: Sequence[memoryview], sums: memoryview) -> int | None:
+    """Where the first bytes begin that do not match, counted from the begin of `data`; None when all do.
+
+    `data` are pieces of one run that begins with a chunk; only its last chunk may be short. `sums`: a CRC for each.
+    """
+    if kind == NONE:
+        return None
+    at = num_checked = 0
+    begun = b""  # of a chunk that lies in several pieces
+    for piece in data:
+        start = min((chunk_bytes - len(begun)) % chunk_bytes, len(piece)) if begun else 0
+        if start:
+            begun += bytes(piece[:start])
+            if len(begun) == chunk_bytes:
+                if not _is_right(kind, begun, sums, num_checked):
+                    return at + start - chunk_bytes
+                num_checked += 1
+                begun = b""
+        num_chunks = (len(piece) - start) // chunk_bytes
+        end = start + num_chunks * chunk_bytes
+        if num_chunks:
+            wrong = _first_wrong_chunk(
+                kind,
+                chunk_bytes,
+                piece[start:end],
+                sums[num_checked * SUM_BYTES : (num_checked + num_chunks) * SUM_BYTES],
+            )
+            if wrong is not None:
+                return at + start + wrong * chunk_bytes
+            num_checked += num_chunks
+        begun += bytes(piece[end:])
+        at += len(piece)
+    if begun and not _is_right(kind, begun, sums, num_checked):
+        return at - len(begun)
+    return None
+
+
+def _is_right(kind: int, chunk: bytes, sums: memoryview, number: int) -> bool:
+    stored: int = struct.unpack_from(">I", sums, number * SUM_BYTES)[0]
+    return (zlib.crc32(chunk) if kind == CRC32 else google_crc32c.value(chunk)) == stored
+
+
+def _first_wrong_chunk(kind: int, chunk_bytes: int, data: memoryview, sums: memoryview) -> int | None:
+    """For whole chunks: which is the first that is wrong."""
+    # google_crc32c refuses memory that others can write to, unless it is numpy's.
+    array = np.frombuffer(data, np.uint8)
+    stored = np.frombuffer(sums, ">u4")
+    crc = _crc(kind)
+    group_bytes = _GROUP * chunk_bytes
+    num_groups = len(data) // group_bytes if chunk_bytes <= _MAX_TABLE_CHUNK else 0
+    if num_groups:
+        expected = _joined(kind, chunk_bytes, np.frombuffer(sums, np.uint8, num_groups * _GROUP * SUM_BYTES))
+        for group in range(num_groups):
+            if crc(array[group * group_bytes : (group + 1) * group_bytes]) != expected[group]:
+                wrong = _one_by_one(crc, array, stored, chunk_bytes, group * _GROUP, (group + 1) * _GROUP)
+                # The tables would be wrong where each chunk by itself is right; then nothing is believed.
+                return group * _GROUP if wrong is None else wrong
+    return _one_by_one(crc, array, stored, chunk_bytes, num_groups * _GROUP, len(stored))
+
+
+def _one_by_one(
+    crc: Callable[[Any], int],
+    array: npt.NDArray[np.uint8],
+    stored: npt.NDArray[Any],
+    chunk_bytes: int,
+    first: int,
+    end: int,
+) -> int | None:
+    expected = stored[first:end].tolist()
+    for number, value in enumerate(expected, first):
+        if crc(array[number * chunk_bytes : (number + 1) * chunk_bytes]) != value:
+            return number
+    return None
+
+
+def _crc(kind: int) -> Callable[[Any], int]:
+    return zlib.crc32 if kind == CRC32 else google_crc32c.value
+
+
+def _joined(kind: int, chunk_bytes: int, sums: npt.NDArray[np.uint8]) -> list[int]:
+    """The CRC of each group of chunks, from the CRCs of the chunks."""
+    table, places = _tables(kind, chunk_bytes)
+    found = table[sums.reshape(-1, _GROUP * SUM_BYTES) + places]
+    joined: list[int] = np.bitwise_xor.reduce(found, axis=1).tolist()
+    return joined
+
+
+@functools.cache
+def _tables(kind: int, chunk_bytes: int) -> tuple[_Words, npt.NDArray[np.intp]]:
+    """What each byte of each stored CRC of a group gives to the group's CRC, and where each byte's table begins."""
+    zeros = bytes(chunk_bytes)
+
+    def extended(crc: int) -> int:
+        return zlib.crc32(zeros, crc) if kind == CRC32 else google_crc32c.extend(crc, zeros)
+
+    # What a chunk more behind it makes of a CRC is linear: it is known when it is known for each bit.
+    none = extended(0)
+    of_bit = [extended(1 << bit) ^ none for bit in range(32)]
+    step = np.zeros((SUM_BYTES, 256), np.uint32)
+    values = np.arange(256, dtype=np.uint32)
+    for bit in range(32):
+        step[bit // 8] ^= np.where(values >> (bit % 8) & 1, np.uint32(of_bit[bit]), np.uint32(0))
+    tables = np.zeros((_GROUP, SUM_BYTES, 256), np.uint32)
+    # Stored CRCs have their highest byte first.
+    tables[-1] = np.stack([values << np.uint32(8 * byte) for byte in (3, 2, 1, 0)])
+    for number in range(_GROUP - 2, -1, -1):
+        last = tables[number + 1]
+        tables[number] = (
+            step[0][last & 0xFF] ^ step[1][last >> 8 & 0xFF] ^ step[2][last >> 16 & 0xFF] ^ step[3][last >> 24]
+        )
+    return tables.reshape(-1), np.arange(_GROUP * SUM_BYTES, dtype=np.intp) * 256

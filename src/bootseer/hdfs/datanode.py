@@ -1,0 +1,293 @@
+"""Blocks read from one DataNode: HDFS's data transfer protocol, straight into the caller's memory.
+
+A DataNode sends packets of 64 KiB, each behind a header. Once one is known the next ones are foretold, so that sixteen
+of them are received by one system call, data into the caller's memory and headers beside it; afterwards each header is
+compared with what it had to be. Nothing that a DataNode says is believed before it was checked against what was asked.
+
+No call waits longer than the socket's time-out for a byte: Linux's own (`SO_RCVTIMEO`), because Python's would give up
+`MSG_WAITALL`. Called by the threads of `reads`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from bootseer.hdfs import checksums
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.located import Block
+from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
+
+MAX_PACKETS: Final = 16
+"""Received by one system call: 1 MiB."""
+_MAX_PACKET_BYTES: Final = 16 << 20
+_MAX_ANSWER_BYTES: Final = 64 << 10
+_MAX_CHUNK_BYTES: Final = 1 << 20
+_MAX_VIEWS: Final = 1000
+"""The kernel takes 1,024 pieces of memory at once."""
+_READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
+_LENGTHS = struct.Struct(">IH")
+# The tags of the four fields stand between them; protocol buffers would allow another order, Hadoop has none.
+_HEADER = struct.Struct("<BqBqBBBi")
+_HEADER_BYTES: Final = _LENGTHS.size + _HEADER.size
+_MAX_HEADER_BYTES: Final = 1024
+_TAGS = (0x09, 0x11, 0x18, 0x25)
+_SUCCESS, _TOKEN, _CHECKSUM_OK = 0, 5, 6
+_CLIENT = "bootseer"
+
+
+class DataNodeConnection:
+    """A connection to one DataNode. Belongs to one thread at a time, but for `stop`."""
+
+    def __init__(self, address: tuple[str, int], *, silent_s: float, connect_s: float) -> None:
+        try:
+            self._socket = socket.create_connection(address, timeout=connect_s)
+        except OSError as error:
+            kind = SilentError if isinstance(error, TimeoutError) else DataNodeError
+            raise kind(f"cannot be reached: {error}") from error
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wait = struct.pack("@ll", int(silent_s), round(silent_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+        self.silent_s = silent_s
+        self.num_reads = 0
+        """Reads that it has served to their end."""
+        self.last_used_s = 0.0
+        self.sums = bytearray()
+        """Room for checksums, kept for the next read."""
+        self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
+
+    def stop(self) -> None:
+        """From any thread: what waits for this connection, and what will, fails at once."""
+        with contextlib.suppress(OSError):  # it may have ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it. In a child of a fork it goes on for the parent."""
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send all of a small message."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise DataNodeError(f"the connection broke: {error}") from error
+
+    def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
+        """Fill all of `views`. `on_silence` hears for how long nothing has come, and raises to end the waiting."""
+        left = sum(map(len, views))
+        silent_since_s = None
+        while left:
+            try:
+                got = self._socket.recvmsg_into(views[:_MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                now_s = time.monotonic()
+                silent_since_s = silent_since_s or now_s - self.silent_s
+                on_silence(now_s - silent_since_s)
+                continue
+            except OSError as error:
+                raise DataNodeError(f"the connection broke: {error}") from error
+            if got == 0:
+                raise DataNodeError("it closed the connection")
+            left -= got
+            silent_since_s = None
+            if left:
+                views = _behind(views, got)
+
+    def finish(self, status: int) -> None:
+        """The read has ended well: tell it, so that the connection serves another one."""
+        self.send(delimited(field(1, status)))
+        self.num_reads += 1
+        self.last_used_s = time.monotonic()
+
+
+class BlockRead:
+    """One range of one block on its way. `next_bytes` and `receive` in turn, then `finish`."""
+
+    def __init__(
+        self,
+        connection: DataNodeConnection,
+        block: Block,
+        offset: int,
+        length: int,
+        *,
+        check: bool,
+        max_packets: int = MAX_PACKETS,
+        on_silence: Callable[[float], None],
+    ) -> None:
+        """Ask for `length` bytes from `offset` of the block on, all of which it has. Raises `DataNodeError`s."""
+        self._connection = connection
+        self._on_silence = on_silence
+        self._max_packets = max_packets
+        self._left = length
+        read = field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
+        base = field(1, read) + field(2, block.token)
+        header = field(1, base) + field(2, _CLIENT)
+        request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
+        connection.send(_READ_BLOCK + delimited(request))
+        try:
+            self._begin(offset, check)
+            self._sequence = 0
+            self._head = bytearray(_HEADER_BYTES)
+            connection.receive([memoryview(self._head)], on_silence)
+            self._size = self._checked(memoryview(self._head))
+        except MalformedError as error:
+            raise DataNodeError(f"what it says makes no sense: {error}") from error
+
+    def _begin(self, offset: int, check: bool) -> None:
+        """The answer in front of the packets."""
+        answer = Message(self._delimited())
+        status = answer.number(1)
+        if status != _SUCCESS:
+            said = answer.text(5, "").partition("\n")[0][:200]
+            raise RefusedError(said or f"it answers with status {status}", token=status == _TOKEN)
+        info = answer.message(4)
+        sums = info.message(1)
+        self._kind, self._chunk = sums.number(1), sums.number(2)
+        if self._kind not in checksums.KINDS or not 0 < self._chunk <= _MAX_CHUNK_BYTES:
+            raise MalformedError(f"checksums of kind {self._kind} for {self._chunk} bytes")
+        self._has_sums = check and self._kind != checksums.NONE
+        self._at = info.number(2)
+        self._skip = offset - self._at
+        if not 0 <= self._skip < self._chunk or self._at % self._chunk:
+            raise MalformedError(f"bytes from {self._at} on where {offset} was asked")
+
+    def next_bytes(self) -> int:
+        """How many of the bytes that are still wanted the next `receive` brings; 0 at the end."""
+        if not self._left:
+            return 0
+        first = min(self._size - self._skip, self._left)
+        return first + self._num_more(first) * self._size
+
+    def receive(self, into: Sequence[memoryview]) -> None:
+        """Fill `into`, which has as much room as `next_bytes` said. Returns when its bytes are checked, too."""
+        connection = self._connection
+        first = min(self._size - self._skip, self._left)
+        num_packets = 1 + self._num_more(first)
+        skip = memoryview(bytearray(self._skip))
+        behind = self._size - self._skip - first
+        excess = memoryview(bytearray(behind))
+        num_sums = self._sums_bytes(self._size)
+        if len(connection.sums) < num_packets * num_sums:
+            connection.sums = bytearray(num_packets * num_sums)
+        sums = memoryview(connection.sums)[: num_packets * num_sums]
+        headers = memoryview(connection.headers)
+        data = _cut(into, [first] + [self._size] * (num_packets - 1))
+        views: list[memoryview] = []
+        for number, pieces in enumerate(data):
+            if num_sums:
+                views.append(sums[number * num_sums : (number + 1) * num_sums])
+            if number == 0 and skip:
+                views.append(skip)
+            views += pieces
+            if number == 0 and behind:
+                views.append(excess)
+            views.append(headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES])
+        connection.receive(views, self._on_silence)
+        try:
+            size = self._size
+            for number in range(num_packets):
+                self._sequence += 1
+                self._at += size
+                self._left -= size if number else first
+                self._skip = 0
+                head = headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES]
+                self._size = self._checked(head, foretold=size if number < num_packets - 1 else None)
+        except MalformedError as error:
+            raise DataNodeError(f"what it says makes no sense: {error}") from error
+        if self._has_sums:
+            wrong = checksums.first_wrong(
+                self._kind, self._chunk, [piece for piece in (skip, *into, excess) if piece], sums
+            )
+            if wrong is not None:
+                at = self._at - (size * num_packets) + wrong
+                raise WrongBytesError(f"wrong bytes at {at} of the block")
+
+    def finish(self) -> None:
+        """After the last byte: the connection can serve another read."""
+        self._connection.finish(_CHECKSUM_OK if self._has_sums else _SUCCESS)
+
+    def _num_more(self, first: int) -> int:
+        """How many packets behind the next one are foretold: as large as it is, and wanted as a whole."""
+        return min(self._max_packets - 1, (self._left - first) // self._size) if self._size else 0
+
+    def _sums_bytes(self, size: int) -> int:
+        return -(-size // self._chunk) * checksums.SUM_BYTES if self._has_sums else 0
+
+    def _checked(self, head: memoryview, *, foretold: int | None = None) -> int:
+        """How many bytes of data the packet has whose header this is, after comparing all else with what it must be."""
+        length, header_bytes = _LENGTHS.unpack_from(head)
+        first, at, second, sequence, third, is_last, fourth, size = _HEADER.unpack_from(head, _LENGTHS.size)
+        if (first, second, third, fourth) != _TAGS or not _HEADER.size <= header_bytes <= _MAX_HEADER_BYTES:
+            if foretold is not None:
+                raise UnevenError("its packets differ in size")
+            raise MalformedError("a packet without its header")
+        if header_bytes > _HEADER.size:
+            # Fields of a newer version, which say nothing about the bytes.
+            if foretold is not None:
+                raise UnevenError("its packets have longer headers")
+            self._connection.receive([memoryview(bytearray(header_bytes - _HEADER.size))], self._on_silence)
+        if foretold is not None and size != foretold:
+            raise UnevenError("its packets differ in size")
+        if sequence != self._sequence or at != self._at:
+            raise MalformedError(f"packet {sequence} at {at} where {self._sequence} at {self._at} had to be")
+        if length != 4 + size + self._sums_bytes(size) or not 0 <= size <= _MAX_PACKET_BYTES:
+            raise MalformedError(f"a packet of {length} bytes for {size} of data")
+        if self._left:
+            wanted = self._left + self._skip
+            if is_last or size <= self._skip or (size < wanted and size % self._chunk):
+                raise MalformedError(f"the data end where {self._left} bytes are missing")
+            if size >= wanted + self._chunk:
+                raise MalformedError(f"{size} bytes where {wanted} were asked")
+        elif size or not is_last:
+            raise MalformedError("more data than were asked")
+        return int(size)
+
+    def _delimited(self) -> bytes:
+        """A message behind its length. Byte by byte, because nobody knows what follows it."""
+        length = bytearray()
+        while not length or length[-1] > 0x7F:
+            if len(length) == MAX_VARINT_BYTES:
+                raise MalformedError("a number does not end")
+            byte = bytearray(1)
+            self._connection.receive([memoryview(byte)], self._on_silence)
+            length += byte
+        num_bytes, _ = read_varint(bytes(length), 0)
+        if num_bytes > _MAX_ANSWER_BYTES:
+            raise MalformedError(f"an answer of {num_bytes} bytes")
+        answer = bytearray(num_bytes)
+        self._connection.receive([memoryview(answer)], self._on_silence)
+        return bytes(answer)
+
+
+def _behind(views: list[memoryview], length: int) -> list[memoryview]:
+    """What is left of `views` behind their first bytes."""
+    for number, view in enumerate(views):
+        if length < len(view):
+            return [view[length:], *views[number + 1 :]]
+        length -= len(view)
+    return []
+
+
+def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
+    """The memory of `views`, in order, cut into pieces of these lengths."""
+    cut: list[list[memoryview]] = []
+    rest = iter(views)
+    view = next(rest)
+    for length in lengths:
+        pieces: list[memoryview] = []
+        missing = length
+        while missing:
+            if not view:
+                view = next(rest)
+            piece = view[:missing]
+            pieces.append(piece)
+            missing -= len(piece)
+            view = view[len(piece) :]
+        cut.append(pieces)
+    return cut

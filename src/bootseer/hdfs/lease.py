@@ -1,0 +1,184 @@
+"""A file that is being written, as the NameNode sees it: begun, given blocks, completed. Called by `placing`.
+
+The right to write a file is a lease; whoever holds it has a name. Each file has a holder of its own here, so that one
+whose writer was lost ends by itself: the NameNode closes it an hour after the last `renew`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from bootseer.errors import BootseerError, TransientError
+from bootseer.hdfs.checksums import CRC32, CRC32C
+from bootseer.hdfs.located import Block, parse_block
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.native import kind_of_error
+from bootseer.hdfs.protobuf import MalformedError, Message, field
+from bootseer.hdfs.rpc import NotSpokenError, RemoteError
+
+_CREATE, _OVERWRITE = 1, 2
+_RENEW_S: Final = 20.0
+_FIRST_PAUSE_S: Final = 0.002
+_MAX_PAUSE_S: Final = 0.2
+_MAX_CHUNK_BYTES: Final = 64 * 1024
+_CHUNK_UNIT: Final = 512
+
+
+class NoNodesError(TransientError):
+    """The NameNode finds no DataNode for a block, at least none that was not excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDefaults:
+    """How the cluster wants files to be."""
+
+    block_size: int
+    replication: int
+    checksum_kind: int
+    chunk_bytes: int
+    """Covered by one checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block that is to be written."""
+
+    block: Block
+    told: tuple[bytes, ...]
+    """Its nodes, as the NameNode calls them: handed on to DataNodes, and back to it."""
+    storage_kinds: tuple[int, ...]
+    """Of disk, for each of its nodes."""
+    storage_ids: tuple[str, ...]
+
+
+def ask_defaults(namenode: NameNode) -> WriteDefaults:
+    """What the NameNode wants of new files; the configuration's `dfs.replication` counts more than its own."""
+    try:
+        told = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
+        wanted = namenode.cluster.settings.get("dfs.replication", "")
+        found = WriteDefaults(
+            block_size=told.number(1),
+            replication=int(wanted) if wanted.isdecimal() else told.number(4),
+            checksum_kind=told.number(8, CRC32),
+            chunk_bytes=told.number(2),
+        )
+    except MalformedError as error:
+        raise _senseless(namenode, "/", error) from error
+    if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes % _CHUNK_UNIT:
+        raise NotSpokenError(f"checksums of {found.chunk_bytes} bytes are not spoken here")
+    # Files without checksums are nothing that this package writes.
+    return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
+
+
+class Lease:
+    """The right to write one file. Belongs to one thread at a time."""
+
+    def __init__(
+        self, namenode: NameNode, path: str, *, block_size: int, replication: int, mode: int, overwrite: bool
+    ) -> None:
+        """Begin the file, and its folder when that is missing. Raises `TakenError` for a name that is taken, and
+        `NotSpokenError`, after removing it, for one whose bytes need a translation."""
+        self.path = path
+        self.holder = f"bootseer-{secrets.token_hex(12)}"
+        self._namenode = namenode
+        self._file_id = 0
+        self._renewed_s = time.monotonic()
+        request = (
+            field(1, path)
+            + field(2, field(1, mode))
+            + field(3, self.holder)
+            + field(4, _CREATE | _OVERWRITE if overwrite else _CREATE)
+            + field(5, True)
+            + field(6, replication)
+            + field(7, block_size)
+        )
+        try:
+            status = self._ask("create", request).message(1)
+            self._file_id = status.number(13, 0)
+        except MalformedError as error:
+            raise _senseless(namenode, path, error) from error
+        if 15 in status or 17 in status:
+            namenode.ask("delete", field(1, path) + field(2, False), path, None)
+            raise NotSpokenError(f"{path}: its bytes would be erasure-coded or encrypted, which is not spoken here")
+
+    def add_block(self, exclude: Iterable[bytes]) -> NewBlock:
+        """The file's first block, on none of these nodes. Raises `NoNodesError` when there are no others."""
+        request = field(1, self.path) + field(2, self.holder) + field(5, self._file_id)
+        request += b"".join(field(4, node) for node in exclude)
+        try:
+            answer = self._ask("addBlock", request)
+            data = answer.data(1)
+            located = Message(data)
+            block = parse_block(data, {})
+            told = tuple(located.every(3))
+            kinds = tuple(located.numbers(7))
+            ids = tuple(storage.decode("ascii", "replace") for storage in located.every(8))
+        except MalformedError as error:
+            raise _senseless(self._namenode, self.path, error) from error
+        if not block.nodes:
+            raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
+        return NewBlock(block, told, kinds, ids)
+
+    def abandon(self, block: Block) -> None:
+        """Give a block back that has no data."""
+        self._ask("abandonBlock", field(1, identity(block)) + field(2, self.path) + field(3, self.holder))
+
+    def renew(self) -> None:
+        """Say that the file is still written, if that was not said lately."""
+        now_s = time.monotonic()
+        if now_s - self._renewed_s >= _RENEW_S:
+            self._renewed_s = now_s
+            self._ask("renewLease", field(1, self.holder))
+
+    def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> None:
+        """End the file, whose only block has so many bytes. Waits until a DataNode has told the NameNode so."""
+        request = field(1, self.path) + field(2, self.holder) + field(4, self._file_id)
+        if block is not None:
+            request += field(3, identity(replace(block, length=size_bytes)))
+        until = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while not self._ask("complete", request).number(1):
+                if time.monotonic() + pause_s >= until:
+                    raise TransientError(f"{self.path}: no DataNode confirmed its block within {timeout_s:.0f} s")
+                # The DataNode's word is on its way to the NameNode, usually for a millisecond.
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            status = self._ask("getFileInfo", field(1, self.path)).message(1)
+            found = status.number(3)
+        except MalformedError as error:
+            raise _senseless(self._namenode, self.path, error) from error
+        if found != size_bytes:
+            raise TransientError(f"{self.path} has {found} bytes after {size_bytes} were written")
+
+    def _ask(self, method: str, request: bytes) -> Message:
+        try:
+            return Message(self._namenode.ask(method, request, self.path, None))
+        except BootseerError as error:
+            # Kinds of errors that only writers meet.
+            kind = _kind(error.__cause__)
+            if kind is None:
+                raise
+            raise kind(str(error)) from error
+
+
+def identity(block: Block) -> bytes:
+    """Which block this is, as an `ExtendedBlockProto`."""
+    return field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
+
+
+def _kind(cause: BaseException | None) -> type[BootseerError] | None:
+    """What an answer of the NameNode means for somebody who writes; None for nothing special."""
+    if not isinstance(cause, RemoteError):
+        return None
+    if "could only be written to" in str(cause) or "is out of space" in str(cause):
+        return NoNodesError
+    return kind_of_error(f"{cause.kind}: {cause}")
+
+
+def _senseless(namenode: NameNode, path: str, error: MalformedError) -> TransientError:
+    return TransientError(f"hdfs://{namenode.cluster.authority}{path}: the NameNode's answer makes no sense: {error}")

@@ -1,0 +1,183 @@
+"""Where the blocks of a file lie, as a NameNode says: read from its answer to `getBlockLocations`.
+
+Blocks are never changed once they are complete, and their ids never used again. So the ids are what tells one version
+of a file from another. Called by `namenode`; used by all that reads. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from bootseer.hdfs.protobuf import MalformedError, Message
+
+MAX_BLOCKS: Final = 1 << 20
+"""What one file may have: the NameNode's own limit, `dfs.namenode.fs-limits.max-blocks-per-file`, was once this."""
+MAX_BLOCK_BYTES: Final = 1 << 50
+MAX_REPLICAS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A DataNode."""
+
+    host_port: str
+    """Address and port of its data transfer: what it is called everywhere."""
+    hostname: str
+    """The name that it gives itself, which may not be known here."""
+    uuid: str
+    ipc_port: int = 0
+    """The port where it answers questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a file, and who has it."""
+
+    start: int
+    """Where it begins in the file."""
+    length: int
+    pool: str
+    id: int
+    generation: int
+    """Counts up when writers of the block change."""
+    token: bytes
+    """The right to read it, as the NameNode gave it: handed on to DataNodes, not looked into."""
+    nodes: tuple[Node, ...]
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.start + self.length
+
+    def __str__(self) -> str:
+        return f"blk_{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedFile:
+    """A file as it was when the NameNode was asked."""
+
+    path: str
+    size_bytes: int
+    blocks: tuple[Block, ...]
+    """In order, without gaps. The last of a file that is being written may be empty."""
+    version: str
+    under_construction: bool
+    """Whether somebody writes it. Then `size_bytes` may be less than what can be read of the last block."""
+    readable: bool
+    """False when its bytes need a translation that is not spoken here: erasure coding, encryption."""
+    open_block: Block | None = None
+    """The last block, while it is being written."""
+
+    @property
+    def end(self) -> int:
+        """Where the last block ends that is known."""
+        return self.blocks[-1].end if self.blocks else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its blocks are known."""
+        return not self.readable or self.end >= self.size_bytes
+
+    def joined(self, more: LocatedFile) -> LocatedFile:
+        """With the blocks behind those that are known. Raises `MalformedError` when they do not fit."""
+        behind = tuple(block for block in more.blocks if block.start >= self.end)
+        if not behind or behind[0].start != self.end or more.size_bytes != self.size_bytes:
+            raise MalformedError("blocks do not follow each other")
+        return _file(
+            self.path, (*self.blocks, *behind), open_block=more.open_block, readable=True, size_bytes=self.size_bytes
+        )
+
+    def block_at(self, offset: int) -> Block:
+        """The block with the byte at `offset`, which lies inside the file."""
+        return self.blocks[bisect_right(self.blocks, offset, key=lambda block: block.start) - 1]
+
+    def grown(self, length: int) -> LocatedFile:
+        """The same file, of whose open block this many bytes can be read."""
+        last = self.open_block
+        if last is None:
+            return self
+        grown = Block(last.start, length, last.pool, last.id, last.generation, last.token, last.nodes)
+        blocks = (*self.blocks[:-1], grown)
+        return _file(self.path, blocks, open_block=grown, readable=self.readable)
+
+    def continues(self, other: LocatedFile) -> bool:
+        """Whether this is the file that `other` was, perhaps with blocks elsewhere or with more at its end."""
+        # While it is written, the NameNode knows less of its length than the DataNodes.
+        if len(self.blocks) < len(other.blocks) or (self.size_bytes < other.size_bytes and not self.under_construction):
+            return False
+        for mine, theirs in zip(self.blocks, other.blocks, strict=False):
+            same = (mine.start, mine.pool, mine.id) == (theirs.start, theirs.pool, theirs.id)
+            # Writers come and go while a block is open; after that, another generation means that it was changed.
+            written = theirs is other.open_block
+            if not same or (not written and (mine.generation, mine.length) != (theirs.generation, theirs.length)):
+                return False
+        return True
+
+
+def parse_located(path: str, answer: bytes) -> LocatedFile:
+    """A `LocatedBlocksProto`. Raises `MalformedError`."""
+    message = Message(answer)
+    size_bytes = message.number(1)
+    readable = 6 not in message and 7 not in message
+    known_nodes: dict[bytes, Node] = {}
+    blocks = [parse_block(data, known_nodes) for data in message.every(2)]
+    open_block = None
+    if message.number(3) and not message.number(5, 1) and 4 in message:
+        open_block = parse_block(message.data(4), known_nodes)
+        if blocks and blocks[-1].id == open_block.id:
+            blocks.pop()
+        blocks.append(open_block)
+    blocks.sort(key=lambda block: block.start)
+    if len(blocks) > MAX_BLOCKS or not 0 <= size_bytes <= 1 << 62:
+        raise MalformedError(f"a file of {size_bytes} bytes in {len(blocks)} blocks")
+    # An erasure-coded block is a group: its locations hold other bytes than the file, in another order.
+    if readable and any(before.end != after.start for before, after in pairwise(blocks)):
+        raise MalformedError("blocks do not follow each other")
+    return _file(path, tuple(blocks), open_block=open_block, readable=readable, size_bytes=size_bytes)
+
+
+def _file(
+    path: str, blocks: tuple[Block, ...], *, open_block: Block | None, readable: bool, size_bytes: int = 0
+) -> LocatedFile:
+    size_bytes = max(size_bytes, blocks[-1].end if blocks else 0)
+    told = hashlib.sha256(
+        repr([(block.pool, block.id, block.generation, block.length) for block in blocks]).encode()
+    ).hexdigest()
+    return LocatedFile(
+        path, size_bytes, blocks, f"{size_bytes}-{told[:32]}", open_block is not None, readable, open_block
+    )
+
+
+def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
+    """A `LocatedBlockProto`. `known_nodes`: a file of thousands of blocks names the same nodes again and again."""
+    message = Message(data)
+    block = message.message(1)
+    nodes = []
+    replicas = message.every(3)
+    if len(replicas) > MAX_REPLICAS:
+        raise MalformedError(f"a block with {len(replicas)} replicas")
+    for replica in replicas:
+        node = known_nodes.get(replica)
+        if node is None:
+            node = known_nodes[replica] = _node(Message(replica).message(1))
+        nodes.append(node)
+    start, length = message.number(2), block.number(4, 0)
+    if start > 1 << 62 or length > MAX_BLOCK_BYTES:
+        raise MalformedError(f"a block of {length} bytes at {start}")
+    return Block(start, length, block.text(1), block.number(2), block.number(3), message.data(5), tuple(nodes))
+
+
+def _node(message: Message) -> Node:
+    """A `DatanodeIDProto`."""
+    port, ipc_port = message.number(4), message.number(6, 0)
+    if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
+        raise MalformedError(f"a DataNode at port {port}")
+    address = message.text(1)
+    # Addresses of version 6 have colons of their own.
+    shown = f"[{address}]" if ":" in address else address
+    return Node(f"{shown}:{port}", message.text(2), message.text(3), ipc_port)

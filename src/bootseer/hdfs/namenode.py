@@ -1,0 +1,244 @@
+"""What the NameNodes of a cluster are asked before blocks are read: where they lie.
+
+Several NameNodes stand for one cluster (HA): one is active, the others say that they are not, hang or are gone. The
+one that answered last is asked first. Called by `reads`, and by writers that want to know where a new block went.
+
+Safe to use from many threads; each question has a connection of its own, at most `_MAX_CONNECTIONS` at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from typing import Final
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.located import LocatedFile, parse_located
+from bootseer.hdfs.protobuf import MalformedError, Message, field
+from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection
+
+_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
+_DATANODE_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientDatanodeProtocol"
+_MAX_CONNECTIONS: Final = 4
+_IDLE_S: Final = 8.0
+"""Servers close connections after 10 s without a question."""
+_PAUSE_S: Final = 0.2
+_MAX_PAUSE_S: Final = 2.0
+_ELSEWHERE = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException"})
+_EVERYTHING: Final = (1 << 63) - 1
+
+
+class NameNode:
+    """The NameNodes of one cluster, as one. `call_timeout_s` bounds each question to each of them."""
+
+    def __init__(self, cluster: Cluster, *, call_timeout_s: float = 10.0) -> None:
+        self.cluster = cluster
+        self._call_timeout_s = call_timeout_s
+        self._spoken = not cluster.secure
+        self._reset()
+        _namenodes.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._active = 0
+        self._asked = False
+        self._idle: list[tuple[float, int, RpcConnection]] = []
+
+    def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
+        """Where the blocks of a file lie; one that is being written has its open block too, as the NameNode knows it.
+        Raises `NotFoundError`, `AccessError`, `NotSpokenError`, `TransientError`."""
+        located = self._locate(path, 0, timeout_s)
+        while not located.is_whole:
+            # Servers may tell less than all at once.
+            more = self._locate(path, located.end, timeout_s)
+            try:
+                located = located.joined(more)
+            except MalformedError as error:
+                raise TransientError(f"{self._named(path)} was changed while it was located") from error
+        return located
+
+    def _locate(self, path: str, start: int, timeout_s: float | None) -> LocatedFile:
+        """The blocks from `start` on."""
+        request = field(1, path) + field(2, start) + field(3, _EVERYTHING - start)
+        answer = self.ask("getBlockLocations", request, path, timeout_s)
+        try:
+            message = Message(answer)
+            if 1 not in message:
+                raise NotFoundError(f"{self._named(path)} is not there")
+            return parse_located(path, message.data(1))
+        except MalformedError as error:
+            raise TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}") from error
+
+    def with_open_block(self, file: LocatedFile, *, timeout_s: float = 2.0) -> LocatedFile:
+        """A file that is being written, with the bytes that its DataNodes have of its open block by now."""
+        block = file.open_block
+        if block is None:
+            return file
+        request = field(
+            1, field(1, block.pool) + field(2, block.id) + field(3, block.generation) + field(4, block.length)
+        )
+        for node in block.nodes:
+            host = node.hostname if self.cluster.by_hostname else node.host_port.rpartition(":")[0].strip("[]")
+            try:
+                asked = RpcConnection(host, node.ipc_port, _DATANODE_PROTOCOL, self.cluster.user, timeout_s=timeout_s)
+                try:
+                    length = Message(asked.call("getReplicaVisibleLength", request, timeout_s)).number(1)
+                finally:
+                    asked.close()
+            except (BootseerError, RemoteError, MalformedError):
+                continue
+            if block.length <= length < _EVERYTHING:
+                return file.grown(length)
+        # What the NameNode knows of it was there at the writer's last sync.
+        return file
+
+    def space(self) -> tuple[int, int]:
+        """Bytes of all DataNodes together, and how many of them are free."""
+        answer = self.ask("getFsStats", b"", "/", None)
+        try:
+            message = Message(answer)
+            return message.number(1), message.number(3)
+        except MalformedError as error:
+            raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections that nobody uses. A later question makes new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, _, connection in idle:
+            connection.close()
+
+    def forget(self) -> None:
+        """In the child of a fork: leave the parent's connections to the parent, and have own locks."""
+        idle = self._idle
+        self._reset()
+        for _, _, connection in idle:
+            connection.close()
+
+    def _named(self, path: str) -> str:
+        return f"hdfs://{self.cluster.authority}{path}"
+
+    def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+        """One answer of whichever NameNode has one, within the time for all attempts."""
+        if not self._spoken:
+            raise NotSpokenError(f"{self._named(path)}: the settings want Kerberos or protected data")
+        num_namenodes = len(self.cluster.namenodes)
+        until = time.monotonic() + (self._call_timeout_s * (num_namenodes + 1) if timeout_s is None else timeout_s)
+        pause_s = _PAUSE_S
+        problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
+        while True:
+            for _ in range(num_namenodes):
+                if time.monotonic() >= until:
+                    raise problem
+                number = self._active
+                try:
+                    return self._ask_one(number, method, request, until)
+                except RemoteError as error:
+                    if error.kind not in _ELSEWHERE:
+                        raise self._mapped(error, path) from error
+                    problem = TransientError(f"{self._named(path)}: no NameNode is active: {error}")
+                except NotSpokenError:
+                    self._spoken = False
+                    raise
+                except TransientError as error:
+                    problem = TransientError(f"{self._named(path)}: no NameNode answers: {error}")
+                if self._active == number:
+                    self._active = (number + 1) % num_namenodes
+            if time.monotonic() + pause_s >= until:
+                raise problem
+            # All have been asked: the NameNode is starting, or a standby becomes active.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _ask_one(self, number: int, method: str, request: bytes, until: float) -> bytes:
+        if not self._free.acquire(timeout=max(until - time.monotonic(), 0.0)):
+            raise TransientError("too many questions wait for an answer")
+        free = self._free
+        try:
+            connection, is_fresh = self._take(number), False
+            if connection is None:
+                connection, is_fresh = self._connect(number, until), True
+            try:
+                self._check_encryption(connection, until)
+                answer = connection.call(method, request, self._left_s(until))
+            except RemoteError:
+                self._give(number, connection)
+                raise
+            except TransientError:
+                if is_fresh:
+                    raise
+                # A restarted server has closed what lay idle here: that says nothing of it.
+                connection = self._connect(number, until)
+                try:
+                    answer = connection.call(method, request, self._left_s(until))
+                except RemoteError:
+                    self._give(number, connection)
+                    raise
+            self._give(number, connection)
+            return answer
+        finally:
+            free.release()
+
+    def _connect(self, number: int, until: float) -> RpcConnection:
+        host, port = self.cluster.namenodes[number]
+        return RpcConnection(host, port, _PROTOCOL, self.cluster.user, timeout_s=self._left_s(until))
+
+    def _check_encryption(self, connection: RpcConnection, until: float) -> None:
+        """Whether DataNodes want their data encrypted, which only the servers' settings say."""
+        if self._asked:
+            return
+        answer = Message(connection.call("getServerDefaults", b"", self._left_s(until)))
+        try:
+            if answer.message(1).number(6, 0):
+                raise NotSpokenError(f"{self.cluster.authority} encrypts its data, which reads of blocks do not speak")
+        except MalformedError as error:
+            raise TransientError(f"the NameNode's answer makes no sense: {error}") from error
+        self._asked = True
+
+    def _left_s(self, until: float) -> float:
+        # With several NameNodes, a hung one must leave time for the others.
+        return min(max(until - time.monotonic(), 0.001), self._call_timeout_s)
+
+    def _take(self, number: int) -> RpcConnection | None:
+        fresh_s = time.monotonic() - _IDLE_S
+        with self._lock:
+            old = [entry for entry in self._idle if entry[0] < fresh_s]
+            self._idle = [entry for entry in self._idle if entry[0] >= fresh_s]
+            found = next((entry for entry in reversed(self._idle) if entry[1] == number), None)
+            if found is not None:
+                self._idle.remove(found)
+        for _, _, connection in old:
+            connection.close()
+        return found[2] if found else None
+
+    def _give(self, number: int, connection: RpcConnection) -> None:
+        with self._lock:
+            if len(self._idle) < _MAX_CONNECTIONS:
+                self._idle.append((time.monotonic(), number, connection))
+                return
+        connection.close()
+
+    def _mapped(self, error: RemoteError, path: str) -> BootseerError:
+        said = f"{self._named(path)}: {error}"
+        if error.kind == "FileNotFoundException":
+            return NotFoundError(said if "not a file" in str(error) else f"{self._named(path)} is not there")
+        if error.kind in ("AccessControlException", "AuthorizationException"):
+            return AccessError(said)
+        if error.kind in ("UnresolvedPathException", "InvalidPathException", "RpcNoSuchMethodException"):
+            return PermanentError(said)
+        return TransientError(said)
+
+
+_namenodes: weakref.WeakSet[NameNode] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for namenode in _namenodes:
+        namenode.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,136 @@
+"""Files of HDFS, read straight from their DataNodes into the caller's memory.
+
+    reads = HdfsReads(NameNode(Cluster.of("host:port")))
+    file = reads.open("/folder/file")
+    file.read_into(0, memoryview(buffer), done)
+
+Any number of reads at a time, from any thread; each range is cut at blocks and asked of whichever DataNodes have them.
+Called by `client`, and through it by the place that checkpoints lie in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from bootseer.errors import PermanentError
+from bootseer.hdfs.located import LocatedFile
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.outcome import ReadOutcome
+from bootseer.hdfs.pieces import Source, Ticket
+from bootseer.hdfs.rpc import NotSpokenError
+from bootseer.hdfs.serving import Serving
+from bootseer.hdfs.settings import ReadSettings
+
+_OPEN_S = 30.0
+_CALLED_OFF = "the read was called off"
+
+
+class HdfsReads:
+    """Reads of one cluster: its connections, and what its DataNodes have shown, are shared by all its files."""
+
+    def __init__(self, namenode: NameNode, settings: ReadSettings | None = None) -> None:
+        self._namenode = namenode
+        self._serving = Serving(namenode, settings or ReadSettings())
+
+    def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile:
+        """A file as it is now. Raises as `NameNode.locate`, and `NotSpokenError` when its bytes need another client."""
+        located = self._namenode.locate(path, timeout_s=deadline_s)
+        named = f"hdfs://{self._namenode.cluster.authority}{path}"
+        if not located.readable:
+            raise NotSpokenError(f"{named} is erasure-coded or encrypted, which reads of blocks do not speak")
+        return HdfsFile(self._serving, self._namenode.with_open_block(located), named)
+
+    def facts(self) -> dict[str, object]:
+        """All reads so far: for each DataNode bytes, requests, seconds (of all its connections) and failures, then how
+        often something was asked again, hedged, refreshed, or refused for wrong bytes."""
+        with self._serving.schedule() as schedule:
+            counts = schedule.counts
+            return {
+                "nodes": {
+                    line.name: {
+                        "bytes": line.bytes,
+                        "requests": line.requests,
+                        "seconds": line.seconds,
+                        "failures": line.failures,
+                    }
+                    for line in schedule.queueing.lines.values()
+                },
+                **{name: counts[name] for name in ("retries", "hedges", "hedges_won", "refreshes", "wrong")},
+                "fallback": "",
+            }
+
+    def close(self) -> None:
+        """End all reads, with an error for those that have not ended, and give back threads and connections."""
+        self._serving.close()
+
+
+class HdfsFile:
+    """One version of one file. Safe to use from many threads, and in a child of a fork."""
+
+    def __init__(self, serving: Serving, located: LocatedFile, named: str) -> None:
+        self._serving = serving
+        self._source = Source(located, named)
+        self.size_bytes = located.size_bytes
+        self.version = located.version
+
+    def nodes(self, offset: int) -> tuple[str, ...]:
+        """The DataNodes that have the byte at `offset`, by `host:port`."""
+        if not 0 <= offset < self.size_bytes:
+            return ()
+        return tuple(node.host_port for node in self._source.located.block_at(offset).nodes)
+
+    def delay_s(self, offset: int, length: int) -> float:
+        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nothing is known."""
+        with self._serving.schedule() as schedule:
+            return schedule.delay_s(self._source, offset, length, time.monotonic())
+
+    def read_into(
+        self,
+        offset: int,
+        into: memoryview,
+        done: Callable[[ReadOutcome], None],
+        *,
+        check: bool = True,
+        urgent: bool = True,
+        avoid: frozenset[str] = frozenset(),
+        deadline_s: float = 60.0,
+    ) -> ReadTicket:
+        """Fill `into` with the bytes from `offset` on.
+
+        `done` is called once, from any thread, and must return soon; from then on nobody writes to `into`. `check`:
+        compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes, which
+        are asked when there is no other. Safe to call from `done`.
+        """
+        if into.readonly:
+            raise ValueError("a read needs memory that can be written to")
+        into = into.cast("B")
+        ticket = Ticket(self._source, offset, into, done, check, urgent, avoid, deadline_s)
+        if not 0 <= offset <= offset + len(into) <= self.size_bytes:
+            ticket.error = PermanentError(
+                f"{self._source.named} has {self.size_bytes} bytes, not {len(into)} from {offset} on"
+            )
+        self._serving.submit(ticket)
+        return ReadTicket(self._serving, ticket)
+
+    def close(self) -> None:
+        """Not read any more. What is underway goes on; nothing is held."""
+
+
+class ReadTicket:
+    """A read on its way."""
+
+    def __init__(self, serving: Serving, ticket: Ticket) -> None:
+        self._serving = serving
+        self._ticket = ticket
+
+    def cancel(self) -> None:
+        """Nobody wants it any more. `done` is still called, with whatever happened."""
+        with self._serving.schedule() as schedule:
+            ticket = self._ticket
+            schedule.fail(ticket, PermanentError(f"{ticket.source.named}: {_CALLED_OFF}"), at_once=False)
+
+    def hurry(self) -> None:
+        """A reader waits for it now: serve it before those that nobody waits for."""
+        with self._serving.schedule() as schedule:
+            schedule.hurry(self._ticket)

@@ -1,0 +1,145 @@
+"""Questions in Hadoop's RPC, version 9: one connection, one question at a time, a deadline for each.
+
+Only the plain form is spoken. A server that wants to know who asks (Kerberos, tokens) says so in its first answer, and
+`NotSpokenError` says it to those who know another way. Called by `namenode`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from bootseer.errors import PermanentError, TransientError
+from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
+
+_MAX_ANSWER_BYTES: Final = 128 << 20
+"""Hadoop's own `ipc.maximum.response.length`; the blocks of a file of 1 TB take 5 MB."""
+_HEADER = b"hrpc" + bytes([9, 0, 0])  # version 9, default service class, no authentication
+_PROTOCOL_BUFFERS, _FINAL_PACKET = 2, 0
+_CONTEXT_CALL, _SASL_CALL = -3, -33
+_SUCCESS, _FATAL = 0, 2
+_UNAUTHORIZED = 15
+
+
+class NotSpokenError(PermanentError):
+    """This cluster wants to be spoken to in a way that this package does not know; the library for all else may."""
+
+
+class RemoteError(Exception):
+    """The server's answer is an error of its own."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        # Behind the first line stands a stack trace, which tells a user nothing.
+        super().__init__(message.partition("\n")[0][:300])
+        self.kind = kind.rpartition(".")[2]
+
+
+class RpcConnection:
+    """One connection to one server. Belongs to one thread at a time; after any error but `RemoteError` it is closed."""
+
+    def __init__(self, host: str, port: int, protocol: str, user: str, *, timeout_s: float) -> None:
+        self._peer = f"{host}:{port}"
+        self._protocol = protocol
+        self._client_id = os.urandom(16)
+        self._num_calls = 0
+        self._until = time.monotonic() + timeout_s
+        try:
+            self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        except OSError as error:
+            raise TransientError(f"{self._peer} cannot be reached: {error}") from error
+        context = delimited(field(2, field(1, user)) + field(3, protocol))
+        with self._closing():
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._send(_HEADER + _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context))
+
+    def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """The answer to one question. Raises `RemoteError`, `NotSpokenError`, `TransientError` for lost connections."""
+        self._until = time.monotonic() + timeout_s
+        self._num_calls += 1
+        header = delimited(field(1, method) + field(2, self._protocol) + field(3, 1))
+        with self._closing():
+            self._send(_framed(self._call_header(self._num_calls, retry=0) + header + delimited(request)))
+            (length,) = struct.unpack(">I", self._receive(4))
+            if length > _MAX_ANSWER_BYTES:
+                raise MalformedError(f"an answer of {length} bytes")
+            answer = self._receive(length)
+            told, at = read_delimited(answer, 0)
+            said = Message(told)
+            if said.number(2) != _SUCCESS:
+                self._raise(said)
+            if said.number(1) != self._num_calls:
+                raise (
+                    _unspoken(self._peer)
+                    if said.number(1) == _SASL_CALL & 0xFFFFFFFF
+                    else MalformedError("an answer to another question")
+                )
+            return read_delimited(answer, at)[0]
+
+    def close(self) -> None:
+        """End the connection. In a child of a fork it goes on for the parent."""
+        self._socket.close()
+
+    def _raise(self, said: Message) -> None:
+        kind, message = said.text(4, ""), said.text(5, "")
+        if said.number(2) == _FATAL:
+            if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
+                raise _unspoken(self._peer)
+            raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
+        raise RemoteError(kind, message)
+
+    def _call_header(self, number: int, *, retry: int) -> bytes:
+        return delimited(
+            field(1, _PROTOCOL_BUFFERS)
+            + field(2, _FINAL_PACKET)
+            + field(3, zigzag(number))
+            + field(4, self._client_id)
+            + field(5, zigzag(retry))
+        )
+
+    def _send(self, data: bytes) -> None:
+        self._socket.settimeout(self._left_s())
+        self._socket.sendall(data)
+
+    def _receive(self, length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            self._socket.settimeout(self._left_s())
+            piece = self._socket.recv(min(length - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionResetError("the connection was closed")
+            data += piece
+        return bytes(data)
+
+    def _left_s(self) -> float:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        return left_s
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Close on errors after which nobody knows what comes next on the connection, and map them."""
+        try:
+            yield
+        except RemoteError:
+            raise
+        except (OSError, MalformedError) as error:
+            self.close()
+            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise TransientError(f"{self._peer}: {said}") from error
+        except BaseException:
+            self.close()
+            raise
+
+
+def _framed(message: bytes) -> bytes:
+    return struct.pack(">I", len(message)) + message
+
+
+def _unspoken(peer: str) -> NotSpokenError:
+    return NotSpokenError(f"{peer} wants Kerberos or a token, which reads of blocks do not speak")

@@ -1,0 +1,406 @@
+"""Which DataNode is asked for what, and what happens when it does not give it.
+
+Pieces wait in the lines of all DataNodes that have them (`lines`); each free thread takes the next run of pieces from a
+line. A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once where its block is
+by now. A run without progress is late: what it has not begun is queued elsewhere, what it has begun is asked of another
+DataNode into other memory (a hedge), and copied when the thread of the late run has let go of the caller's memory.
+
+Nothing here waits, reads a clock or knows a socket: `serving` calls it under one lock, with the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Final
+
+from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.hdfs.choice import NodeChoice
+from bootseer.hdfs.deadlines import Deadlines
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.lines import Line
+from bootseer.hdfs.located import LocatedFile, Node
+from bootseer.hdfs.pieces import NOTHING, Piece, Source, State, Ticket, hopeless, overrun
+from bootseer.hdfs.queueing import Queueing
+from bootseer.hdfs.runs import Run
+from bootseer.hdfs.settings import ReadSettings
+
+_ANSWER_HOLDS_S: Final = 1.0
+"""A NameNode that was just asked for a file knows nothing new."""
+
+
+class Schedule:
+    """All pieces that have not ended. `ended` are tickets whose callers must be told, `asking` files whose blocks must
+    be located again; both are emptied by the caller."""
+
+    def __init__(self, settings: ReadSettings) -> None:
+        self._settings = settings
+        self.choice = NodeChoice(least_late_s=settings.least_late_s, most_late_s=settings.silent_s)
+        self.queueing = Queueing(
+            self.choice,
+            connections_per_node=settings.connections_per_node,
+            max_run_bytes=settings.max_run_bytes,
+        )
+        self.ended: list[Ticket] = []
+        self.asking: deque[Source] = deque()
+        self.runs: dict[Run, None] = {}
+        self.counts: Counter[str] = Counter()
+        self.num_pieces = 0
+        self._deadlines = Deadlines()
+        self._num_hedges = 0
+        self._parked: dict[Source, list[Piece]] = {}
+
+    # What readers want
+
+    def submit(self, ticket: Ticket, now_s: float) -> None:
+        """Queue the pieces of a ticket."""
+        if ticket.error is None:
+            ticket.cut(self._settings.piece_bytes)
+        if self.num_pieces + ticket.num_left > self._settings.max_pieces:
+            ticket.error = TransientError(f"{ticket.source.named}: more than {self._settings.max_pieces} reads wait")
+            ticket.num_left = 0
+        self.num_pieces += ticket.num_left
+        if not ticket.num_left:
+            self.ended.append(ticket)
+            return
+        self._deadlines.add(ticket, now_s)
+        for piece in ticket.pieces:
+            if ticket.error is None:
+                self._queue(piece, now_s)
+
+    def hurry(self, ticket: Ticket) -> None:
+        """A reader waits for it."""
+        if ticket.urgent:
+            return
+        ticket.urgent = True
+        for piece in ticket.pieces:
+            for line in piece.lines if piece.state is State.QUEUED else ():
+                line.hurry(piece)
+
+    def fail(self, ticket: Ticket, error: BootseerError, *, at_once: bool) -> None:
+        """It has ended badly; its caller hears of it when nobody writes to its memory. `at_once`: make it so."""
+        if ticket.num_left == 0:
+            return
+        ticket.error = ticket.error or error
+        for piece in ticket.pieces:
+            self._drop_hedge(piece)
+            if piece.state is State.HELD:
+                if at_once and piece.run is not None:
+                    piece.run.halt()
+            elif piece.state is not State.ENDED:
+                self._end(piece)
+
+    def tickets(self) -> list[Ticket]:
+        """Those that have not ended."""
+        return self._deadlines.all()
+
+    # What threads do
+
+    @property
+    def num_ready(self) -> int:
+        """How many threads have something to do."""
+        return self.queueing.num_ready + len(self.asking)
+
+    def take(self, now_s: float) -> Run | None:
+        """The next request for a thread that is free."""
+        taken = self.queueing.take(now_s)
+        if taken is None:
+            return None
+        line, pieces = taken
+        run = Run(line, pieces, sum(piece.length for piece in pieces), now_s, now_s, line.bytes)
+        for piece in pieces:
+            piece.state, piece.run = State.TAKEN, run
+        line.runs.append(run)
+        line.running_bytes += run.length
+        line.requests += 1
+        line.sample = pieces[0].block
+        self.runs[run] = None
+        self.queueing.poke(line)
+        return run
+
+    def claim(self, run: Run, length: int) -> list[memoryview] | None:
+        """Memory for the next `length` bytes of a run, which the caller may write to until it calls `received` or
+        `finished`. None when the run is to end here."""
+        if run.stopped or self._yields(run):
+            return None
+        views: list[memoryview] = []
+        index, filled, left = run.index, run.filled, length
+        while left:
+            piece = run.pieces[index]
+            take = min(piece.length - filled, left)
+            if run.owns(piece) and piece.ticket.error is not None:
+                self._end(piece)
+            if run.owns(piece):
+                piece.state = State.HELD
+                views.append(piece.view[filled : filled + take])
+            else:
+                # Nobody wants these bytes any more, but the checksums behind them count them in.
+                views.append(memoryview(bytearray(take)))
+            left -= take
+            filled += take
+            if filled == piece.length:
+                index, filled = index + 1, 0
+        return views if run.live() else None
+
+    def received(self, run: Run, length: int, now_s: float) -> None:
+        """The bytes of the last `claim` are there, and right."""
+        self.choice.took(now_s - run.progress_s)
+        run.progress_s = now_s
+        run.received += length
+        run.line.bytes += length
+        run.line.running_bytes -= length
+        while length:
+            piece = run.pieces[run.index]
+            take = min(piece.length - run.filled, length)
+            length -= take
+            run.filled += take
+            if run.filled == piece.length:
+                run.index, run.filled = run.index + 1, 0
+                if run.owns(piece):
+                    self._finish(piece, run.line.name)
+
+    def silent(self, run: Run, silent_s: float) -> bool:
+        """Nothing has come for this long: whether its thread is to give up."""
+        live = [piece for piece in run.live() if piece.ticket.error is None]
+        if run.stopped or not live or silent_s >= self._settings.reconnect_s:
+            return True
+        return any(self._others(piece, run.line) for piece in live)
+
+    def finished(self, run: Run, error: DataNodeError | None, now_s: float) -> None:
+        """A thread has let go of a run and its memory. What has not been read goes elsewhere; `error` says why."""
+        line = run.line
+        line.runs.remove(run)
+        del self.runs[run]
+        line.running_bytes -= run.length - run.received
+        line.seconds += now_s - run.began_s
+        lost = [piece for piece in run.pieces[run.index :] if run.owns(piece)]
+        opened = False
+        if error is not None and not run.stopped:
+            opened = self._blame(run, lost, error, now_s)
+        elif run.stopped and run.is_late:
+            line.failures += 1
+            opened = self.choice.failed(line.name, now_s, at_once=False)
+        elif run.received:
+            self.choice.served(line.name, line.bytes - run.bytes_before, now_s - run.began_s, now_s)
+        for piece in reversed(lost):
+            if not run.owns(piece):
+                continue  # its ticket has failed with another piece
+            piece.run = None
+            piece.state = State.PARKED
+            if piece.won is not None:
+                piece.view[:] = piece.won
+                self._finish(piece, piece.won_by)
+            elif piece.ticket.error is not None:
+                self._end(piece)
+            elif piece.hedge is None:
+                self._queue(piece, now_s, first=True)
+        if opened:
+            self._leave_alone(line, now_s)
+        self.queueing.poke(line)
+
+    def located(self, source: Source, answer: LocatedFile | BootseerError, now_s: float) -> None:
+        """The NameNode's new answer for a file, for the pieces that wait for it."""
+        source.answered_s = now_s
+        self.counts["refreshes"] += 1
+        parked = self._parked.pop(source, [])
+        if isinstance(answer, LocatedFile) and not answer.continues(source.located):
+            answer = PermanentError(f"{source.named} was replaced while it was read; open it again")
+        if isinstance(answer, LocatedFile):
+            source.located = answer
+            source.num_answers += 1
+        for piece in parked:
+            if piece.state is not State.PARKED:
+                continue
+            hopes = any(node.host_port not in piece.tried for node in piece.block.nodes)
+            if isinstance(answer, LocatedFile) or (isinstance(answer, TransientError) and hopes):
+                self._queue(piece, now_s)
+            else:
+                self.fail(piece.ticket, answer, at_once=False)
+
+    def tick(self, now_s: float) -> None:
+        """What only time brings about. To be called ten times a second while there are pieces."""
+        for ticket in self._deadlines.over(now_s):
+            self.fail(ticket, overrun(ticket), at_once=True)
+        self.queueing.poke_all()
+        late_s = self.choice.late_s()
+        for run in [run for run in self.runs if now_s - run.progress_s >= late_s and not run.stopped]:
+            live = [piece for piece in run.live() if piece.ticket.error is None]
+            if not live:
+                run.halt()  # nobody waits for it but those who want their memory back
+            for piece in live:
+                others = self._others(piece, run.line)
+                run.is_late = run.is_late or bool(others)
+                if others and piece.state is State.TAKEN:
+                    piece.state, piece.run = State.PARKED, None
+                    self.queueing.add(piece, others, now_s)
+                elif others and piece.hedge is None and piece.original is None:
+                    self._hedge(piece, others, now_s)
+
+    def delay_s(self, source: Source, offset: int, length: int, now_s: float) -> float:
+        """Seconds until a range would be here if it was asked for now."""
+        if not 0 <= offset < source.located.size_bytes:
+            return 0.0
+        nodes = [node.host_port for node in source.located.block_at(offset).nodes]
+        return min(
+            (self.choice.expected_s(node, self.queueing.backlog_bytes(node) + length, now_s) for node in nodes),
+            default=0.0,
+        )
+
+    # Queueing
+
+    def _queue(self, piece: Piece, now_s: float, *, first: bool = False) -> None:
+        """Queue a piece where its bytes may be, or ask where that is, or let its ticket fail."""
+        piece.state = State.PARKED
+        ticket = piece.ticket
+        if piece.num_answers < ticket.source.num_answers:
+            located = ticket.source.located
+            piece.block = located.block_at(piece.block.start + piece.offset)
+            piece.num_answers = ticket.source.num_answers
+            piece.tried = {}
+        nodes = [node for node in piece.block.nodes if node.host_port not in piece.tried]
+        if piece.original is not None:
+            busy = piece.original.run
+            nodes = [node for node in nodes if busy is None or node.host_port != busy.line.name]
+        if not nodes:
+            self._no_node(piece, now_s)
+            return
+        trusted = [node for node in nodes if node.host_port not in ticket.avoid] or nodes
+        healthy = [node for node in trusted if not self.choice.is_open(node.host_port)]
+        if not healthy and piece.reasons and piece.original is None and self._may_ask(piece, now_s):
+            # It waits for what hangs, in vain perhaps: there may be a new replica.
+            self._ask(piece)
+        else:
+            self.queueing.add(piece, healthy or trusted, now_s, first=first)
+
+    def _yields(self, run: Run) -> bool:
+        """Whether a run that nobody waits for makes room for a piece that somebody waits for."""
+        line = run.line
+        return (
+            run.index > 0
+            and run.filled == 0
+            and self.queueing.is_full(line)
+            and line.has_urgent()
+            and not any(piece.ticket.urgent for piece in run.live())
+        )
+
+    def _others(self, piece: Piece, line: Line) -> list[Node]:
+        """DataNodes that may give a piece in the place of one that is late."""
+        avoided = piece.ticket.avoid
+        return [
+            node
+            for node in piece.block.nodes
+            if node.host_port != line.name
+            and node.host_port not in piece.tried
+            and node.host_port not in avoided
+            and not self.choice.is_open(node.host_port)
+        ]
+
+    def _leave_alone(self, line: Line, now_s: float) -> None:
+        """A DataNode is left alone from now on: what waits for it goes where it can."""
+        for piece in line.pieces():
+            if line not in piece.lines:
+                continue  # its ticket has failed with another piece
+            self.queueing.remove(piece, line)
+            if not piece.lines:
+                self._queue(piece, now_s)
+
+    # Ends
+
+    def _finish(self, piece: Piece, node: str) -> None:
+        """Its bytes are there."""
+        original = piece.original
+        if original is None:
+            piece.ticket.node = node
+            self._drop_hedge(piece)
+            self._end(piece)
+            return
+        won = piece.view
+        self._drop_hedge(original)
+        self.counts["hedges_won"] += 1
+        if original.state is State.HELD and original.run is not None:
+            original.won, original.won_by = won, node
+            original.run.halt()
+        elif original.state is not State.ENDED:
+            original.view[:] = won
+            self._finish(original, node)
+
+    def _end(self, piece: Piece) -> None:
+        if piece.state is State.QUEUED:
+            self.queueing.remove(piece)
+        piece.state, piece.run, piece.won = State.ENDED, None, None
+        piece.view = NOTHING
+        if piece.original is not None:
+            return
+        ticket = piece.ticket
+        ticket.num_left -= 1
+        self.num_pieces -= 1
+        if ticket.num_left == 0:
+            self._deadlines.ended()
+            ticket.into = NOTHING
+            ticket.pieces = []
+            self.ended.append(ticket)
+
+    def _no_node(self, piece: Piece, now_s: float) -> None:
+        """No DataNode is left that could have it."""
+        original = piece.original
+        if original is not None:
+            self._drop_hedge(original)
+            if original.state is State.PARKED:
+                self._queue(original, now_s)
+        elif self._may_ask(piece, now_s):
+            self._ask(piece)
+        else:
+            self.fail(piece.ticket, hopeless(piece), at_once=False)
+
+    def _may_ask(self, piece: Piece, now_s: float) -> bool:
+        return not piece.refreshed and now_s >= piece.ticket.source.answered_s + _ANSWER_HOLDS_S
+
+    def _ask(self, piece: Piece) -> None:
+        """Ask the NameNode where its block is by now."""
+        source = piece.ticket.source
+        piece.refreshed = True
+        if source not in self._parked:
+            self._parked[source] = []
+            self.asking.append(source)
+        self._parked[source].append(piece)
+
+    def _blame(self, run: Run, lost: list[Piece], error: DataNodeError, now_s: float) -> bool:
+        """Remember what a DataNode did; whether it is left alone from now on."""
+        line = run.line
+        if isinstance(error, UnevenError):
+            line.uneven = True
+            return False
+        line.failures += 1
+        self.counts["retries"] += 1
+        concerned = [piece for piece in lost if piece.state is State.HELD] or lost[:1]
+        if isinstance(error, RefusedError):
+            concerned = lost
+        for piece in concerned:
+            piece.reasons[line.name] = str(error)
+            if isinstance(error, RefusedError) and error.token and self._may_ask(piece, now_s):
+                # No other DataNode would take it either.
+                piece.tried.update(dict.fromkeys((node.host_port for node in piece.block.nodes), str(error)))
+            elif not isinstance(error, SilentError):
+                piece.tried[line.name] = str(error)
+            if isinstance(error, WrongBytesError):
+                piece.wrong.add(line.name)
+        if isinstance(error, WrongBytesError):
+            self.counts["wrong"] += 1
+        if isinstance(error, (WrongBytesError, RefusedError)):
+            return False
+        return self.choice.failed(line.name, now_s, at_once=isinstance(error, SilentError))
+
+    def _hedge(self, piece: Piece, others: list[Node], now_s: float) -> None:
+        if self._num_hedges >= self._settings.max_hedges:
+            return
+        self._num_hedges += 1
+        self.counts["hedges"] += 1
+        memory = memoryview(bytearray(piece.length))
+        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.num_answers)
+        hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
+        self.queueing.add(hedge, others, now_s, first=True)
+
+    def _drop_hedge(self, piece: Piece) -> None:
+        hedge, piece.hedge = piece.hedge, None
+        if hedge is not None and hedge.state is not State.ENDED:
+            self._num_hedges -= 1
+            self._end(hedge)

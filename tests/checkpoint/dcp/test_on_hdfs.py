@@ -1,0 +1,110 @@
+"""All adapters on a real HDFS, and what they do when a DataNode is gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+fsspec = pytest.importorskip("fsspec")
+library = pytest.importorskip("safetensors.torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
+from bootseer.checkpoint.fsspec import HdfsFileSystem  # noqa: E402
+from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.checkpoint.safetensors import load_file  # noqa: E402
+from dcp_states import assert_same, empty, full  # noqa: E402
+from hdfs_cluster import HdfsCluster, needs_hdfs  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    *needs_hdfs,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    """Three DataNodes; each block is on one of them."""
+    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """fsspec knows the file system, whether or not the package is installed."""
+    fsspec.register_implementation("bootseer+hdfs", HdfsFileSystem, clobber=True)
+    yield
+    HdfsFileSystem.clear_instance_cache()
+
+
+def large_state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {f"layer.{number}": torch.randn(1500, 1000, generator=generator) for number in range(8)}
+
+
+def zeros(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def test_striped_checkpoints_are_saved_and_loaded(cluster: HdfsCluster) -> None:
+    uri = f"{cluster.uri}/job/step-1"
+    state = {**full(), **large_state()}
+    dcp.save(state, storage_writer=StripedWriter(uri, move_latest=True))
+    facts = opened(uri).system.files.stat("job/step-1/__0_0.distcp")
+    assert facts.is_striped
+    for name in (uri, f"{cluster.uri}/job/latest"):
+        target = {**empty(), **zeros(large_state())}
+        dcp.load(target, storage_reader=StripedReader(name))
+        assert_same(state, target)
+
+
+def test_pytorch_reads_it_through_fsspec(cluster: HdfsCluster) -> None:
+    state = large_state()
+    dcp.save(state, storage_writer=StripedWriter(f"{cluster.uri}/for-fsspec"))
+    target = zeros(state)
+    dcp.load(target, storage_reader=FsspecReader(f"bootseer+{cluster.uri}/for-fsspec"))
+    assert_same(state, target)
+
+
+def test_safetensors_are_loaded(cluster: HdfsCluster) -> None:
+    state = large_state()
+    with fsspec.open(f"bootseer+{cluster.uri}/model.safetensors", "wb") as file:
+        file.write(library.save(state))
+    assert_same(state, load_file(f"{cluster.uri}/model.safetensors"))
+    rows = load_file(f"{cluster.uri}/model.safetensors", names=["layer.3"])
+    assert_same({"layer.3": state["layer.3"]}, rows)
+
+
+def test_parts_of_a_file_are_read_by_fsspec(cluster: HdfsCluster) -> None:
+    system, root = fsspec.url_to_fs(f"bootseer+{cluster.uri}/parts")
+    data = os.urandom(20 << 20)
+    system.makedirs(root, exist_ok=True)
+    system.pipe(f"{root}/file", data)
+    starts = [0, 19 << 20, 5_000_000]
+    assert system.cat_ranges([f"{root}/file"] * 3, starts, [start + 1000 for start in starts]) == [
+        data[start : start + 1000] for start in starts
+    ]
+
+
+def test_a_load_whose_data_is_gone_fails_and_names_it(cluster: HdfsCluster) -> None:
+    uri = f"{cluster.uri}/lost"
+    state = large_state()
+    dcp.save(state, storage_writer=StripedWriter(uri))
+    cluster.kill(1)
+    try:
+        with pytest.raises(CheckpointException, match=r"TransientError: .*lost"):
+            dcp.load(zeros(state), storage_reader=StripedReader(uri))
+    finally:
+        cluster.restart(1)
+    target = zeros(state)
+    dcp.load(target, storage_reader=StripedReader(uri))
+    assert_same(state, target)

@@ -1,0 +1,37 @@
+"""A file that lies in memory in pieces."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+pytest.importorskip("torch")
+
+from bootseer.checkpoint.dcp.pieces import MissingError, Pieces
+
+pytestmark = pytest.mark.torch
+
+
+def whole() -> Pieces:
+    return Pieces(
+        10, [(6, memoryview(b"ghij")), (0, memoryview(b"abc")), (3, memoryview(b"")), (3, memoryview(b"def"))]
+    )
+
+
+def test_reads_go_over_the_seams() -> None:
+    file = whole()
+    assert file.read() == b"abcdefghij"
+    assert file.read(5) == b""
+    file.seek(2)
+    assert file.read(6) == b"cdefgh"
+    assert (file.tell(), file.seek(-1, io.SEEK_END), file.read(7)) == (8, 9, b"j")
+
+
+def test_what_was_not_read_is_missed_and_what_was_is_not() -> None:
+    file = Pieces(10, [(0, memoryview(b"ab")), (8, memoryview(b"ij"))])
+    assert file.read(2) == b"ab"
+    with pytest.raises(MissingError):
+        file.read(1)
+    file.seek(8)
+    assert file.read() == b"ij"

@@ -1,0 +1,78 @@
+"""Several ranks save and load together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"),
+]
+
+RANK = Path(__file__).parents[2] / "dcp_rank.py"
+PATIENCE_S = 120
+"""Of the test. A collective's time-out is longer, so that ranks that wait for it fail the test."""
+
+
+def run(ranks: int, what: str, uri: Path, meet: Path) -> list[dict[str, Any]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(rank), str(ranks), str(meet), what, str(uri)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        told = []
+        for process in processes:
+            out, errors = process.communicate(timeout=PATIENCE_S)
+            assert out, errors.decode()
+            told.append(json.loads(out))
+        return told
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks saved a state, once by our writer and once by PyTorch's."""
+    folder = tmp_path_factory.mktemp("saved")
+    told = run(2, "save", folder, folder / "meet")
+    assert not [one for one in told if "error" in one]
+    return folder
+
+
+def test_three_ranks_load_what_two_saved_and_all_readers_agree(saved: Path, tmp_path: Path) -> None:
+    for one in run(3, "load-all", saved, tmp_path / "meet"):
+        assert one.get("message") is None
+        assert (one["ours, plainly"], one["plain"], one["ours"]) == ([], [], [])
+
+
+def test_all_ranks_fail_when_one_cannot_read(saved: Path, tmp_path: Path) -> None:
+    # What only the second rank reads when as many ranks load as saved.
+    damaged = saved / "ours" / "__1_0.distcp"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:100])
+    try:
+        told = run(2, "load", saved, tmp_path / "meet")
+    finally:
+        damaged.write_bytes(content)
+    assert [one["error"] for one in told] == ["CheckpointException"] * 2
+    for one in told:
+        assert "(RANK 1)" in one["message"]
+        assert "(RANK 0)" not in one["message"]
+        assert "__1_0.distcp has 100 bytes" in one["message"]

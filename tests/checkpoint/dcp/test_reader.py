@@ -1,0 +1,288 @@
+"""Loading checkpoints: PyTorch's own, ours, damaged ones."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import filesystem  # noqa: E402
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
+
+from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter  # noqa: E402
+from bootseer.checkpoint.opened import opened  # noqa: E402
+from bootseer.errors import UsageError  # noqa: E402
+from dcp_states import assert_same, empty, full  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+MIB = 1 << 20
+
+
+def save_plainly(state: dict[str, Any], folder: Path, **how: Any) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **how))
+
+
+def load(state: dict[str, Any], folder: Path | str, **how: Any) -> dict[str, Any]:
+    dcp.load(state, storage_reader=StripedReader(folder, **how))
+    return state
+
+
+def refusal(state: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(CheckpointException) as caught:
+        load(state, folder)
+    return str(caught.value)
+
+
+SETTINGS = [
+    LoadSettings(),
+    LoadSettings(direct_bytes=1),
+    LoadSettings(direct_bytes=1 << 40, span_bytes=1 << 16, threads=2, buffer_bytes=1),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["default", "all direct", "all copied, little memory"])
+def test_what_pytorch_saved_is_loaded(tmp_path: Path, settings: LoadSettings) -> None:
+    save_plainly(full(), tmp_path, thread_count=3)
+    assert_same(full(), load(empty(), tmp_path, settings=settings))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["default", "all direct", "all copied, little memory"])
+def test_what_we_saved_is_loaded(tmp_path: Path, settings: LoadSettings) -> None:
+    dcp.save(full(), storage_writer=StripedWriter(tmp_path / "one"))
+    assert_same(full(), load(empty(), tmp_path / "one", settings=settings))
+
+
+def test_striped_files_are_loaded_without_a_copy_of_what_is_large(tmp_path: Path) -> None:
+    state = {"large": torch.randn(3000, 1000), "half": torch.randn(1000, 1000).half()}
+    dcp.save(state, storage_writer=StripedWriter(tmp_path / "one"))
+    assert (tmp_path / "one" / ".stripes").is_dir()
+    target = {"large": torch.zeros(3000, 1000), "half": torch.zeros(1000, 1000, dtype=torch.float16)}
+    memory = {name: tensor.data_ptr() for name, tensor in target.items()}
+    load(target, tmp_path / "one", settings=LoadSettings(buffer_bytes=1))
+    assert_same(state, target)
+    assert memory == {name: tensor.data_ptr() for name, tensor in target.items()}
+
+
+def test_targets_of_another_order_or_type_get_the_right_elements(tmp_path: Path) -> None:
+    state = {"turned": torch.randn(300, 500), "rounded": torch.randn(400, 400), "spread": torch.randn(200, 100)}
+    save_plainly(state, tmp_path)
+    wide = torch.zeros(200, 200)
+    target = {
+        "turned": torch.zeros(500, 300).t(),
+        "rounded": torch.zeros(400, 400, dtype=torch.bfloat16),
+        "spread": wide[:, ::2],
+    }
+    load(target, tmp_path, settings=LoadSettings(direct_bytes=1))
+    assert torch.equal(target["turned"], state["turned"])
+    assert torch.equal(target["rounded"], state["rounded"].bfloat16())
+    assert torch.equal(wide[:, ::2], state["spread"])
+    assert not wide[:, 1::2].any()
+
+
+def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+    save_plainly({"model": model.state_dict()}, tmp_path)
+    load({"model": other.state_dict()}, tmp_path)
+    assert torch.equal(model.weight, other.weight)
+    assert other.weight.requires_grad
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    save_plainly({"a": torch.randn(2000, 1000), "b": torch.randn(200, 100), "c": torch.randn(2000, 1000)}, tmp_path)
+    before = place_bytes(tmp_path)
+    target = {"b": torch.zeros(200, 100)}
+    load(target, tmp_path)
+    assert target["b"].any()
+    assert place_bytes(tmp_path) - before < 2 * MIB
+
+
+def place_bytes(folder: Path) -> int:
+    return int(opened(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
+
+
+def test_the_planner_is_asked_by_the_thread_that_called(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path, thread_count=2)
+    threads = set()
+
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            threads.add(threading.get_ident())
+            return super().resolve_tensor(read_item)
+
+        def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+            threads.add(threading.get_ident())
+
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            threads.add(threading.get_ident())
+            super().load_bytes(read_item, value)
+
+    target = empty()
+    dcp.load(target, storage_reader=StripedReader(tmp_path), planner=Planner())
+    assert_same(full(), target)
+    assert threads == {threading.get_ident()}
+
+
+def test_transformed_objects_are_undone(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path, _extensions=[ZStandard()])
+    assert_same(full(), load(empty(), tmp_path))
+
+
+def test_safetensors_inside_a_checkpoint_are_loaded(tmp_path: Path) -> None:
+    state = {"w": torch.randn(400, 300), "b": torch.randn(7).bfloat16(), "none": torch.zeros(0, 2), "step": 3}
+    save_plainly(state, tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+    target = {"w": torch.zeros(400, 300), "b": torch.zeros(7).bfloat16(), "none": torch.ones(0, 2), "step": 0}
+    assert_same(state, load(target, tmp_path, settings=LoadSettings(direct_bytes=1)))
+
+
+def test_tensors_in_the_format_of_old_pytorch_are_loaded(tmp_path: Path) -> None:
+    state = {"w": torch.randn(30, 20)}
+    save_plainly(state, tmp_path)
+    old = io.BytesIO()
+    torch.save(state["w"], old, _use_new_zipfile_serialization=False)
+    (tmp_path / "__0_0.distcp").write_bytes(old.getvalue())
+    change_metadata(tmp_path, lambda metadata: set_place(metadata, "w", offset=0, length=len(old.getvalue())))
+    assert_same(state, load({"w": torch.zeros(30, 20)}, tmp_path))
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - it is our own
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def set_place(metadata: Any, name: str, **to: Any) -> None:
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+    for field, value in to.items():
+        setattr(place, field, value)
+
+
+def test_the_checkpoint_may_be_named_by_load(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path / "one")
+    target = empty()
+    dcp.load(target, checkpoint_id=f"file://{tmp_path}/one", storage_reader=StripedReader())
+    assert_same(full(), target)
+
+
+def test_latest_is_the_checkpoint_that_it_names(tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = {"step": torch.full((3,), float(step))}
+        dcp.save(state, storage_writer=StripedWriter(tmp_path / f"step-{step}", move_latest=step == 1))
+    target = {"step": torch.zeros(3)}
+    load(target, tmp_path / "latest")
+    assert target["step"].tolist() == [1, 1, 1]
+
+
+def test_a_reader_without_a_checkpoint_says_so() -> None:
+    with pytest.raises(CheckpointException, match="the reader has no checkpoint"):
+        dcp.load({"w": torch.zeros(1)}, storage_reader=StripedReader())
+    with pytest.raises(UsageError, match="knows no checkpoint yet"):
+        StripedReader("/x").read_data(dcp.planner.LoadPlan([]), DefaultLoadPlanner())
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    assert f"{tmp_path}: no checkpoint of PyTorch's DCP" in refusal({"w": torch.zeros(1)}, tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300])
+def test_cut_metadata_is_called_damaged(tmp_path: Path, keep: int) -> None:
+    save_plainly(full(), tmp_path)
+    path = tmp_path / ".metadata"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert f"{path}: the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
+
+
+def test_metadata_that_is_something_else_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    assert "holds a dict and not the metadata" in refusal(empty(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [
+        ({"offset": -1}, "the metadata places w at"),
+        ({"length": 1 << 70}, "the metadata places w at"),
+        ({"relative_path": "../other"}, "the metadata places w at"),
+        ({"relative_path": "/etc/passwd"}, "the metadata places w at"),
+        ({"relative_path": 7}, "the metadata places w at"),
+        ({"offset": 1 << 40}, "the metadata places objects up to"),
+        ({"relative_path": "none.distcp"}, "none.distcp"),
+        ({"offset": 100}, "is not a saved tensor"),
+        ({"length": 500}, "is not a saved tensor"),
+    ],
+)
+def test_forged_places_are_refused(tmp_path: Path, to: dict[str, Any], says: str) -> None:
+    save_plainly({"w": torch.randn(400, 300), "v": torch.randn(400, 300)}, tmp_path)
+    change_metadata(tmp_path, lambda metadata: set_place(metadata, "w", **to))
+    assert says in refusal({"w": torch.zeros(400, 300), "v": torch.zeros(400, 300)}, tmp_path)
+
+
+def test_an_object_without_a_place_is_named(tmp_path: Path) -> None:
+    save_plainly({"w": torch.randn(4)}, tmp_path)
+    change_metadata(tmp_path, lambda metadata: metadata.storage_data.clear())
+    assert "does not say where w is stored" in refusal({"w": torch.zeros(4)}, tmp_path)
+
+
+def test_a_tensor_of_another_shape_than_the_metadata_says_is_refused(tmp_path: Path) -> None:
+    save_plainly({"w": torch.randn(400, 300)}, tmp_path)
+    other = io.BytesIO()
+    torch.save(torch.randn(300, 400), other)
+    path = tmp_path / "__0_0.distcp"
+    assert len(path.read_bytes()) == len(other.getvalue())
+    path.write_bytes(other.getvalue())
+    for direct_bytes in (1, 1 << 40):
+        with pytest.raises(CheckpointException, match=r"w, bytes 0 to \d+, has the shape \(300, 400\)"):
+            load({"w": torch.zeros(400, 300)}, tmp_path, settings=LoadSettings(direct_bytes=direct_bytes))
+
+
+def test_a_target_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_plainly({"w": torch.randn(40, 30)}, tmp_path)
+    with pytest.raises(CheckpointException):
+        load({"w": torch.zeros(30, 40)}, tmp_path)
+
+
+def test_a_cut_file_is_named(tmp_path: Path) -> None:
+    save_plainly({"w": torch.randn(400, 300)}, tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "__0_0.distcp has 1000 bytes; the metadata places objects up to" in refusal(
+        {"w": torch.zeros(400, 300)}, tmp_path
+    )
+
+
+def test_flipped_bytes_of_a_striped_file_never_become_a_tensor(tmp_path: Path) -> None:
+    dcp.save({"w": torch.randn(3000, 1000)}, storage_writer=StripedWriter(tmp_path / "one"))
+    part = next(path for path in (tmp_path / "one" / ".stripes").rglob("*") if path.is_file())
+    data = bytearray(part.read_bytes())
+    data[MIB + 77] ^= 1
+    part.chmod(0o644)
+    part.write_bytes(data)
+    message = refusal({"w": torch.zeros(3000, 1000)}, tmp_path / "one")
+    assert "CorruptError" in message
+    assert part.name in message or "__0_0.distcp" in message
+
+
+def test_after_an_error_no_thread_is_left_waiting(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path, thread_count=2)
+    (tmp_path / "__0_1.distcp").unlink()
+    before = {thread for thread in threading.enumerate() if thread.name == "bootseer-dcp"}
+    refusal(empty(), tmp_path)
+    for thread in threading.enumerate():
+        if thread.name == "bootseer-dcp" and thread not in before:
+            thread.join(10)
+            assert not thread.is_alive()

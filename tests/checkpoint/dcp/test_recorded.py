@@ -1,0 +1,45 @@
+"""Keeping what torch.save writes without copying it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def test_what_was_saved_is_replayed_from_anywhere() -> None:
+    tensor = torch.randn(300, 200)
+    recorded, plain = Recorded(), io.BytesIO()
+    recorded.write(b"before")
+    recorded.save(tensor, recorded)  # type: ignore[arg-type] # it has a method write
+    torch.save(tensor, plain)
+    source = RecordedSource(recorded)
+    everything = source.read(0, source.size_bytes)
+    loaded = torch.load(io.BytesIO(everything[6:]))
+    assert torch.equal(loaded, tensor)
+    assert len(everything) == 6 + len(plain.getvalue())
+    for offset, length in ((0, 1), (5, 3), (700, 100_000), (len(everything) - 9, 9), (17, 0)):
+        assert source.read(offset, length) == everything[offset : offset + length]
+
+
+def test_elements_are_not_copied() -> None:
+    tensor = torch.zeros(1000, 1000)
+    recorded = Recorded()
+    recorded.save(tensor, recorded)  # type: ignore[arg-type]
+    tensor.fill_(1.0)  # nobody does this; it shows whose memory is read
+    loaded = torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes)))
+    assert torch.equal(loaded, tensor)
+
+
+def test_small_tensors_are_copied() -> None:
+    tensor = torch.zeros(10)
+    recorded = Recorded()
+    recorded.save(tensor, recorded)  # type: ignore[arg-type]
+    tensor.fill_(1.0)
+    assert not torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes))).any()

@@ -1,0 +1,136 @@
+"""Saving checkpoints that PyTorch loads, and that are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
+
+from bootseer.checkpoint.dcp import StripedReader, StripedWriter  # noqa: E402
+from dcp_states import assert_same, empty, full  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+def save(state: dict[str, Any], folder: Path, **how: Any) -> None:
+    dcp.save(state, storage_writer=StripedWriter(folder, **how))
+
+
+def loaded_plainly(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    return state
+
+
+def loaded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    dcp.load(state, storage_reader=StripedReader(folder))
+    return state
+
+
+@pytest.mark.parametrize("how", [{}, {"thread_count": 5}, {"single_file_per_rank": False}], ids=str)
+def test_pytorch_loads_what_was_saved(tmp_path: Path, how: dict[str, Any]) -> None:
+    save(full(), tmp_path / "one", **how)
+    assert_same(full(), loaded_plainly(empty(), tmp_path / "one"))
+
+
+def test_views_are_saved_without_what_they_are_views_of(tmp_path: Path) -> None:
+    large = torch.randn(1000, 1000)
+    state = {"row": large[3], "column": large[:, 3], "turned": large[:5].t()}
+    save(state, tmp_path / "one")
+    assert sum(path.stat().st_size for path in (tmp_path / "one").iterdir()) < 100_000
+    target = {"row": torch.zeros(1000), "column": torch.zeros(1000), "turned": torch.zeros(1000, 5)}
+    assert_same(state, loaded_plainly(target, tmp_path / "one"))
+
+
+class Doubling(DefaultSavePlanner):
+    """Makes each tensor anew when it is asked for."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - the base class calls it so
+        made = super().transform_object(write_item, object)
+        return made * 2 if isinstance(made, torch.Tensor) else made
+
+
+def test_planners_may_make_tensors_when_they_are_written(tmp_path: Path) -> None:
+    state = {"w": torch.randn(3000, 1000), "step": 4}
+    dcp.save(state, storage_writer=StripedWriter(tmp_path / "one"), planner=Doubling())
+    target = {"w": torch.zeros(3000, 1000), "step": 0}
+    assert_same({"w": state["w"] * 2, "step": 4}, loaded(target, tmp_path / "one"))
+
+
+def test_objects_may_be_transformed(tmp_path: Path) -> None:
+    save(full(), tmp_path / "one", extensions=[ZStandard()])
+    assert_same(full(), loaded_plainly(empty(), tmp_path / "one"))
+
+
+def test_saving_in_the_background_saves_what_was_there_when_it_began(tmp_path: Path) -> None:
+    state = {"w": torch.full((2000, 1000), 3.0)}
+    saving = dcp.async_save(state, storage_writer=StripedWriter(tmp_path / "one"))
+    state["w"].fill_(4.0)
+    saving.result(60)
+    target = loaded({"w": torch.zeros(2000, 1000)}, tmp_path / "one")
+    assert torch.equal(target["w"], torch.full((2000, 1000), 3.0))
+
+
+def test_the_checkpoint_may_be_named_by_save(tmp_path: Path) -> None:
+    dcp.save(full(), checkpoint_id=f"file://{tmp_path}/one", storage_writer=StripedWriter())
+    assert_same(full(), loaded(empty(), tmp_path / "one"))
+
+
+def test_a_writer_without_a_checkpoint_says_so() -> None:
+    with pytest.raises(CheckpointException, match="the writer has no checkpoint"):
+        dcp.save({"w": torch.zeros(1)}, storage_writer=StripedWriter())
+
+
+def test_a_checkpoint_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    save({"w": torch.zeros(2000, 1000)}, tmp_path)
+    with pytest.warns(UserWarning, match="Detected an existing checkpoint"):
+        save({"w": torch.ones(2000, 1000)}, tmp_path)
+    assert torch.equal(loaded({"w": torch.zeros(2000, 1000)}, tmp_path)["w"], torch.ones(2000, 1000))
+
+
+def test_a_checkpoint_is_not_replaced_when_it_must_not_be(tmp_path: Path) -> None:
+    save({"w": torch.zeros(3)}, tmp_path)
+    with pytest.raises(CheckpointException, match="already exists"):
+        save({"w": torch.ones(3)}, tmp_path, overwrite=False)
+    assert not loaded({"w": torch.ones(3)}, tmp_path)["w"].any()
+
+
+class Failing(DefaultSavePlanner):
+    """Cannot give one of the tensors."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "bad":
+            raise ValueError("this tensor is gone")
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_an_error_in_any_thread_fails_the_save_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    state = {"good": torch.randn(100, 100), "bad": torch.randn(200, 100), "other": torch.randn(2000, 1000)}
+    save(state, tmp_path)
+    with pytest.raises(CheckpointException, match="this tensor is gone"):
+        dcp.save(state, storage_writer=StripedWriter(tmp_path, thread_count=3), planner=Failing())
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
+    save({"w": torch.zeros(3)}, tmp_path / "step-1", move_latest=True)
+    with pytest.raises(CheckpointException):
+        dcp.save(
+            {"bad": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "step-2", move_latest=True),
+            planner=Failing(),
+        )  # fmt: skip
+    assert (tmp_path / "latest").read_text() == "step-1\n"
+    save({"w": torch.zeros(3)}, tmp_path / "step-2", move_latest=True)
+    assert (tmp_path / "latest").read_text() == "step-2\n"

@@ -1,0 +1,291 @@
+"""The file systems that fsspec opens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+fsspec = pytest.importorskip("fsspec")
+
+from bootseer.checkpoint.fsspec import FolderFileSystem, HdfsFileSystem  # noqa: E402
+from bootseer.checkpoint.opened import opened  # noqa: E402
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """fsspec knows the file systems, whether or not the package is installed."""
+    fsspec.register_implementation("bootseer+file", FolderFileSystem, clobber=True)
+    fsspec.register_implementation("bootseer+hdfs", HdfsFileSystem, clobber=True)
+    yield
+    FolderFileSystem.clear_instance_cache()
+    HdfsFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def system() -> FolderFileSystem:
+    """The file system of folders."""
+    return fsspec.filesystem("bootseer+file")
+
+
+def put(path: Path, data: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return str(path)
+
+
+def test_addresses_name_a_file_system_and_a_path() -> None:
+    system, path = fsspec.url_to_fs("bootseer+hdfs://node:8020/a//b/../c")
+    assert (type(system), system.authority, path) == (HdfsFileSystem, "node:8020", "/a/c")
+    assert system.unstrip_protocol(path) == "bootseer+hdfs://node:8020/a/c"
+    other, path = fsspec.url_to_fs("bootseer+hdfs://other/")
+    assert (other.authority, path) == ("other", "/")
+    assert other is not system
+    assert fsspec.url_to_fs("bootseer+hdfs://node:8020/elsewhere")[0] is system
+    folders, path = fsspec.url_to_fs("bootseer+file:///a/b")
+    assert (type(folders), path) == (FolderFileSystem, "/a/b")
+
+
+@pytest.mark.parametrize("size", [0, 5, 40 * MIB + 3], ids=["empty", "small", "striped"])
+def test_what_is_written_is_read(tmp_path: Path, system: FolderFileSystem, size: int) -> None:
+    data = os.urandom(size)
+    path = f"{tmp_path}/file"
+    with fsspec.open(f"bootseer+file://{path}", "wb") as file:
+        for start in range(0, size, 7 * MIB):
+            file.write(data[start : start + 7 * MIB])
+        assert file.tell() == size
+        assert not system.exists(path)
+    info = system.info(path)
+    assert (info["size"], info["striped"], info["type"]) == (size, size > MIB, "file")
+    with fsspec.open(f"bootseer+file://{path}", "rb") as file:
+        assert (file.size, file.name) == (size, path)
+        assert file.read() == data
+        assert file.read(1) == b""
+        file.seek(size // 2)
+        assert file.read(10) == data[size // 2 :][:10]
+        assert file.seek(-3, os.SEEK_END) == size - 3 if size else True
+        buffer = bytearray(20)
+        assert file.readinto(buffer) == min(3, size)
+    assert system.cat(path) == data
+
+
+def test_lines_are_read_as_text(tmp_path: Path, system: FolderFileSystem) -> None:
+    with system.open(f"{tmp_path}/lines", "w") as file:
+        file.write("one\ntwo\n")
+    with system.open(f"{tmp_path}/lines", "r") as file:
+        assert file.readlines() == ["one\n", "two\n"]
+
+
+def test_a_file_whose_writer_fails_does_not_appear(tmp_path: Path, system: FolderFileSystem) -> None:
+    system.pipe(f"{tmp_path}/file", b"old")
+    with pytest.raises(KeyError), system.open(f"{tmp_path}/file", "wb") as file:
+        file.write(bytes(9 * MIB))
+        raise KeyError
+    assert system.cat(f"{tmp_path}/file") == b"old"
+    forgotten = system.open(f"{tmp_path}/other", "wb")
+    forgotten.write(b"new")
+    del forgotten
+    assert not system.exists(f"{tmp_path}/other")
+
+
+def test_files_of_a_transaction_appear_at_its_end(tmp_path: Path, system: FolderFileSystem) -> None:
+    with system.transaction:
+        with system.open(f"{tmp_path}/file", "wb") as file:
+            file.write(b"data")
+        assert not system.exists(f"{tmp_path}/file")
+    assert system.cat(f"{tmp_path}/file") == b"data"
+    with pytest.raises(KeyError), system.transaction:
+        with system.open(f"{tmp_path}/other", "wb") as file:
+            file.write(b"data")
+        raise KeyError
+    assert not system.exists(f"{tmp_path}/other")
+
+
+def test_a_file_is_made_only_where_there_is_none(tmp_path: Path, system: FolderFileSystem) -> None:
+    with system.open(f"{tmp_path}/file", "xb") as file:
+        file.write(b"1")
+    with pytest.raises(FileExistsError):
+        system.open(f"{tmp_path}/file", "xb")
+
+
+def test_appending_is_refused_clearly(tmp_path: Path, system: FolderFileSystem) -> None:
+    with pytest.raises(OSError, match="whole") as caught:
+        system.open(f"{tmp_path}/file", "ab")
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_folders_are_listed_without_what_is_ours(tmp_path: Path, system: FolderFileSystem) -> None:
+    put(tmp_path / "a" / "small", b"12")
+    with system.open(f"{tmp_path}/a/large", "wb") as file:
+        file.write(bytes(20 * MIB))
+    assert (tmp_path / "a" / ".stripes").is_dir()
+    assert [(one["name"], one["size"]) for one in system.ls(f"{tmp_path}/a")] == [
+        (f"{tmp_path}/a/large", 20 * MIB),
+        (f"{tmp_path}/a/small", 2),
+    ]
+    assert system.ls(f"{tmp_path}/a/small", detail=False) == [f"{tmp_path}/a/small"]
+    assert system.find(str(tmp_path)) == [f"{tmp_path}/a/large", f"{tmp_path}/a/small"]
+    assert system.glob(f"{tmp_path}/*/s*") == [f"{tmp_path}/a/small"]
+    assert system.du(str(tmp_path)) == 20 * MIB + 2
+    assert (system.isdir(f"{tmp_path}/a"), system.isfile(f"{tmp_path}/a")) == (True, False)
+
+
+def test_errors_are_those_that_callers_know(tmp_path: Path, system: FolderFileSystem) -> None:
+    put(tmp_path / "file", b"")
+    (tmp_path / "full" / "inner").mkdir(parents=True)
+    for name in ("none", "file/below"):
+        assert not system.exists(f"{tmp_path}/{name}")
+    for call in (system.info, system.ls, system.open, system.rm_file, system.cat_file):
+        with pytest.raises(FileNotFoundError):
+            call(f"{tmp_path}/none")
+    with pytest.raises(IsADirectoryError):
+        system.open(f"{tmp_path}/full")
+    with pytest.raises(IsADirectoryError):
+        system.rm(f"{tmp_path}/full")
+    with pytest.raises(OSError, match="full") as caught:
+        system.rmdir(f"{tmp_path}/full")
+    assert caught.value.errno == errno.ENOTEMPTY
+    with pytest.raises(FileExistsError):
+        system.mkdir(f"{tmp_path}/full")
+    with pytest.raises(FileExistsError):
+        system.makedirs(f"{tmp_path}/full")
+
+
+def test_names_are_changed_and_removed(tmp_path: Path, system: FolderFileSystem) -> None:
+    system.makedirs(f"{tmp_path}/a/b", exist_ok=True)
+    system.makedirs(f"{tmp_path}/a/b", exist_ok=True)
+    system.mkdir(f"{tmp_path}/c")
+    data = os.urandom(20 * MIB)
+    system.pipe(f"{tmp_path}/a/large", data)
+    system.mv(f"{tmp_path}/a/large", f"{tmp_path}/a/renamed")
+    system.mv(f"{tmp_path}/a/renamed", f"{tmp_path}/c/moved")  # striped files go to other folders by copying
+    assert system.find(str(tmp_path)) == [f"{tmp_path}/c/moved"]
+    assert system.cat(f"{tmp_path}/c/moved") == data
+    system.copy(f"{tmp_path}/c/moved", f"{tmp_path}/c/copy")
+    assert system.cat(f"{tmp_path}/c/copy") == data
+    system.rm(f"{tmp_path}/c/mo*")
+    assert system.ls(f"{tmp_path}/c", detail=False) == [f"{tmp_path}/c/copy"]
+    system.rm(f"{tmp_path}/c", recursive=True)
+    system.rmdir(f"{tmp_path}/a/b")
+    assert system.ls(str(tmp_path), detail=False) == [f"{tmp_path}/a"]
+
+
+def test_links_are_followed_but_removed_themselves_never_their_target(tmp_path: Path, system: FolderFileSystem) -> None:
+    put(tmp_path / "real" / "file", b"data")
+    (tmp_path / "link").symlink_to("real")
+    assert system.cat(f"{tmp_path}/link/file") == b"data"
+    assert system.ls(f"{tmp_path}/link", detail=False) == [f"{tmp_path}/link/file"]
+    with pytest.raises(OSError, match="link"):
+        system.rm(f"{tmp_path}/link", recursive=True)
+    assert (tmp_path / "real" / "file").exists()
+
+
+def test_times_and_versions_change_with_the_content(tmp_path: Path, system: FolderFileSystem) -> None:
+    begin = datetime.now(UTC).timestamp()
+    system.pipe(f"{tmp_path}/file", b"1")
+    first = system.ukey(f"{tmp_path}/file")
+    assert begin - 2 < system.modified(f"{tmp_path}/file").timestamp() < begin + 60
+    assert system.created(f"{tmp_path}/file") == system.modified(f"{tmp_path}/file")
+    assert system.ukey(f"{tmp_path}/file") == first
+    system.pipe(f"{tmp_path}/file", b"2")
+    assert system.ukey(f"{tmp_path}/file") != first
+
+
+def test_parts_of_files_are_read(tmp_path: Path, system: FolderFileSystem) -> None:
+    path = put(tmp_path / "file", b"0123456789")
+    assert system.cat_file(path, 2, 5) == b"234"
+    assert system.cat_file(path, -3) == b"789"
+    assert system.cat_file(path, 8, 100) == b"89"
+    assert system.cat_file(path, 7, 3) == b""
+    assert system.head(path, 4) == b"0123"
+
+
+def test_many_ranges_of_many_files_are_read_at_once(tmp_path: Path, system: FolderFileSystem) -> None:
+    data = os.urandom(20 * MIB)
+    system.pipe(f"{tmp_path}/large", data)
+    small = put(tmp_path / "small", b"0123456789")
+    large = f"{tmp_path}/large"
+    paths = [large, small, large, large, f"{tmp_path}/none", small, large]
+    starts = [15 * MIB, 1, 0, 100, 0, -2, 5]
+    ends = [16 * MIB, 3, 10, 200, 5, None, 5]
+    found = system.cat_ranges(paths, starts, ends)
+    assert isinstance(found.pop(4), FileNotFoundError)
+    assert found == [data[15 * MIB : 16 * MIB], b"12", data[:10], data[100:200], b"89", b""]
+    with pytest.raises(FileNotFoundError):
+        system.cat_ranges(paths, starts, ends, on_error="raise")
+    assert system.cat_ranges([small, small], 1, 2) == [b"1", b"1"]
+    assert system.cat_ranges([], [], []) == []
+    with pytest.raises(ValueError, match="as many"):
+        system.cat_ranges([small], [1, 2], [3])
+    with pytest.raises(TypeError):
+        system.cat_ranges(small, 0, 1)
+
+
+def test_ranges_near_each_other_are_one_request(tmp_path: Path, system: FolderFileSystem) -> None:
+    path = put(tmp_path / "file", os.urandom(30 * MIB))
+
+    def chunks() -> int:
+        return int(opened(path).system.reading.facts()["chunks"])  # type: ignore[call-overload]
+
+    before = chunks()
+    starts = [number * 1000 for number in range(1000)]
+    found = system.cat_ranges([path] * 1000, starts, [start + 10 for start in starts])
+    assert [len(one) for one in found] == [10] * 1000
+    assert chunks() - before < 20
+
+
+def test_a_file_system_and_a_child_process_work_after_pickling(tmp_path: Path, system: FolderFileSystem) -> None:
+    path = put(tmp_path / "file", b"data")
+    assert system.cat(path) == b"data"
+    assert pickle.loads(pickle.dumps(system)).cat(path) == b"data"  # noqa: S301 - it is our own
+    code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).cat(sys.argv[2]).decode())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, pickle.dumps(system).hex(), path], capture_output=True, timeout=60, check=False
+    )
+    assert done.stdout == b"data\n", done.stderr.decode()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_reads(tmp_path: Path, system: FolderFileSystem) -> None:
+    data = os.urandom(20 * MIB)
+    system.pipe(f"{tmp_path}/large", data)
+    assert system.cat(f"{tmp_path}/large") == data
+    child = os.fork()
+    if not child:
+        is_right = False
+        try:
+            is_right = system.cat(f"{tmp_path}/large") == data
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert system.cat(f"{tmp_path}/large") == data
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_pytorch_saves_and_loads_through_fsspec(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    state = {"w": torch.randn(3000, 1000), "step": 3}
+    uri = f"bootseer+file://{tmp_path}"
+    with fsspec.open(f"{uri}/state.pt", "wb") as file:
+        torch.save(state, file)
+    with fsspec.open(f"{uri}/state.pt", "rb") as file:
+        assert torch.equal(torch.load(file)["w"], state["w"])
+    dcp.save(state, storage_writer=FsspecWriter(f"{uri}/dcp"))
+    target = {"w": torch.zeros(3000, 1000), "step": 0}
+    dcp.load(target, storage_reader=FsspecReader(f"{uri}/dcp"))
+    assert torch.equal(target["w"], state["w"])
+    assert target["step"] == 3

@@ -1,0 +1,37 @@
+"""Mounted places that are gone after the test, whatever it did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint.mounted_place import MountedPlace
+
+Mounts = Callable[..., MountedPlace]
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    """Mounts the folder `place` of the test, every time anew, as another machine would."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    root = tmp_path / "place"
+    root.mkdir()
+    made: list[MountedPlace] = []
+
+    def mount(**options: object) -> MountedPlace:
+        made.append(MountedPlace(root, tmp_path / f"mount{len(made)}", **options))
+        return made[-1]
+
+    yield mount
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def one(mounts: Mounts) -> MountedPlace:
+    """A mounted place."""
+    return mounts()

@@ -1,0 +1,73 @@
+"""A place that is mounted in the test's own process: quick, and everything inside can be looked at.
+
+Two of them on one folder are what two machines on one file system are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.mount.content import Sources
+from bootseer.checkpoint.mount.filesystem import CheckpointFiles
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.places.place import Place
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import BootseerError
+from bootseer.fuse.writable_session import WritableSession, mount_writable
+
+MIB = 1 << 20
+DEADLINE_S = 30.0
+STRIPED = Policy(stripes=3, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
+"""Files of two chunks and more are striped, and those of seven have two segments."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.005)
+
+
+class MountedPlace:
+    """`root` is the folder of the place, `target` where it is mounted, `said` what went to the log."""
+
+    def __init__(self, root: Path, target: Path, *, rewrite_bytes: int = 64 * MIB, place: Place | None = None) -> None:
+        target.mkdir(exist_ok=True)
+        self.root = root
+        self.target = target
+        self.said: list[str] = []
+        self.place = place or FolderPlace(root)
+        self.files = Files(self.place)
+        self.reading = Reading(self.place)
+        self.writing = Writing(self.files, policy_of=lambda path: STRIPED, spool=target.parent / "spool")
+        self.shown = CheckpointFiles(
+            Sources(
+                files=self.files,
+                open=self.reading.open,
+                begin=lambda path, mode: self.writing.open(path, mode=mode),
+                rewrite_bytes=rewrite_bytes,
+                on_error=self.said.append,
+                on_read=lambda path, offset, length: None,
+            )
+        )
+        self.session: WritableSession = mount_writable(self.shown, target, on_error=self.said.append)
+
+    def is_striped(self, path: str) -> bool:
+        """What the place has at a path."""
+        return self.files.stat(path).is_striped
+
+    def close(self) -> None:
+        """Unmount, whoever uses it."""
+        with contextlib.suppress(BootseerError):
+            self.session.close(force=True)
+        self.writing.close()
+        self.reading.close()
+        if self.place is not None:
+            self.place.close()

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.timer import Timer
+from bootseer.errors import TransientError
+
+MIB = 1 << 20
+
+
+class Loads:
+    """Pieces that are to be loaded, ended by the test."""
+
+    def __init__(self):
+        self.begun = []
+        self.urgent = []
+
+    def __call__(self, pieces, urgent):
+        self.begun += pieces
+        self.urgent += [urgent] * len(pieces)
+
+
+@pytest.fixture
+def timer():
+    timer = Timer()
+    yield timer
+    timer.close()
+
+
+@pytest.fixture
+def buffer(timer):
+    return ChunkBuffer(8 * MIB, 60.0, timer, Facts())
+
+
+def ask(number, file=1, length=MIB):
+    return Ask(Key(file, number * MIB), number * MIB, length)
+
+
+def test_all_who_want_a_piece_wait_for_one_load(buffer):
+    load, got = Loads(), []
+    buffer.want([ask(0)], load, got.append)
+    buffer.want([ask(0)], load, got.append)
+    assert (len(load.begun), got) == (1, [])
+    buffer.finish(load.begun[0], None)
+    assert got == [load.begun[0]] * 2
+    buffer.want([ask(0)], load, got.append)
+    assert len(got) == 3
+    assert len(load.begun) == 1
+
+
+def test_a_piece_that_failed_is_loaded_again_for_the_next(buffer):
+    load, got = Loads(), []
+    buffer.want([ask(0)], load, got.append)
+    buffer.finish(load.begun[0], TransientError("no"))
+    assert str(got[0].error) == "no"
+    buffer.let_go(got[0])
+    assert buffer.taken_bytes == 0
+    buffer.want([ask(0)], load, got.append)
+    assert len(load.begun) == 2
+
+
+def test_readers_wait_in_turn_when_all_memory_is_held(buffer):
+    load, got = Loads(), []
+    buffer.want([ask(number) for number in range(8)], load, got.append)
+    buffer.want([ask(8), ask(9)], load, got.append)
+    assert len(load.begun) == 8
+    for piece in list(load.begun):
+        buffer.finish(piece, None)
+    assert len(load.begun) == 8, "held pieces were dropped"
+    buffer.let_go(got[3])
+    assert [piece.offset for piece in load.begun[8:]] == [8 * MIB]
+    assert not buffer.holds(ask(3).key)
+    assert buffer.most_bytes == 8 * MIB
+
+
+def test_reading_ahead_leaves_room_for_readers_and_drops_only_what_is_used_up(buffer):
+    load = Loads()
+    done, begun_bytes = buffer.ahead([ask(number) for number in range(8)], load)
+    assert (done, begun_bytes) == (6, 6 * MIB)
+    assert not any(load.urgent)
+    for piece in load.begun:
+        buffer.finish(piece, None)
+    assert buffer.ahead([ask(20)], load) == (0, 0)
+    used = []
+    buffer.want([ask(0)], load, used.append)
+    buffer.let_go(used[0], spent=True)
+    assert buffer.ahead([ask(20)], load) == (1, MIB)
+    assert not buffer.holds(ask(0).key)
+    assert buffer.holds(ask(1).key)
+
+
+def test_readers_drop_what_was_used_longest_ago(buffer):
+    load, got = Loads(), []
+    for number in range(8):
+        buffer.want([ask(number)], load, got.append)
+        buffer.finish(load.begun[-1], None)
+        buffer.let_go(got[-1])
+    buffer.want([ask(0)], load, got.append)
+    buffer.let_go(got[-1])
+    buffer.want([ask(9)], load, got.append)
+    assert buffer.holds(ask(0).key)
+    assert not buffer.holds(ask(1).key)
+
+
+def test_a_file_that_is_closed_leaves_nothing(buffer):
+    load, got = Loads(), []
+    buffer.want([ask(0), ask(1)], load, got.append)
+    buffer.ahead([ask(2), ask(0, file=2)], load)
+    ready, loading, ahead, other = load.begun
+    buffer.finish(ready, None)
+    buffer.let_go(ready)
+    buffer.drop(1)
+    assert not buffer.holds(ready.key)
+    buffer.finish(ahead, None)
+    buffer.finish(loading, None)
+    assert not buffer.has(1) or buffer.holds(loading.key)
+    buffer.let_go(loading)
+    assert not buffer.has(1)
+    buffer.finish(other, None)
+    assert buffer.has(2)
+    assert buffer.taken_bytes == MIB
+
+
+def test_what_nobody_uses_is_dropped_after_a_while(timer):
+    buffer = ChunkBuffer(8 * MIB, 0.05, timer, Facts())
+    load = Loads()
+    buffer.ahead([ask(0), ask(1)], load)
+    for piece in load.begun:
+        buffer.finish(piece, None)
+    assert buffer.taken_bytes == 2 * MIB
+    assert buffer.wait_empty(10.0)
+
+
+def test_memory_for_other_purposes_counts(buffer):
+    assert buffer.take(6 * MIB, demand=False)
+    assert not buffer.take(MIB, demand=False)
+    assert buffer.take(2 * MIB, demand=True)
+    load, got = Loads(), []
+    buffer.want([ask(0)], load, got.append)
+    assert not load.begun
+    buffer.give(8 * MIB)
+    assert len(load.begun) == 1
+
+
+def test_pieces_that_nobody_else_can_use_are_dropped_when_they_were_used(buffer):
+    load, got = Loads(), []
+    buffer.want([Ask(Key(1, -1), 12345, 100)], load, got.append)
+    buffer.finish(load.begun[0], None)
+    buffer.let_go(got[0])
+    assert buffer.taken_bytes == 0
+
+
+def test_too_little_memory_is_refused(timer):
+    with pytest.raises(ValueError, match="reading needs"):
+        ChunkBuffer(MIB, 1.0, timer, Facts())
+
+
+def test_calls_are_made_in_the_order_of_their_times(timer):
+    called = []
+    began = time.monotonic()
+    timer.after(0.10, lambda: called.append("late"))
+    timer.after(0.02, lambda: called.append("early"))
+    until = began + 10
+    while len(called) < 2 and time.monotonic() < until:
+        time.sleep(0.005)
+    assert called == ["early", "late"]
+    assert time.monotonic() - began >= 0.10

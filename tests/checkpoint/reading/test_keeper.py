@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bootseer.cache.cache import Cache, CacheSettings
+from bootseer.cache.errors import CacheFull
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.keeper import Keeper
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.errors import BootseerError
+from checkpoint.striped_files import content_of, part_paths, put_striped
+
+MIB = 1 << 20
+
+
+class Disk:
+    """A cached file whose writes wait for the test."""
+
+    def __init__(self, error=None):
+        self.go = threading.Event()
+        self.put_blocks, self.released = [], []
+        self.synced = self.closed = 0
+        self._error = error
+
+    def put(self, block, data):
+        assert self.go.wait(10)
+        if self._error is not None:
+            raise self._error
+        self.put_blocks.append(block)
+
+    def release(self, block):
+        self.released.append(block)
+
+    def sync(self):
+        self.synced += 1
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_what_was_read_once_is_read_from_the_cache_by_the_next_process(empty, reading_of, parity):
+    content = content_of(9 * MIB + 77)
+    put_striped(empty, "file", content, parity=parity, segment_rows=1)
+    reading = reading_of()
+    memory = bytearray(len(content))
+    reading.open("file").readinto(0, memory)
+    assert memory == content
+    reading.close()
+    assert reading.facts()["kept_chunks"] == 10
+    other = reading_of()
+    with other.open("file") as file:
+        memory = bytearray(len(content))
+        file.readinto(0, memory)
+        assert memory == content
+        assert file.read(3 * MIB - 5, 10) == content[3 * MIB - 5 : 3 * MIB + 5]
+    facts = other.facts()
+    assert facts["place_bytes"] == 0
+    assert facts["cache_bytes"] == len(content) + 10
+
+
+def test_small_reads_are_kept_too(empty, reading_of):
+    content = content_of(4 * MIB)
+    put_striped(empty, "file", content)
+    reading = reading_of()
+    reading.open("file").read(0, 10)
+    reading.close()
+    assert reading.facts()["kept_chunks"] >= 1
+    other = reading_of()
+    assert other.open("file").read(100, 10) == content[100:110]
+    assert other.facts()["cache_bytes"] == 10
+
+
+def test_damage_in_the_cache_is_found_and_read_from_the_place(empty, reading_of, cache):
+    content = content_of(5 * MIB)
+    put_striped(empty, "file", content)
+    reading = reading_of()
+    reading.open("file").read(0, 5 * MIB)
+    reading.close()
+    (data,) = cache.root.glob("files/*/data")
+    damaged = bytearray(data.read_bytes())
+    damaged[2 * MIB + 100] ^= 1
+    data.write_bytes(damaged)
+    other = reading_of()
+    file = other.open("file")
+    memory = bytearray(5 * MIB)
+    file.readinto(0, memory)
+    assert memory == content
+    assert other.facts()["place_bytes"] == MIB
+    assert file.read(2 * MIB + 90, 20) == content[2 * MIB + 90 : 2 * MIB + 110]
+
+
+def test_a_cache_that_cannot_be_written_to_costs_nothing_but_itself(empty, tmp_path, monkeypatch):
+    content = content_of(5 * MIB)
+    put_striped(empty, "file", content)
+    cache = Cache(tmp_path / "cache", CacheSettings())
+    (tmp_path / "cache" / "files").chmod(0)
+    (tmp_path / "cache" / "files").rmdir()
+    reading = Reading(empty, cache=cache)
+    assert reading.open("file").read(0, 5 * MIB) == content
+    reading.close()
+    assert reading.facts()["kept_chunks"] == 0
+
+
+def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
+    facts, disk, ended = Facts(), Disk(), []
+    keeper = Keeper(facts)
+    data = memoryview(bytearray(8 * MIB))
+    for block in range(20):
+        keeper.put(disk, block, data, lambda block=block: ended.append(block))
+    assert 11 <= len(ended) <= 12, "those that do not fit are let go at once"
+    assert facts.all()["not_kept_chunks"] == len(ended)
+    keeper.close_file(disk)
+    assert not keeper.drain(0.05)
+    disk.go.set()
+    assert keeper.drain(10)
+    assert len(disk.put_blocks) == 20 - facts.all()["not_kept_chunks"]
+    assert sorted(disk.released) == sorted(ended) == list(range(20))
+    assert (disk.synced, disk.closed) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [CacheFull("no room"), BootseerError("broken")])
+def test_a_full_disk_is_left_alone_for_a_while(error):
+    facts, disk = Facts(), Disk(error)
+    disk.go.set()
+    keeper = Keeper(facts)
+    ended = threading.Event()
+    keeper.put(disk, 0, memoryview(b"data"), ended.set)
+    assert ended.wait(10)
+    assert keeper.drain(10)
+    assert facts.all()["not_kept_chunks"] == 1
+    assert disk.released == [0]
+    assert keeper.has_room(1) != isinstance(error, CacheFull)
+
+
+def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
+    head = put_striped(empty, "file", content_of(4 * MIB))
+    reading = reading_of()
+    reading.open("file").read(0, 4 * MIB)
+    reading.close()
+    empty.log.clear()
+    reading_of().open("file").read(0, 4 * MIB)
+    assert not {read.path for read in empty.log} & set(part_paths("file", head))

@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from checkpoint.faulty_place import ERROR, GOOD, NEVER, WRONG, FaultyPlace
+from checkpoint.striped_files import content_of, part_paths, put_striped
+
+MIB = 1 << 20
+SIZE = 21 * MIB + 4321
+QUICK = ReadingSettings(memory_bytes=8 * MIB, direct_bytes=4 * MIB, direct_min_bytes=2 * MIB, late_s=0.05, claim_s=0.2)
+
+
+class Made:
+    """The same content in three kinds of files, and the heads of those that have one."""
+
+    def __init__(self, folder):
+        self.place = FolderPlace(folder)
+        self.content = content_of(SIZE)
+        self.place.write_bytes("plain", self.content)
+        self.heads = {
+            "striped": put_striped(self.place, "striped", self.content, stripes=3, segment_rows=2),
+            "parity": put_striped(self.place, "parity", self.content, stripes=4, parity=True, segment_rows=3),
+        }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def content(made):
+    return made.content
+
+
+@pytest.fixture
+def place(made):
+    return FaultyPlace(made.place)
+
+
+@pytest.fixture
+def reading(place):
+    reading = Reading(place, settings=QUICK)
+    yield reading
+    reading.close()
+
+
+def read_async(file, offset, length):
+    answers, over = [], threading.Event()
+
+    def done(answer):
+        # As the mount does: the bytes are used now, and not held.
+        answers.append(answer if isinstance(answer, BootseerError) else bytes(answer))
+        over.set()
+
+    file.read_async(offset, length, done)
+    assert over.wait(30)
+    return answers[0]
+
+
+def asked(place, path=""):
+    return [read for read in place.log if path in read.path]
+
+
+# --- what is read is what was written ---
+
+
+@pytest.mark.parametrize("name", ["plain", "striped", "parity"])
+def test_a_whole_file_is_read_into_the_callers_memory(reading, content, name):
+    file = reading.open(name)
+    memory = bytearray(SIZE + 10)
+    assert file.readinto(0, memory) == SIZE
+    assert memory[:SIZE] == content
+    assert file.is_striped == (name != "plain")
+    assert file.size_bytes == SIZE
+
+
+RANGE = st.tuples(
+    st.integers(0, SIZE + MIB), st.sampled_from([0, 1, 511, 4096, 131072, MIB, MIB + 1, 3 * MIB, 9 * MIB])
+)
+FAULTS = st.dictionaries(st.integers(0, 60), st.sampled_from([WRONG, ERROR, 0.01, 0.15]), max_size=12)
+
+
+@pytest.mark.parametrize("name", ["plain", "striped", "parity"])
+@given(
+    ranges=st.lists(RANGE, min_size=1, max_size=12),
+    faults=FAULTS,
+    how=st.sampled_from(["read", "readinto", "ranges", "async"]),
+    cached=st.booleans(),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_byte_is_right_or_there_is_an_error(tmp_path_factory, made, name, ranges, faults, how, cached):
+    if name == "plain":  # wrong bytes of an ordinary file are for the place to find
+        faults = {number: ERROR if what == WRONG else what for number, what in faults.items()}
+    number = iter(range(1 << 30))
+    content = made.content
+    faulty = FaultyPlace(made.place)
+    cache = Cache(tmp_path_factory.mktemp("cache")) if cached else None
+    reading = Reading(faulty, cache=cache, settings=QUICK)
+    file = reading.open(name)
+    faulty.decide = lambda _: faults.get(next(number), GOOD)
+    wanted = [(offset, min(length, max(SIZE - offset, 0))) for offset, length in ranges]
+    try:
+        if how == "ranges":
+            memory = [(offset, bytearray(length)) for offset, length in wanted if length]
+            file.read_ranges(memory)
+            assert [bytes(got) for _, got in memory] == [content[at : at + len(got)] for at, got in memory]
+        for offset, length in wanted if how != "ranges" else ():
+            if how == "readinto":
+                got = bytearray(length)
+                assert file.readinto(offset, got) == length
+            elif how == "read":
+                got = file.read(offset, length)
+            else:
+                got = read_async(file, offset, length)
+                if isinstance(got, BootseerError):
+                    raise got
+            assert got == content[offset : offset + length]
+    except BootseerError:
+        assert faults, "nothing was wrong"
+    finally:
+        reading.close()
+    assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes
+    assert reading.facts()["memory_bytes"] == 0
+
+
+def test_reads_at_the_end_are_cut_and_reads_beyond_it_are_empty(reading, content):
+    file = reading.open("striped")
+    assert file.read(SIZE - 10, 100) == content[-10:]
+    assert file.read(SIZE, 100) == b""
+    assert read_async(file, SIZE + MIB, 5) == b""
+    with pytest.raises(PermanentError, match="no 5 bytes at -1"):
+        file.read(-1, 5)
+    with pytest.raises(PermanentError, match="of a file of"):
+        file.read_ranges([(SIZE - 1, bytearray(2))])
+
+
+def test_ranges_that_overlap_are_read_once(place, reading, content):
+    file = reading.open("plain")
+    place.log.clear()
+    ranges = [(at, bytearray(length)) for at, length in [(5 * MIB, 3 * MIB), (6 * MIB, MIB), (5 * MIB, 3 * MIB)]]
+    ranges.append((7 * MIB, bytearray(2 * MIB)))
+    file.read_ranges(ranges)
+    assert all(got == content[at : at + len(got)] for at, got in ranges)
+    assert sum(read.length for read in place.log) == 4 * MIB
+
+
+def test_a_large_read_has_a_bounded_number_of_bytes_under_way(place, reading):
+    reading.open("striped").readinto(0, bytearray(SIZE))
+    assert place.most_under_way <= QUICK.direct_bytes
+    assert sum(read.length for read in asked(place, ".stripes")) == SIZE
+
+
+def test_chunks_with_a_digest_are_read_without_the_places_checksums(place, reading):
+    reading.open("striped").readinto(0, bytearray(SIZE))
+    reading.open("plain").readinto(0, bytearray(SIZE))
+    assert {read.check for read in asked(place, ".stripes")} == {False}
+    assert {read.check for read in asked(place, "plain")} == {True}
+
+
+def test_sequential_readers_find_the_next_bytes_in_memory(place, reading, content):
+    file = reading.open("striped")
+    for at in range(0, 6 * MIB, 128 << 10):
+        assert file.read(at, 128 << 10) == content[at : at + (128 << 10)]
+    parts = asked(place, ".stripes")
+    assert not all(read.urgent for read in parts)
+    assert len({(read.path, read.offset) for read in parts}) == len(parts), "a chunk was read twice"
+
+
+def test_random_readers_of_an_ordinary_file_get_what_they_ask_for_and_no_more(place, reading):
+    file = reading.open("plain")
+    place.log.clear()
+    for at in (15 * MIB + 7, 3 * MIB, 20 * MIB):
+        file.read(at, 1000)
+    assert sum(read.length for read in place.log) == 3000
+
+
+def test_handles_of_one_version_share_what_was_read_ahead(place, reading):
+    one, two = reading.open("striped"), reading.open("striped")
+    one.read(0, 100)
+    two.read(0, 100)
+    one.close()
+    assert two.read(5, 100)
+    parts = asked(place, ".stripes")
+    assert len({(read.path, read.offset) for read in parts}) == len(parts)
+
+
+def test_memory_is_empty_when_all_is_closed(reading):
+    file = reading.open("striped")
+    file.read(0, 100)
+    file.close()
+    file.close()
+    reading.close()
+    assert reading.facts()["memory_bytes"] == 0
+    with pytest.raises(PermanentError, match="closed"):
+        file.read(0, 1)
+    with pytest.raises(PermanentError, match="closed"):
+        reading.open("plain")
+
+
+# --- what goes wrong ---
+
+
+def test_wrong_bytes_on_one_node_come_from_another(place, reading, content):
+    place.nodes_of = lambda path: ("bad:1", "good:1") if ".stripes" in path else ()
+    place.decide = lambda read: WRONG if read.node == "bad:1" else GOOD
+    memory = bytearray(SIZE)
+    reading.open("striped").readinto(0, memory)
+    assert memory == content
+    facts = reading.facts()
+    assert facts["wrong_chunks"] == facts["retries"] == -(-SIZE // CHUNK_BYTES)
+
+
+def test_wrong_bytes_everywhere_are_an_error_that_names_file_chunk_part_and_nodes(place, reading, made):
+    part = part_paths("striped", made.heads["striped"])[1]
+    place.nodes_of = lambda path: ("a:1", "b:1")
+    place.decide = lambda read: WRONG if read.path == part else GOOD
+    file = reading.open("striped")
+    with pytest.raises(CorruptError, match=rf"striped: bytes {MIB} to {2 * MIB} \(chunk 1, part {part}\).* a:1, b:1"):
+        file.read(MIB + 5, 10)
+    with pytest.raises(CorruptError):
+        file.readinto(0, bytearray(SIZE))
+    assert file.read(0, 10)
+
+
+def test_a_failed_chunk_is_tried_again_by_the_next_reader(place, reading, content):
+    file = reading.open("striped")
+    place.decide = lambda _: ERROR
+    with pytest.raises(TransientError, match="cannot be read now"):
+        file.read(0, 10)
+    place.decide = lambda _: GOOD
+    assert file.read(0, 10) == content[:10]
+
+
+@pytest.mark.parametrize("what", [WRONG, ERROR, NEVER])
+@pytest.mark.parametrize("number", range(5))
+def test_parity_makes_up_for_any_one_part(place, reading, content, made, what, number):
+    bad = part_paths("parity", made.heads["parity"])[number]
+    place.decide = lambda read: what if read.path == bad else GOOD
+    file = reading.open("parity")
+    memory = bytearray(12 * MIB)
+    file.readinto(0, memory)
+    assert memory == content[: 12 * MIB]
+    healthy = [(read.path, read.offset) for read in asked(place, ".stripes") if read.path != bad]
+    assert len(set(healthy)) == len(healthy), "a healthy part was read twice"
+    assert reading.facts()["rebuilt"] == (0 if number == 4 else 3)
+    assert file.read(12 * MIB - 1000, 1000) == content[12 * MIB - 1000 : 12 * MIB]
+
+
+def test_two_bad_parts_of_a_row_are_an_error(place, reading, made):
+    bad = part_paths("parity", made.heads["parity"])[:2]
+    place.decide = lambda read: WRONG if read.path in bad else GOOD
+    file = reading.open("parity")
+    with pytest.raises(CorruptError, match="cannot be rebuilt from the others of its row"):
+        file.readinto(0, bytearray(SIZE))
+    with pytest.raises(CorruptError):
+        file.read(0, 10)
+    assert reading.facts()["rebuilt"] == 0
+
+
+def test_wrong_bytes_in_the_parity_part_too_are_an_error(place, reading, made):
+    paths = part_paths("parity", made.heads["parity"])
+    place.decide = lambda read: WRONG if read.path in (paths[0], paths[4]) else GOOD
+    with pytest.raises(CorruptError, match="the parity part has wrong bytes"):
+        reading.open("parity").read(0, 10)
+
+
+def test_a_part_that_is_expected_late_is_not_asked_at_all(place, reading, content, made):
+    slow = part_paths("parity", made.heads["parity"])[2]
+    place.delay_of = lambda path: 30.0 if path == slow else 0.0
+    file = reading.open("parity")
+    file.read(0, 1)  # estimates are those of parts that are open
+    file.read(2 * MIB, 1)
+    place.log.clear()
+    memory = bytearray(8 * MIB)
+    file.readinto(4 * MIB, memory)
+    assert memory == content[4 * MIB : 12 * MIB]
+    assert not asked(place, slow)
+
+
+def test_a_single_chunk_of_a_part_that_never_answers_is_rebuilt(place, reading, content, made):
+    bad = part_paths("parity", made.heads["parity"])[1]
+    place.decide = lambda read: NEVER if read.path == bad else GOOD
+    assert reading.open("parity").read(5 * MIB + 7, 100) == content[5 * MIB + 7 : 5 * MIB + 107]
+
+
+def test_a_part_of_another_length_is_no_part(place, reading, made):
+    part = part_paths("striped", made.heads["striped"])[0]
+    place.size_of = lambda path, size: size - 1 if path == part else size
+    with pytest.raises(CorruptError, match="instead of"):
+        reading.open("striped").read(0, 10)
+
+
+def test_reads_wait_for_memory_and_all_are_answered(place, reading, content):
+    place.decide = lambda _: 0.2
+    file = reading.open("striped")
+    answers = {}
+    over = threading.Semaphore(0)
+
+    def answered(at, answer):
+        answers[at] = bytes(answer)
+        over.release()
+
+    for at in range(0, 20 * MIB, MIB):
+        file.read_async(at, MIB, lambda answer, at=at: answered(at, answer))
+    for _ in range(20):
+        assert over.acquire(timeout=30)
+    assert all(answers[at] == content[at : at + MIB] for at in range(0, 20 * MIB, MIB))
+    assert reading.facts()["waited_for_room"] > 0
+    assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes
+
+
+# --- versions ---
+
+
+@pytest.fixture
+def own(tmp_path):
+    return FolderPlace(tmp_path / "own") if (tmp_path / "own").mkdir() is None else None
+
+
+def test_a_striped_file_that_is_replaced_while_it_is_open_is_never_mixed(own):
+    old, new = content_of(8 * MIB, 1), content_of(8 * MIB, 2)
+    put_striped(own, "file", old)
+    reading = Reading(own)
+    file = reading.open("file")
+    assert file.read(0, 100) == old[:100]
+    own.delete(".stripes", recursive=True)
+    put_striped(own, "file", new)
+    again = reading.open("file")
+    assert again.version != file.version
+    assert again.read(0, 8 * MIB) == new
+    for at in range(0, 8 * MIB, MIB):
+        try:
+            assert file.read(at, MIB) == old[at : at + MIB]
+        except BootseerError as error:
+            assert "replaced or removed" in str(error)
+    reading.close()
+
+
+def test_an_ordinary_file_that_is_replaced_while_it_is_open_keeps_its_version(own):
+    own.write_bytes("file", b"old" * 1000)
+    reading = Reading(own)
+    file = reading.open("file")
+    own.write_bytes("file", b"new" * 1000)
+    assert file.read(0, 3000) == b"old" * 1000
+    assert reading.open("file").read(0, 3000) == b"new" * 1000
+    reading.close()
+
+
+def test_a_damaged_head_is_an_error_and_not_a_file(own):
+    put_striped(own, "file", content_of(3 * MIB))
+    head = bytearray(own.read_bytes("file", 1 << 20))
+    head[100] ^= 1
+    own.write_bytes("file", bytes(head))
+    with pytest.raises(CorruptError, match=r"^file: .*digest"):
+        Reading(own).open("file")
+
+
+def test_a_file_that_only_has_the_length_of_a_head_is_ordinary(own):
+    data = content_of(4083)
+    own.write_bytes("file", data)
+    with Reading(own).open("file") as file:
+        assert not file.is_striped
+        assert file.read(0, 5000) == data
+
+
+def test_a_file_that_is_not_there_is_said_to_be_so(reading):
+    with pytest.raises(NotFoundError):
+        reading.open("nothing")
+
+
+# --- fork ---
+
+
+def test_a_forked_child_reads_on_with_what_the_parent_opened(own, tmp_path):
+    content = content_of(9 * MIB)
+    put_striped(own, "file", content, parity=True)
+    own.write_bytes("plain", content)
+    reading = Reading(own, cache=Cache(tmp_path / "cache"))
+    files = [reading.open(name) for name in ("file", "plain")]
+    assert all(file.read(0, 3 * MIB) == content[: 3 * MIB] for file in files)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            right = all(file.read(at, 2 * MIB) == content[at : at + 2 * MIB] for file in files for at in (0, 5 * MIB))
+            right = right and reading.open("file").read(0, 9 * MIB) == content
+            os._exit(0 if right else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert all(file.read(0, 9 * MIB) == content for file in files)
+    reading.close()
+
+
+def test_many_threads_read_one_file_in_any_order(reading, content):
+    file = reading.open("striped")
+    wrong = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(20):
+            at, length = rng.randrange(SIZE), rng.choice([100, 5000, MIB, 3 * MIB])
+            if file.read(at, length) != content[at : at + length]:
+                wrong.append((at, length))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong

@@ -1,0 +1,133 @@
+"""Headers of safetensors files: everything that a damaged or hostile one may say."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.checkpoint.safetensors.header import MAX_HEADER_BYTES, Header, read_header, read_headers
+from bootseer.errors import CorruptError
+
+
+class MemoryFile:
+    """A file in memory that knows what was read of it."""
+
+    def __init__(self, data: bytes, size_bytes: int | None = None) -> None:
+        self.data = data
+        self.size_bytes = len(data) if size_bytes is None else size_bytes
+        self.reads: list[tuple[int, int]] = []
+        self.is_closed = False
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.reads.append((offset, length))
+        return self.data[offset : offset + length]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def encoded(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def read(data: bytes) -> Header:
+    return read_header(MemoryFile(data), "model")
+
+
+def test_a_header_says_where_the_tensors_are() -> None:
+    header = {"__metadata__": {"k": "v"}, "b": entry(offsets=(4, 12)), "a": entry("BF16", (1, 2), (0, 4))}
+    data = encoded(header, bytes(12))
+    found = read(data)
+    assert found.data == len(data) - 12
+    assert found.metadata == {"k": "v"}
+    assert [(name, one.dtype, one.shape, one.start, one.length) for name, one in found.tensors.items()] == [
+        ("b", "F32", (2,), 4, 8),
+        ("a", "BF16", (1, 2), 0, 4),
+    ]
+
+
+def test_a_file_may_begin_anywhere_in_another() -> None:
+    data = encoded({"a": entry()}, bytes(8))
+    found = read_header(MemoryFile(b"x" * 13 + data), "model", 13)
+    assert found.data == 13 + len(data) - 8
+
+
+def test_one_read_brings_a_usual_header_and_two_a_long_one() -> None:
+    short = MemoryFile(encoded({"a": entry()}, bytes(8)))
+    read_header(short, "model")
+    assert len(short.reads) == 1
+    names = {f"tensor-{number}": entry(shape=[0], offsets=[0, 0]) for number in range(30_000)}
+    long = MemoryFile(encoded(names))
+    assert len(read_header(long, "model").tensors) == 30_000
+    assert len(long.reads) == 2
+
+
+def test_headers_of_many_files_are_read_and_the_files_closed() -> None:
+    files = {name: MemoryFile(encoded({name: entry()}, bytes(8))) for name in "abc"}
+    found = read_headers([(name, 0) for name in "abc"], files.__getitem__)
+    assert [list(found[name, 0].tensors) for name in "abc"] == [["a"], ["b"], ["c"]]
+    assert all(file.is_closed for file in files.values())
+
+
+BAD: dict[str, bytes] = {
+    "empty": b"",
+    "too short": b"1234567",
+    "longer than the file": encoded({}, length=100),
+    "huge": encoded({}, length=(1 << 64) - 1),
+    "no JSON": encoded(b"{nothing"),
+    "no UTF-8": encoded(b'{"\xff": 1}'),
+    "nested without end": encoded(b"[" * 100_000),
+    "no object": encoded([1]),
+    "no description": encoded({"a": 3}),
+    "half a description": encoded({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "an unknown type": encoded({"a": entry("F99")}, bytes(8)),
+    "a type that is no text": encoded({"a": entry(["F32"])}, bytes(8)),
+    "a negative size": encoded({"a": entry(shape=[-2])}, bytes(8)),
+    "a size that is no number": encoded({"a": entry(shape=["2"])}, bytes(8)),
+    "a size that is a truth": encoded({"a": entry(shape=[2, True])}, bytes(8)),
+    "a broken size": encoded({"a": entry(shape=[2.0])}, bytes(8)),
+    "an overflow": encoded({"a": entry(shape=[1 << 61, 1 << 61, 0], offsets=[0, 0])}),
+    "an overflow to zero": encoded({"a": entry(shape=[1 << 32, 1 << 32, 1 << 32], offsets=[0, 0])}),
+    "the wrong length": encoded({"a": entry(offsets=(0, 7))}, bytes(7)),
+    "backwards": encoded({"a": entry(offsets=(8, 0))}, bytes(8)),
+    "three offsets": encoded({"a": entry(offsets=(0, 8, 9))}, bytes(8)),
+    "beyond the end": encoded({"a": entry()}, bytes(7)),
+    "bytes left over": encoded({"a": entry()}, bytes(9)),
+    "a gap": encoded({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
+    "an overlap": encoded({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
+    "a name twice": encoded(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
+    "metadata that is no text": encoded({"__metadata__": {"k": 1}}),
+    "metadata that is a list": encoded({"__metadata__": ["k"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
+def test_what_is_wrong_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"^model: "):
+        read(data)
+
+
+def test_a_header_beyond_the_bound_is_refused_before_it_is_read() -> None:
+    file = MemoryFile(encoded({}, length=MAX_HEADER_BYTES + 1), size_bytes=1 << 40)
+    with pytest.raises(CorruptError, match="a header of 100000001 bytes"):
+        read_header(file, "model")
+    assert file.reads == [(0, 1 << 20)]
+
+
+@given(st.binary(max_size=300), st.integers(0, 400))
+def test_no_bytes_lead_to_anything_but_a_header_or_a_refusal(text: bytes, length: int) -> None:
+    try:
+        found = read(encoded(text, length=length))
+    except CorruptError:
+        return
+    assert not found.tensors or sum(one.length for one in found.tensors.values()) >= 0

@@ -1,0 +1,136 @@
+"""Attempts and the rests of dead writers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect
+from bootseer.checkpoint.head import STRIPES
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.places.place import Place
+from bootseer.errors import PermanentError
+from checkpoint.striped_files import content_of, put_striped
+
+_HOUR_S = 3600
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def place(job: Path) -> Iterator[Place]:
+    opened = FolderPlace(job)
+    yield opened
+    opened.close()
+
+
+def age(path: Path, seconds: float) -> None:
+    then_ns = path.stat().st_mtime_ns - round(seconds * 1e9)
+    os.utime(path, ns=(then_ns, then_ns))
+
+
+def test_an_attempt_is_left_alone_as_long_as_its_writer_lives(place: Place, job: Path) -> None:
+    with Attempt(place, "step-1") as attempt:
+        place.write_bytes(f"{attempt.path}/file", b"x")
+        age(job / attempt.path, 2 * _HOUR_S)
+        assert collect(place, "") == 0
+        attempt.publish()
+    assert place.read_bytes("step-1/file", 9) == b"x"
+    assert collect(place, "") == 0
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_a_lease_is_renewed(place: Place, job: Path) -> None:
+    with Attempt(place, "step-1", lease_s=0.5) as attempt:
+        lease = job / f"{attempt.path}.lease"
+        first = lease.stat().st_mtime_ns
+        for _ in range(1000):
+            if lease.stat().st_mtime_ns != first:
+                break
+            place.now_s()
+        else:
+            pytest.fail("nobody renewed it")
+
+
+def test_a_writer_that_was_taken_for_dead_cannot_publish(place: Place, job: Path) -> None:
+    with Attempt(place, "step-1") as attempt:
+        place.write_bytes(f"{attempt.path}/file", b"x")
+        age(job / f"{attempt.path}.lease", _HOUR_S)
+        assert collect(place, "") == 1
+        with pytest.raises(PermanentError, match="taken for dead"):
+            attempt.publish()
+    assert sorted(path.name for path in job.iterdir()) == [".attempts"]
+
+
+def test_what_was_taken_away_comes_back_when_its_replacement_never_came(place: Place, job: Path) -> None:
+    place.make_folder("step-1")
+    place.write_bytes("step-1/file", b"old")
+    with Attempt(place, "step-1") as attempt:
+        place.rename("step-1", f"{attempt.path}.old")
+        lease = (job / f"{attempt.path}.lease").read_bytes()
+    path = job / f"{attempt.path}.lease"
+    path.write_bytes(lease)
+    assert collect(place, "") == 0
+    assert not (job / "step-1").exists()
+    age(path, _HOUR_S)
+    collect(place, "")
+    assert place.read_bytes("step-1/file", 9) == b"old"
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place, job: Path) -> None:
+    place.make_folder(".attempts/0.old", parents=True)
+    place.write_bytes(".attempts/0.lease", b'{"target": "../../evil"}')
+    age(job / ".attempts/0.lease", _HOUR_S)
+    collect(place, "")
+    assert not (job.parent / "evil").exists()
+    for text in (b"", b"[]", b'{"target": 5}', b'{"target": "a/b"}', b'{"target": ".stripes"}'):
+        place.write_bytes(".attempts/0.lease", text)
+        age(job / ".attempts/0.lease", _HOUR_S)
+        collect(place, "")
+        assert (job / ".attempts" / "0.old").is_dir()
+        assert sorted(path.name for path in job.iterdir()) == [".attempts"]
+
+
+def test_what_is_being_deleted_is_deleted_further(place: Place, job: Path) -> None:
+    place.make_folder(".attempts/1.gone/below", parents=True)
+    place.make_folder(".attempts-2.gone/below", parents=True)
+    assert collect(place, "") == 2
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_temporary_files_go_when_they_are_old(place: Place, job: Path) -> None:
+    for name in (".attempts-old", ".attempts-new"):
+        place.write_bytes(name, b"x")
+    place.make_folder(".attempts-folder/.stripes", parents=True)
+    place.make_folder(".attempts-with-a-file")
+    place.write_bytes(".attempts-with-a-file/visible", b"x")
+    for name in (".attempts-old", ".attempts-folder", ".attempts-with-a-file"):
+        age(job / name, _HOUR_S)
+    assert collect(place, "") == 2
+    assert sorted(path.name for path in job.iterdir()) == [".attempts-new", ".attempts-with-a-file"]
+
+
+def test_parts_without_a_head_go_a_day_later_or_with_their_lease(place: Place, job: Path) -> None:
+    head = put_striped(place, "kept", content_of(2 << 20), stripes=2)
+    folders = {name: job / STRIPES / (name * 32) for name in "abcd"}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["b"] / LEASE_NAME).write_bytes(b"")
+    (folders["c"] / LEASE_NAME).write_bytes(b"")
+    age(folders["c"] / LEASE_NAME, _HOUR_S)
+    for name in "bcd":
+        age(folders[name], _HOUR_S)
+    age(job / STRIPES / head.id, 9 * 24 * _HOUR_S)
+    assert collect(place, "") == 1
+    assert not folders["c"].exists()
+    age(folders["d"], 24 * _HOUR_S)
+    assert collect(place, "") == 1
+    assert sorted(path.name for path in (job / STRIPES).iterdir()) == sorted(["a" * 32, "b" * 32, head.id])

@@ -1,0 +1,139 @@
+"""The checkpoints of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.catalog import checkpoint, checkpoints, missing_parts, newest_whole, remove, walk
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import read_latest, set_latest
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.errors import NotFoundError, PermanentError
+from checkpoint.striped_files import content_of, part_paths, put_striped
+from stepwise_place import StepwisePlace
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def files(job: Path) -> Iterator[Files]:
+    place = FolderPlace(job)
+    yield Files(place)
+    place.close()
+
+
+def make(job: Path, name: str, **sizes: int) -> None:
+    """A checkpoint that nobody striped."""
+    for file, size_bytes in sizes.items():
+        path = job / name / file.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size_bytes))
+
+
+def test_trees_that_others_wrote_are_listed_by_step(files: Files, job: Path) -> None:
+    make(job, "step-1000", model=10, optimizer__state=5)
+    make(job, "step-200", model=3)
+    make(job, "final", model=1)
+    (job / "epoch=3-step=500.ckpt").write_bytes(b"1234")
+    for name in ("log.txt", "config.json", "events.out"):
+        (job / name).write_bytes(b"x")
+    (job / ".git").mkdir()
+    (job / "latest").write_text("step-200\n")
+    found = [(one.name, one.step, one.size_bytes, one.num_files, one.is_latest) for one in checkpoints(files, "")]
+    assert found == [
+        ("final", None, 1, 1, False),
+        ("step-200", 200, 3, 1, True),
+        ("epoch=3-step=500.ckpt", 500, 4, 1, False),
+        ("step-1000", 1000, 15, 2, False),
+    ]
+
+
+def test_striped_files_count_with_their_content(files: Files) -> None:
+    put_striped(files.place, "step-1/model", content_of(3 * _MIB), stripes=2)
+    files.place.write_bytes("step-1/config", b"12")
+    (found,) = checkpoints(files, "")
+    assert (found.size_bytes, found.num_files, found.num_striped) == (3 * _MIB + 2, 2, 1)
+    assert checkpoint(files, "step-1/model").size_bytes == 3 * _MIB
+    assert {info.path for info in walk(files, "step-1")} == {"step-1/model", "step-1/config"}
+    assert [info.path for info in walk(files, "step-1/model")] == ["step-1/model"]
+
+
+def test_a_latest_that_says_no_name_does_not_hide_the_list(files: Files, job: Path) -> None:
+    make(job, "step-1", model=1)
+    (job / "latest").write_text("a/b")
+    assert [(one.name, one.is_latest) for one in checkpoints(files, "")] == [("step-1", False)]
+
+
+def test_a_checkpoint_that_vanishes_meanwhile_is_left_out(files: Files, job: Path) -> None:
+    make(job, "step-1", model=1)
+    make(job, "step-2", model=1)
+    place = StepwisePlace(files.place)
+
+    def vanish(step: str, path: str) -> None:
+        if step == "list" and path == "step-1":
+            (job / "step-1" / "model").unlink()
+            (job / "step-1").rmdir()
+
+    place.before = vanish
+    assert [one.name for one in checkpoints(Files(place), "")] == ["step-2"]  # type: ignore[arg-type]
+
+
+def test_missing_parts_are_named_and_the_newest_whole_one_is_found(files: Files, job: Path) -> None:
+    for step in (1, 2, 3):
+        head = put_striped(files.place, f"step-{step}/model", content_of(3 * _MIB, step), stripes=2)
+    assert newest_whole(files, "") == "step-3"
+    lost = part_paths("step-3/model", head)[1]
+    (job / lost).unlink()
+    assert missing_parts(files, "step-3") == [lost]
+    assert newest_whole(files, "") == "step-2"
+    assert newest_whole(files, "", without="step-2") == "step-1"
+    os.truncate(next((job / "step-2/.stripes").glob("*/*")), 5)
+    assert newest_whole(files, "") == "step-1"
+    (job / "step-1/model").write_bytes((job / "step-1/model").read_bytes()[:-1] + b"x")
+    assert newest_whole(files, "") is None
+
+
+def test_a_head_that_was_copied_without_its_parts_names_what_is_missing(files: Files, job: Path) -> None:
+    head = put_striped(files.place, "step-1/model", content_of(3 * _MIB), stripes=2)
+    (job / "copy").mkdir()
+    (job / "copy" / "model").write_bytes((job / "step-1" / "model").read_bytes())
+    assert missing_parts(files, "copy") == part_paths("copy/model", head)
+
+
+def test_removing_hides_first_and_leaves_nothing(files: Files, job: Path) -> None:
+    put_striped(files.place, "step-1/model", content_of(3 * _MIB), stripes=2)
+    place = StepwisePlace(files.place)
+    seen: list[bool] = []
+    place.before = lambda step, path: seen.append((job / "step-1").exists()) if step == "delete" else None
+    assert remove(Files(place), "", "step-1") == 3 * _MIB  # type: ignore[arg-type]
+    assert seen[0] is False
+    assert [path for path in job.rglob("*") if path.is_file()] == []
+    put_striped(files.place, "step-2.pt", content_of(2 * _MIB), stripes=2)
+    assert remove(files, "", "step-2.pt") == 2 * _MIB
+    assert [path for path in job.rglob("*") if path.is_file()] == []
+    with pytest.raises(NotFoundError):
+        remove(files, "", "step-1")
+
+
+def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one_then(files: Files, job: Path) -> None:
+    for step in (1, 2, 3):
+        make(job, f"step-{step}", model=1)
+    set_latest(files, "", "step-3")
+    with pytest.raises(PermanentError, match="latest"):
+        remove(files, "", "step-3")
+    assert (job / "step-3" / "model").exists()
+    remove(files, "", "step-3", force=True)
+    assert read_latest(files.place, "") == "step-2"
+    remove(files, "", "step-1")
+    remove(files, "", "step-2", force=True)
+    assert read_latest(files.place, "") is None

@@ -1,0 +1,123 @@
+"""Putting, verifying, getting and removing checkpoints of a real HDFS."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.anatomy import anatomy
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.catalog import checkpoints, missing_parts, newest_whole, remove
+from bootseer.checkpoint.download import get_checkpoint
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import TakenError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.verify import verify
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytestmark = needs_hdfs
+_numbers = itertools.count()
+_MIB = 1 << 20
+_STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3) as running:
+        yield running
+
+
+@pytest.fixture
+def files(cluster: HdfsCluster) -> Iterator[Files]:
+    place = open_place(f"{cluster.uri}/jobs/{next(_numbers)}")
+    place.make_folder("", parents=True)
+    yield Files(place)
+    place.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model").write_bytes(os.urandom(5 * _MIB + 7))
+    (folder / "sub" / "config").write_bytes(b"{}")
+    return folder
+
+
+def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: Path) -> None:
+    put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    assert (put.num_files, put.num_striped, put.latest) == (2, 1, "step-1")
+    with pytest.raises(TakenError):
+        put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    put_checkpoint(files.place, source / "model", "step-2.pt", settings=_STRIPED)
+    with pytest.raises(TakenError):
+        put_checkpoint(files.place, source / "model", "step-2.pt", settings=_STRIPED)
+    assert [(one.name, one.size_bytes, one.is_latest) for one in checkpoints(files, "")] == [
+        ("step-1", 5 * _MIB + 9, False),
+        ("step-2.pt", 5 * _MIB + 7, True),
+    ]
+    with contextlib.closing(Reading(files.place)) as reading:
+        get_checkpoint(files, reading, "step-1", tmp_path / "out")
+    assert (tmp_path / "out/model").read_bytes() == (source / "model").read_bytes()
+    found = anatomy(files, "step-1/model")
+    nodes = [part.nodes for part in found.segments[0].parts]
+    assert len({node for lie in nodes for node in lie}) == 3
+    assert [part.part.nodes for part in found.segments[0].parts] == nodes
+    remove(files, "", "step-2.pt", force=True)
+    assert read_latest(files.place, "") == "step-1"
+    remove(files, "", "step-1", force=True)
+    assert [entry.path for entry in files.place.list("") if not entry.is_folder] == []
+    assert [entry for folder in files.place.list("") for entry in files.place.list(folder.path)] == []
+
+
+def test_a_flipped_byte_on_a_disk_is_found_with_its_node(cluster: HdfsCluster, files: Files, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    part = anatomy(files, "step-1/model").segments[0].parts[0]
+    wanted = files.place.read_first(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}/{part.part.name}", 1 << 16)
+    (block,) = [path for path in cluster.blocks() if path.read_bytes()[: 1 << 16] == wanted]
+    data = bytearray(block.read_bytes())
+    data[_MIB + 3] ^= 1
+    block.write_bytes(data)
+    (problem,) = verify(files, "step-1").problems
+    assert (problem.path, problem.offset, problem.part) == ("step-1/model", 2 * _MIB, part.part.name)
+    assert problem.node == part.nodes[0]
+    assert problem.repairable
+
+
+def test_replacing_and_rests_of_dead_writers(files: Files, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    (source / "model").write_bytes(b"small")
+    put_checkpoint(files.place, source, "step-1", settings=PutSettings(replace=True))
+    assert files.place.read_bytes("step-1/model", 9) == b"small"
+    files.place.make_folder(".attempts/1", parents=True)
+    files.place.write_bytes(".attempts/1/file", b"x")
+    files.place.make_folder(f".stripes/{'a' * 32}", parents=True)
+    assert collect(files.place, "") == 1
+    assert collect(files.place, "", lease_s=-1.0, no_lease_s=-1.0) == 1
+    assert list(files.place.list(".attempts")) == []
+
+
+def test_a_lost_part_makes_an_older_checkpoint_the_newest_whole_one(files: Files, source: Path) -> None:
+    for step in (1, 2):
+        put_checkpoint(files.place, source, f"step-{step}", settings=_STRIPED)
+    found = anatomy(files, "step-2/model")
+    path = f"step-2/.stripes/{found.id}/{found.segments[0].parts[1].part.name}"
+    files.place.delete(path)
+    assert missing_parts(files, "step-2") == [path]
+    assert newest_whole(files, "") == "step-1"
+
+
+def test_modes_of_parts_follow_the_file(files: Files, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    files.set_mode("step-1/model", 0o600)
+    parts = files.place.list(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}")
+    assert {entry.mode for entry in parts} == {0o600}

@@ -1,0 +1,99 @@
+"""Copying checkpoints to a local disk: whole, verified, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.download import Got, get_checkpoint
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.errors import BootseerError, UsageError
+from checkpoint.striped_files import content_of, part_paths, put_striped
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def files(root: Path) -> Iterator[Files]:
+    place = FolderPlace(root)
+    yield Files(place)
+    place.close()
+
+
+@pytest.fixture
+def reading(files: Files) -> Iterator[Reading]:
+    with contextlib.closing(Reading(files.place)) as opened:
+        yield opened
+
+
+def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading, tmp_path: Path) -> None:
+    content = content_of(5 * _MIB + 3)
+    put_striped(files.place, "ckpt/a/model", content, stripes=3)
+    files.place.write_bytes("ckpt/.metadata", b"meta", mode=0o600)
+    files.place.write_bytes("ckpt/nothing", b"")
+    files.make_folder("ckpt/empty/below", parents=True)
+    heard: list[tuple[int, int]] = []
+    target = tmp_path / "far" / "out"
+    got = get_checkpoint(files, reading, "ckpt", target, progress=lambda done, of: heard.append((done, of)))
+    total = len(content) + 4
+    assert got == Got(total, 3)
+    assert heard[-1] == (total, total)
+    assert (target / "a/model").read_bytes() == content
+    assert (target / ".metadata").stat().st_mode & 0o777 == 0o600
+    assert (target / "nothing").read_bytes() == b""
+    assert (target / "empty/below").is_dir()
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+def test_a_file_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
+    content = content_of(2 * _MIB)
+    put_striped(files.place, "model", content, stripes=2)
+    assert get_checkpoint(files, reading, "model", tmp_path / "out") == Got(2 * _MIB, 1)
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_what_is_there_stays_unless_it_is_to_be_replaced(files: Files, reading: Reading, tmp_path: Path) -> None:
+    files.place.write_bytes("model", b"new")
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_bytes(b"old")
+    with pytest.raises(UsageError, match="already"):
+        get_checkpoint(files, reading, "model", target)
+    assert (target / "old").read_bytes() == b"old"
+    get_checkpoint(files, reading, "model", target, replace=True)
+    assert target.read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
+
+
+def test_a_wrong_byte_leaves_nothing_and_keeps_what_was_to_be_replaced(
+    files: Files, reading: Reading, root: Path, tmp_path: Path
+) -> None:
+    head = put_striped(files.place, "ckpt/model", content_of(4 * _MIB), stripes=2)
+    path = root / part_paths("ckpt/model", head)[0]
+    data = bytearray(path.read_bytes())
+    data[_MIB + 5] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "out").write_bytes(b"old")
+    with pytest.raises(BootseerError):
+        get_checkpoint(files, reading, "ckpt", tmp_path / "out", replace=True)
+    assert (tmp_path / "out").read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
+
+
+def test_a_target_that_cannot_be_is_told(files: Files, reading: Reading, tmp_path: Path) -> None:
+    files.place.write_bytes("model", b"x" * 5000)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BootseerError, match="file"):
+        get_checkpoint(files, reading, "model", tmp_path / "file" / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "root"]

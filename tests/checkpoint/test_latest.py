@@ -1,0 +1,147 @@
+"""The file `latest`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import drop_latest, move_latest, read_latest, set_latest, step_of
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.errors import CorruptError, NotFoundError, PermanentError
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def files(job: Path) -> Iterator[Files]:
+    place = FolderPlace(job)
+    yield Files(place)
+    place.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-100", 100),
+        ("global_step20", 20),
+        ("iter_0000500", 500),
+        ("epoch=3-step=1200.ckpt", 1200),
+        ("step-7.tar.gz", 7),
+        ("final", None),
+        ("v2-final", None),
+        ("100", 100),
+        ("step-" + "9" * 30, int("9" * 18)),
+    ],
+)
+def test_the_step_is_the_number_at_the_end(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_latest_moves_forward_only(files: Files, job: Path) -> None:
+    for step in (90, 100, 1000):
+        (job / f"step-{step}").mkdir()
+    assert read_latest(files.place, "") is None
+    assert move_latest(files, "", "step-100") == "step-100"
+    assert (job / "latest").read_text() == "step-100\n"
+    assert move_latest(files, "", "step-90") == "step-100"
+    assert move_latest(files, "", "step-1000") == "step-1000"
+    assert move_latest(files, "", "step-1000") == "step-1000"
+    set_latest(files, "", "step-90")
+    assert read_latest(files.place, "") == "step-90"
+
+
+def test_without_steps_the_later_publication_is_later(files: Files, job: Path) -> None:
+    for name, time_ns in (("old", 1_000_000_000_000), ("new", 2_000_000_000_000)):
+        (job / name).mkdir()
+        os.utime(job / name, ns=(time_ns, time_ns))
+    assert move_latest(files, "", "new") == "new"
+    assert move_latest(files, "", "old") == "new"
+
+
+def test_latest_that_names_what_is_gone_is_moved(files: Files, job: Path) -> None:
+    (job / "final").mkdir()
+    (job / "latest").write_text("gone\n")
+    assert move_latest(files, "", "final") == "final"
+
+
+def test_latest_never_names_what_is_not_published(files: Files) -> None:
+    for move in (move_latest, set_latest):
+        with pytest.raises(NotFoundError):
+            move(files, "", "step-1")
+        for name in ("", "..", "a/b", "latest", ".attempts"):
+            with pytest.raises(PermanentError):
+                move(files, "", name)
+    assert read_latest(files.place, "") is None
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a/b", "..", "a\nb", ".attempts/x", "x" * 5000])
+def test_a_latest_that_names_no_checkpoint_is_an_error_and_the_next_one_mends_it(
+    files: Files, job: Path, text: str
+) -> None:
+    (job / "latest").write_text(text)
+    (job / "step-1").mkdir()
+    with pytest.raises(PermanentError):
+        read_latest(files.place, "")
+    if len(text) < 4096:
+        with pytest.raises(CorruptError, match="ckpt latest"):
+            read_latest(files.place, "")
+        assert move_latest(files, "", "step-1") == "step-1"
+    set_latest(files, "", "step-1")
+    assert read_latest(files.place, "") == "step-1"
+
+
+def test_what_training_code_writes_itself_is_read(files: Files, job: Path) -> None:
+    (job / "latest").write_text("global_step100")
+    assert read_latest(files.place, "") == "global_step100"
+
+
+def test_of_many_writers_at_once_the_highest_step_wins(files: Files, job: Path) -> None:
+    for step in range(24):
+        (job / f"step-{step}").mkdir()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda step: move_latest(files, "", f"step-{step}"), [*range(0, 24, 2), *range(23, 0, -2)]))
+    assert read_latest(files.place, "") == "step-23"
+    assert [path.name for path in (job / ".attempts").iterdir()] == []
+
+
+def test_the_lock_of_a_dead_writer_is_taken_away(files: Files, job: Path) -> None:
+    (job / "step-1").mkdir()
+    (job / ".attempts").mkdir()
+    lock = job / ".attempts" / "latest.lock"
+    lock.write_text("dead")
+    os.utime(lock, ns=(1, 1))
+    assert move_latest(files, "", "step-1") == "step-1"
+    assert not lock.exists()
+
+
+def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Path) -> None:
+    (job / "step-1").mkdir()
+    (job / ".attempts").mkdir()
+    lock = job / ".attempts" / "latest.lock"
+    files.place.write_bytes(".attempts/latest.lock", b"somebody")
+    with ThreadPoolExecutor(1) as threads:
+        moving = threads.submit(move_latest, files, "", "step-1", lock_s=60.0)
+        assert read_latest(files.place, "") is None
+        lock.unlink()
+        assert moving.result(timeout=30) == "step-1"
+
+
+def test_dropping_names_another_one_or_nothing(files: Files, job: Path) -> None:
+    for step in (1, 2):
+        (job / f"step-{step}").mkdir()
+    set_latest(files, "", "step-2")
+    drop_latest(files, "", "step-1", None)
+    assert read_latest(files.place, "") == "step-2"
+    drop_latest(files, "", "step-2", "step-1")
+    assert read_latest(files.place, "") == "step-1"
+    drop_latest(files, "", "step-1", None)
+    assert read_latest(files.place, "") is None

@@ -1,0 +1,88 @@
+"""How files become stripes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.checkpoint.policy import Policy, encode_policy, parse_policy
+from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
+
+_MIB = 1 << 20
+
+
+@given(st.integers(1, 4 << 30), st.integers(1, 9), st.sampled_from([1, 4, 64]))
+def test_segments_follow_each_other_and_have_no_more_stripes_than_chunks(size: int, stripes: int, part: int) -> None:
+    policy = Policy(stripes=stripes, part_bytes=part * _MIB)
+    end = 0
+    for start, length, used in policy.segments_of(size):
+        assert start == end
+        assert 0 < length <= used * policy.part_bytes or used < stripes
+        assert 1 <= used <= min(stripes, -(-length // _MIB))
+        end = start + length
+        assert end % _MIB == 0 or end == size
+    assert end == size
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "stripes"), [(1, 1), (7 * _MIB, 1), (8 * _MIB, 2), (16 * _MIB, 4), (1 << 40, 4)]
+)
+def test_a_small_file_has_fewer_stripes(size_bytes: int, stripes: int) -> None:
+    assert Policy().stripes_for(size_bytes) == stripes
+
+
+def test_what_would_gain_nothing_is_not_striped() -> None:
+    assert not Policy().is_striped(0)
+    assert not Policy().is_striped(7 * _MIB)
+    assert Policy().is_striped(8 * _MIB)
+    assert not Policy(stripes=1).is_striped(1 << 40)
+    assert Policy(parity=True).is_striped(2 * _MIB)
+    assert not Policy(parity=True).is_striped(_MIB)
+
+
+def test_a_policy_comes_back_as_it_was() -> None:
+    policy = Policy(stripes=8, parity=True, replication=2, part_bytes=128 * _MIB, min_bytes_per_stripe=_MIB)
+    assert parse_policy(encode_policy(policy)) == policy
+    assert parse_policy(encode_policy(Policy())) == Policy()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stripes": 0}, {"stripes": 65}, {"part_bytes": 5}, {"part_bytes": _MIB + 1}, {"part_bytes": 1 << 50},
+        {"replication": 0}, {"min_bytes_per_stripe": 1},
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused(values: dict[str, int]) -> None:
+    with pytest.raises(UsageError) as caught:
+        Policy(**values)  # type: ignore[arg-type]
+    assert caught.value.hint
+    with pytest.raises(CorruptError):
+        parse_policy(json.dumps({"schema": "bootseer.stripes/1", **values}).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"[" * 100_000,
+        b"\xff",
+        b'{"schema": "x"}',
+        b'{"schema": "bootseer.stripes/1", "stripes": "4"}',
+        b'{"schema": "bootseer.stripes/1", "parity": 1}',
+        b'{"schema": "bootseer.stripes/1", "stripes": true}',
+    ],
+)
+def test_what_is_no_policy_is_refused(text: bytes) -> None:
+    with pytest.raises(BootseerError):
+        parse_policy(text)
+
+
+def test_a_later_schema_is_said_to_be_one() -> None:
+    with pytest.raises(PermanentError, match="stripes/2"):
+        parse_policy(b'{"schema": "bootseer.stripes/2"}')

@@ -1,0 +1,247 @@
+"""Putting checkpoints: whole or not at all, whoever dies, and whoever else wants the name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.places.place import TakenError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
+from bootseer.checkpoint.verify import verify
+from bootseer.errors import BootseerError, PermanentError, UsageError
+from stepwise_place import StepwisePlace
+
+_TESTS = Path(__file__).parents[1]
+_MIB = 1 << 20
+_STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def files(job: Path) -> Iterator[Files]:
+    place = FolderPlace(job)
+    yield Files(place)
+    place.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "optimizer").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "model").write_bytes(os.urandom(3 * _MIB + 7))
+    (folder / "optimizer" / "state").write_bytes(os.urandom(2 * _MIB))
+    (folder / ".metadata").write_bytes(b"meta")
+    (folder / "nothing").write_bytes(b"")
+    (folder / "optimizer" / "secret").write_bytes(b"s")
+    (folder / "optimizer" / "secret").chmod(0o600)
+    return folder
+
+
+def hidden(job: Path) -> list[str]:
+    """What is left of attempts, and parts that lie where no checkpoint is."""
+    found = [*(job / ".attempts").rglob("*"), *(job / ".stripes").rglob("*")]
+    return [str(path.relative_to(job)) for path in found if path.is_file()]
+
+
+def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    total = 5 * _MIB + 7 + 4 + 1
+    put = put_checkpoint(
+        files.place, source, "step-10", settings=_STRIPED, progress=lambda done, of: heard.append((done, of))
+    )
+    assert put == Put("step-10", total, 5, 2, "step-10")
+    assert heard[-1] == (total, total)
+    assert {info.path for info in files.list("step-10")} == {
+        "step-10/model", "step-10/optimizer", "step-10/empty", "step-10/.metadata", "step-10/nothing",
+    }  # fmt: skip
+    assert files.stat("step-10/model").is_striped
+    assert files.stat("step-10/optimizer/secret").entry.mode == 0o600
+    assert verify(files, "step-10").problems == []
+    assert read_latest(files.place, "") == "step-10"
+    assert hidden(job) == []
+
+
+def test_a_file_is_put_under_another_name(files: Files, job: Path, source: Path) -> None:
+    put = put_checkpoint(files.place, source / "model", "step-3.pt", settings=_STRIPED)
+    assert put == Put("step-3.pt", 3 * _MIB + 7, 1, 1, "step-3.pt")
+    assert verify(files, "step-3.pt").problems == []
+    put_checkpoint(files.place, source / ".metadata", "small.pt")
+    assert files.place.read_bytes("small.pt", 10) == b"meta"
+    assert [path for path in hidden(job) if path.startswith(".attempts")] == []
+
+
+def test_the_policy_of_the_folder_holds_unless_told_otherwise(files: Files, source: Path) -> None:
+    files.set_policy("", Policy(stripes=3, min_bytes_per_stripe=_MIB))
+    put_checkpoint(files.place, source, "a")
+    put_checkpoint(files.place, source, "b", settings=PutSettings(policy=Policy(stripes=1)))
+    head = files.head("a/model")
+    assert head is not None
+    assert head.segments[0].stripes == 3
+    assert files.head("b/model") is None
+
+
+def test_a_name_that_is_taken_is_refused_and_what_has_it_stays(files: Files, job: Path, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    put_checkpoint(files.place, source / "model", "step-2", settings=_STRIPED)
+    for name in ("step-1", "step-2"):
+        for what in (source, source / "model"):
+            with pytest.raises(TakenError, match="replace it"):
+                put_checkpoint(files.place, what, name, settings=_STRIPED)
+    assert verify(files, "step-1").problems == verify(files, "step-2").problems == []
+    assert [path for path in hidden(job) if path.startswith(".attempts")] == []
+
+
+def test_replacing_takes_the_place_of_a_folder_or_a_file(files: Files, job: Path, source: Path) -> None:
+    replace = PutSettings(replace=True, policy=_STRIPED.policy)
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    (source / "nothing").unlink()
+    put_checkpoint(files.place, source, "step-1", settings=replace)
+    assert not (job / "step-1" / "nothing").exists()
+    put_checkpoint(files.place, source / "model", "step-2.pt", settings=replace)
+    put_checkpoint(files.place, source / ".metadata", "step-2.pt", settings=replace)
+    assert files.place.read_bytes("step-2.pt", 9) == b"meta"
+    assert verify(files, "step-1").problems == []
+    assert hidden(job) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
+    files: Files, job: Path, source: Path, kind: str
+) -> None:
+    what = source if kind == "folder" else source / "model"
+    barrier = threading.Barrier(2)
+
+    def put(number: int) -> str:
+        place = StepwisePlace(FolderPlace(job))
+
+        def meet(step: str, path: str) -> None:
+            # Both have written everything when the first of them publishes.
+            if step == "rename" and (path.count("/") == 1 if kind == "folder" else path.endswith("model")):
+                barrier.wait(timeout=60)
+                place.before = lambda step, path: None
+
+        place.before = meet
+        try:
+            put_checkpoint(place, what, "step-1", settings=_STRIPED)  # type: ignore[arg-type]
+        except TakenError as error:
+            return str(error)
+        return "won"
+
+    with ThreadPoolExecutor(2) as threads:
+        ended = sorted(threads.map(put, range(2)))
+    assert ended[1] == "won"
+    assert "is there already" in ended[0]
+    assert verify(files, "step-1").problems == []
+    assert [path for path in hidden(job) if path.startswith(".attempts")] == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_put_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collected(kind: str, tmp_path: Path) -> None:
+    program = [sys.executable, Path(__file__).with_name("killed_put.py"), tmp_path, kind]
+    subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})
+    runs = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
+    assert len(runs) > 20
+    seen: list[object] = []
+    for run in runs:
+        files = Files(FolderPlace(run))
+        before = state_of(files)
+        collect(files.place, "", lease_s=0.0, no_lease_s=0.0)
+        after = state_of(files)
+        # Only between taking the old one away and showing the new one there is none; then it comes back.
+        assert before in (after, None)
+        assert after is not None
+        seen.append(after)
+        assert verify(files, "step-1").problems == []
+        assert read_latest(files.place, "") == "step-1"
+        rests = {path.split("/")[1] for path in hidden(run)}
+        head = files.head("step-1") if kind == "file" else None
+        assert rests == ({head.id} if head else set())
+    assert [seen.index(2), seen.count(1) + seen.count(2)] == [seen.count(1), len(runs)]
+    assert seen.count(1) > 10
+
+
+def state_of(files: Files) -> object:
+    """Which of the two checkpoints is there."""
+    try:
+        info = files.stat("step-1")
+    except BootseerError:
+        return None
+    head = files.head("step-1/model" if info.is_folder else "step-1")
+    assert head is not None
+    path = f"{'step-1/' if info.is_folder else ''}.stripes/{head.id}/{head.segments[0].parts[0].name}"
+    return files.place.read_first(path, 1)[0]
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind(files: Files, job: Path, source: Path) -> None:
+    place = StepwisePlace(files.place)
+
+    def fail(step: str, path: str) -> None:
+        if step == "write_bytes" and path.endswith("/.metadata"):
+            raise PermanentError("the disk is full")
+
+    place.before = fail
+    with pytest.raises(PermanentError, match="full"):
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)  # type: ignore[arg-type]
+    assert hidden(job) == []
+    assert list(files.list("")) == []
+
+
+def test_a_source_that_changes_while_it_is_written_is_refused(files: Files, job: Path, source: Path) -> None:
+    def change(done: int, total: int) -> None:
+        with (source / "model").open("ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(PermanentError, match="changed while"):
+        put_checkpoint(files.place, source / "model", "step-1", settings=_STRIPED, progress=change)
+    assert hidden(job) == []
+
+
+def test_links_to_files_are_followed_and_other_special_things_refused(files: Files, source: Path) -> None:
+    (source / "link").symlink_to(source / ".metadata")
+    put_checkpoint(files.place, source, "step-1")
+    assert files.place.read_bytes("step-1/link", 9) == b"meta"
+    (source / "folder-link").symlink_to(source / "optimizer")
+    with pytest.raises(UsageError, match="folder-link"):
+        put_checkpoint(files.place, source, "step-2")
+    (source / "folder-link").unlink()
+    os.mkfifo(source / "pipe")
+    with pytest.raises(UsageError, match="pipe"):
+        put_checkpoint(files.place, source, "step-2")
+    (source / "pipe").unlink()
+    (source / "dangling").symlink_to(source / "nowhere")
+    with pytest.raises(BootseerError, match="dangling"):
+        put_checkpoint(files.place, source, "step-2")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "latest", ".attempts", ".stripes-x"])
+def test_names_that_cannot_be_are_refused_before_anything_is_written(files: Files, source: Path, name: str) -> None:
+    with pytest.raises(BootseerError):
+        put_checkpoint(files.place, source, name)
+    assert list(files.place.list("")) == []
+
+
+def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source: Path) -> None:
+    (tmp_path / "void").mkdir()
+    (source / ".stripes").mkdir()
+    for what in (tmp_path / "void", tmp_path / "nowhere", source):
+        with pytest.raises(BootseerError):
+            put_checkpoint(files.place, what, "step-1")
+    assert list(files.list("")) == []

@@ -1,0 +1,220 @@
+"""Writing to a real HDFS whose servers die, hang, fill up and restart meanwhile, and by writers that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import STRIPES
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.publication import Written
+from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import NotFoundError
+from hdfs_cluster import HdfsCluster, needs_links
+from stepwise_place import StepwisePlace
+
+from .conftest import MIB, read_by_format
+
+pytestmark = needs_links
+
+POLICY = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
+"""One part of each segment on each DataNode."""
+DATA = random.Random(5).randbytes(60 * MIB + 77)
+
+
+class Hdfs:
+    """A cluster and what writes to it; `cluster` may be hurt, and is well again for the next test."""
+
+    def __init__(self, cluster: HdfsCluster, spool: Path) -> None:
+        self.cluster = cluster
+        self.place = StepwisePlace(open_place(f"{cluster.uri}/job"))
+        self.place.make_folder("", parents=True)
+        self.files = Files(self.place)  # type: ignore[arg-type]
+        self.writing = Writing(self.files, spool=spool)
+
+    def write(self, fault: Callable[[int], object], *, policy: Policy = POLICY) -> Written:
+        """Write a file, with a fault in the middle, which hears on which DataNode lies what is about to be written."""
+        hurt = False
+        lock = threading.Lock()
+        left = 10
+
+        def before(step: str, path: str) -> None:
+            nonlocal hurt, left
+            with lock:
+                left -= step == "write"
+                if hurt or step != "write" or left > 0:
+                    return
+                nodes = [node for block in self.cluster.where(f"/job/{path}") for node in block.nodes]
+                if nodes:
+                    hurt = True
+                    fault(self.cluster.nodes.index(nodes[0]))
+
+        self.place.before = before
+        try:
+            written = self.writing.write_file("file", BytesSource(DATA), policy=policy)
+        finally:
+            self.place.before = lambda step, path: None
+        assert hurt
+        return written
+
+    def nodes(self, name: str) -> list[set[str]]:
+        """On which DataNodes the parts of a file lie, by the NameNode's own check."""
+        head = self.files.head(name)
+        assert head is not None
+        folder = f"/job/{STRIPES}/{head.id}"
+        parts = [part for segment in head.segments for part in segment.all_parts]
+        return [
+            {node for block in self.cluster.where(f"{folder}/{part.name}") for node in block.nodes} for part in parts
+        ]
+
+    def part_folders(self) -> list[str]:
+        try:
+            return [entry.path for entry in self.place.list(STRIPES)]
+        except NotFoundError:
+            return []
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    folder = tmp_path_factory.mktemp("hdfs")
+    with HdfsCluster(folder, num_datanodes=3, fast_detection=True, disk_mib={2: 600}) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def hdfs(cluster: HdfsCluster, tmp_path: Path) -> Iterator[Hdfs]:
+    hdfs = Hdfs(cluster, tmp_path / "spool")
+    with contextlib.closing(hdfs.writing):
+        yield hdfs
+    hdfs.place.close()
+
+
+def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) -> None:
+    assert hdfs.writing.write_file("file", BytesSource(DATA), policy=POLICY).num_beside == 0
+    assert read_by_format(hdfs.files, "file") == DATA
+    head = hdfs.files.head("file")
+    assert head is not None
+    said = [set(part.nodes) for segment in head.segments for part in segment.all_parts]
+    assert hdfs.nodes("file") == said
+    assert [set().union(*said[at : at + 3]) for at in (0, 3)] == [set(hdfs.cluster.nodes)] * 2
+
+
+def test_a_datanode_that_is_killed_costs_its_part_once_more(hdfs: Hdfs) -> None:
+    killed: list[int] = []
+
+    def kill(i: int) -> None:
+        killed.append(i)
+        hdfs.cluster.kill(i)
+
+    try:
+        written = hdfs.write(kill)
+        assert written.num_retries > 0
+        lost = [nodes for nodes in hdfs.nodes("file") if nodes <= {hdfs.cluster.nodes[killed[0]]}]
+        assert not lost  # the part that it had was not complete
+    finally:
+        hdfs.cluster.restart(killed[0])
+    assert read_by_format(hdfs.files, "file") == DATA
+
+
+def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs) -> None:
+    hung: list[int] = []
+
+    def hang(i: int) -> None:
+        hung.append(i)
+        hdfs.cluster.hang(i)
+
+    try:
+        assert hdfs.write(hang).num_retries > 0
+        # The next file does not try it again.
+        assert hdfs.writing.write_file("next", BytesSource(DATA), policy=POLICY).num_retries == 0
+    finally:
+        hdfs.cluster.resume(hung[0])
+    assert read_by_format(hdfs.files, "file") == DATA
+    assert read_by_format(hdfs.files, "next") == DATA
+
+
+def test_a_datanode_without_room_is_written_around(hdfs: Hdfs) -> None:
+    def fill(i: int) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # somebody else takes what was just free
+                hdfs.cluster.fill(2, told=False)
+                return
+
+    try:
+        hdfs.write(fill)
+    finally:
+        hdfs.cluster.make_room(2)
+    assert read_by_format(hdfs.files, "file") == DATA
+
+
+def test_a_namenode_that_restarts_is_waited_for(hdfs: Hdfs) -> None:
+    restart = threading.Thread(target=hdfs.cluster.restart_namenode)
+    hdfs.write(lambda i: restart.start())
+    restart.join(120)
+    assert read_by_format(hdfs.files, "file") == DATA
+
+
+def test_a_pipeline_of_two_datanodes_survives_the_death_of_one(hdfs: Hdfs) -> None:
+    policy = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB, replication=2)
+    killed: list[int] = []
+
+    def kill(i: int) -> None:
+        killed.append(i)
+        hdfs.cluster.kill(i)
+
+    try:
+        hdfs.write(kill, policy=policy)
+    finally:
+        hdfs.cluster.restart(killed[0])
+    assert read_by_format(hdfs.files, "file") == DATA
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_one(hdfs: Hdfs, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bootseer.checkpoint.files import Files\n"
+        "from bootseer.checkpoint.places.open import open_place\n"
+        "from bootseer.checkpoint.policy import Policy\n"
+        "from bootseer.checkpoint.writing.writing import Writing\n"
+        "writing = Writing(Files(open_place(sys.argv[1])), spool=Path(sys.argv[2]))\n"
+        "policy = Policy(stripes=3, part_bytes=8 << 20, min_bytes_per_stripe=1 << 20)\n"
+        "for number in range(1000):\n"
+        "    writer = writing.open('killed', policy=policy)\n"
+        "    for offset in range(0, 12 << 20, 1 << 18):\n"
+        "        writer.write_at(offset, bytes([number % 256]) * (1 << 18))\n"
+        "    writer.commit()\n"
+        "    print(number, flush=True)\n"
+    )
+    source = random.Random(7)
+    for _ in range(6):
+        before = set(hdfs.part_folders())
+        command = [sys.executable, "-c", program, hdfs.place.uri, os.fspath(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            number = int(writer.stdout.readline())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                writer.wait(source.uniform(0.0, 0.6))
+            writer.send_signal(signal.SIGKILL)
+            number = max([number, *map(int, writer.stdout.read().split())])
+        content = read_by_format(hdfs.files, "killed")
+        assert len(content) == 12 * MIB
+        assert content in (bytes([number]) * 12 * MIB, bytes([number + 1]) * 12 * MIB)
+        collect(hdfs.place, "", lease_s=0.0, no_lease_s=0.0)  # type: ignore[arg-type]
+        head = hdfs.files.head("killed")
+        assert head is not None
+        assert set(hdfs.part_folders()) - before <= {f"{STRIPES}/{head.id}"}
+        assert read_by_format(hdfs.files, "killed") == content

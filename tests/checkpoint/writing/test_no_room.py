@@ -1,0 +1,62 @@
+"""Disks without room: a small tmpfs under the place, and one under the spool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.places.place import NoSpaceError
+from bootseer.checkpoint.writing.source import BytesSource
+
+from .conftest import MIB, SMALL, Desk
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a tmpfs")]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(small_disk: Path, tmp_path: Path) -> None:
+    desk = Desk(small_disk / "root", tmp_path / "spool")
+    with contextlib.closing(desk.writing):
+        desk.writing.write_file("job/file", BytesSource(b"o" * 2 * MIB), policy=SMALL)
+        with pytest.raises(NoSpaceError):
+            desk.writing.write_file("job/file", BytesSource(b"n" * 9 * MIB), policy=SMALL)
+        writer = desk.writing.open("job/file", policy=SMALL)
+        writer.write_at(0, b"n" * 9 * MIB)
+        with pytest.raises(NoSpaceError):
+            writer.commit()
+        assert desk.read("job/file") == b"o" * 2 * MIB
+        assert desk.leftovers() == []
+        desk.writing.write_file("job/file", BytesSource(b"n" * 3 * MIB), policy=SMALL)
+        assert desk.read("job/file") == b"n" * 3 * MIB
+
+
+def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(small_disk: Path, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", small_disk)
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=SMALL)
+        writer.write_at(3 * MIB, b"x" * MIB)  # behind a gap: it has to stay
+        with pytest.raises(NoSpaceError, match="spool"):
+            writer.write_at(4 * MIB, b"x" * 20 * MIB)
+        writer.truncate(6 * MIB)
+        writer.commit()
+        assert desk.read("job/file") == bytes(3 * MIB) + b"x" * MIB + bytes(2 * MIB)
+        assert desk.writing.facts()["spool_bytes"] == 0

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import part_path
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.parity import parity_chunk
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.places.place import IsFolderError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.source import BytesSource, FileSource
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import NotFoundError, PermanentError, TransientError
+
+from .conftest import MIB, SMALL, Desk
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB, 2 * MIB - 1, 2 * MIB, 4 * MIB, 4 * MIB + 1, 9 * MIB, 12 * MIB + 17])
+@pytest.mark.parametrize("parity", [False, True])
+def test_what_is_written_is_what_is_read(desk: Desk, size: int, parity: bool) -> None:
+    data = os.urandom(size)
+    policy = Policy(stripes=3, parity=parity, part_bytes=MIB, min_bytes_per_stripe=MIB)
+    written = desk.writing.write_file("job/file", BytesSource(data), policy=policy, mode=0o640)
+    assert written.is_striped == (size >= 2 * MIB - 1 and policy.is_striped(size))
+    assert desk.read("job/file") == data
+    assert desk.files.stat("job/file").entry.mode == 0o640
+    assert desk.leftovers() == []
+
+
+def test_a_parity_part_holds_the_xor_of_the_rows(desk: Desk) -> None:
+    data = os.urandom(7 * MIB + 11)
+    policy = Policy(stripes=3, parity=True, part_bytes=4 * MIB, min_bytes_per_stripe=MIB)
+    desk.writing.write_file("job/file", BytesSource(data), policy=policy)
+    head = desk.files.head("job/file")
+    assert head is not None
+    (segment,) = head.segments
+    assert segment.parity is not None
+    parity = desk.place.inner.read_bytes(part_path("job/file", head.id, segment.parity.name), 1 << 30)
+    for row in range(0, 8, 3):
+        chunks = [data[chunk * MIB : (chunk + 1) * MIB] for chunk in range(row, min(row + 3, 8))]
+        assert parity[row // 3 * MIB : (row // 3 + 1) * MIB] == parity_chunk(chunks, len(chunks[0]))
+
+
+def test_a_local_file_is_written_as_it_is(desk: Desk, tmp_path: Path) -> None:
+    data = os.urandom(5 * MIB + 5)
+    (tmp_path / "local").write_bytes(data)
+    told: list[tuple[int, int]] = []
+    with FileSource(tmp_path / "local") as source:
+        desk.writing.write_file(
+            "job/file", source, policy=SMALL, verify="read", progress=lambda done, size: told.append((done, size))
+        )
+    assert desk.read("job/file") == data
+    assert told[-1] == (len(data), len(data))
+    assert told == sorted(told)
+
+
+def test_a_source_that_becomes_shorter_is_noticed(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "local").write_bytes(bytes(5 * MIB))
+    with FileSource(tmp_path / "local") as source:
+        os.truncate(tmp_path / "local", 3 * MIB)
+        with pytest.raises(PermanentError, match="shorter"):
+            desk.writing.write_file("job/file", source, policy=SMALL)
+    assert desk.leftovers() == []
+
+
+def test_a_source_that_changes_between_two_tries_of_a_part_is_noticed(desk: Desk) -> None:
+    data = bytearray(5 * MIB)
+    failed = threading.Event()
+
+    def fail_once(step: str, path: str) -> None:
+        if step == "close" and not failed.is_set():
+            failed.set()
+            for chunk in range(5):
+                data[chunk * MIB] ^= 1
+            raise TransientError("a node died")
+
+    desk.place.before = fail_once
+    with pytest.raises(PermanentError, match="changed meanwhile"):
+        desk.writing.write_file("job/file", BytesSource(data), policy=SMALL)
+    assert desk.leftovers() == []
+
+
+def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_others_go_on(desk: Desk) -> None:
+    # Part number n lies on node n, unless that is to be avoided.
+    avoided: list[frozenset[str]] = []
+    begin = desk.place.begin_parts
+
+    def begin_parts(paths, **options):  # type: ignore[no-untyped-def]
+        avoided.append(options["avoid"])
+        return begin(paths, **options)
+
+    desk.place.begin_parts = begin_parts  # type: ignore[method-assign]
+    desk.place.nodes_of = lambda path: (f"node{path.rpartition('/')[2].split('.')[1]}:1",)
+    failed: list[str] = []
+
+    def fail_once(step: str, path: str) -> None:
+        if step == "write" and ".1." in path and not failed:
+            failed.append(path)
+            raise TransientError("a node died")
+
+    desk.place.before = fail_once
+    written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)
+    assert written.num_retries == 1
+    assert avoided[0] == frozenset()
+    assert "node1:1" in avoided[1]
+    head = desk.files.head("job/file")
+    assert head is not None
+    assert failed[0].rpartition("/")[2] not in [part.name for part in head.segments[0].parts]
+    assert desk.writing.facts()["sick"] == ["node1:1"]
+    assert desk.leftovers() == []
+
+
+def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
+    desk.place.nodes_of = lambda path: ("node:1",)
+    written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)
+    assert written.num_beside == 1
+    head = desk.files.head("job/file")
+    assert head is not None
+    assert [part.nodes for part in head.segments[0].parts] == [("node:1",)] * 2
+
+
+@pytest.mark.parametrize("step", ["begin", "write", "close", "list", "write_bytes"])
+def test_a_step_that_always_fails_ends_and_leaves_what_was_there(desk: Desk, step: str) -> None:
+    desk.writing.write_file("job/file", BytesSource(b"old" * MIB), policy=SMALL)
+
+    def fail(found: str, path: str) -> None:
+        if found == step:
+            raise TransientError("not now")
+
+    desk.place.before = fail
+    with pytest.raises(TransientError, match="not now"):
+        desk.writing.write_file("job/file", BytesSource(b"new" * MIB), policy=SMALL)
+    desk.place.before = lambda step, path: None
+    assert desk.read("job/file") == b"old" * MIB
+    if step != "write_bytes":  # then the answer might be all that was lost, and a collector decides
+        assert desk.leftovers() == []
+
+
+def test_an_old_file_that_cannot_be_read_is_replaced_all_the_same(desk: Desk) -> None:
+    desk.writing.write_file("job/file", BytesSource(b"old" * MIB), policy=SMALL)
+    reads: list[str] = []
+
+    def fail(step: str, path: str) -> None:
+        if step == "open" and path == "job/file":
+            reads.append(path)
+            raise TransientError("its node is gone")
+
+    desk.place.before = fail
+    desk.writing.write_file("job/file", BytesSource(b"new" * MIB), policy=SMALL)
+    desk.place.before = lambda step, path: None
+    assert desk.read("job/file") == b"new" * MIB
+
+
+def test_folders_and_names_are_looked_at_first(desk: Desk) -> None:
+    source = BytesSource(bytes(9 * MIB))
+    with pytest.raises(NotFoundError):
+        desk.writing.write_file("nowhere/file", source)
+    with pytest.raises(IsFolderError):
+        desk.writing.write_file("job", source)
+    with pytest.raises(PermanentError, match="choose another"):
+        desk.writing.write_file("job/.stripes", source)
+    with pytest.raises(PermanentError, match="choose another"):
+        desk.writing.open("job/.attempts-1")
+    assert desk.leftovers() == []
+
+
+def test_many_files_at_once_use_a_bounded_number_of_threads(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(max_threads=3))
+    others, most = set(threading.enumerate()), [0]
+
+    def count(step: str, path: str) -> None:
+        names = [thread.name for thread in threading.enumerate() if thread not in others]
+        most[0] = max(most[0], names.count("bootseer-write"))
+
+    desk.place.before = count
+    data = os.urandom(9 * MIB)
+    with contextlib.closing(desk.writing):
+        threads = [
+            threading.Thread(
+                target=desk.writing.write_file, args=(f"job/{number}", BytesSource(data)), kwargs={"policy": SMALL}
+            )
+            for number in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert most[0] == 3
+        assert all(desk.read(f"job/{number}") == data for number in range(6))
+
+
+def test_a_lease_is_kept_while_a_file_is_written_and_not_longer(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(lease_s=0.01))
+    leased = threading.Event()
+    desk.place.before = lambda step, path: leased.set() if path.endswith("/lease") else None
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=SMALL)
+        writer.write_at(0, bytes(3 * MIB))
+        assert leased.wait(30)
+        writer.commit()
+        assert desk.leftovers() == []
+
+
+def test_files_below_an_attempt_are_written_like_others(desk: Desk) -> None:
+    desk.place.make_folder("job/.attempts/1", parents=True)
+    files = Files(desk.place, within="job/.attempts/1")  # type: ignore[arg-type]
+    with contextlib.closing(Writing(files)) as writing:
+        writing.write_file("job/.attempts/1/file", BytesSource(b"x" * 5 * MIB), policy=SMALL)
+    desk.place.rename("job/.attempts/1", "job/step-1")
+    assert desk.read("job/step-1/file") == b"x" * 5 * MIB
+
+
+def test_after_close_nothing_is_begun_and_no_thread_stays(desk: Desk) -> None:
+    others = set(threading.enumerate())
+    writer = desk.writing.open("job/file", policy=SMALL)
+    writer.write_at(0, bytes(5 * MIB))
+    mine = set(threading.enumerate()) - others
+    desk.writing.close()
+    for thread in mine:
+        thread.join(30)
+        assert not thread.is_alive()
+    with pytest.raises(PermanentError, match="closed"):
+        desk.writing.open("job/file")
+    assert desk.leftovers() == []
+
+
+def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from bootseer.checkpoint.files import Files\n"
+        "from bootseer.checkpoint.places.folder import FolderPlace\n"
+        "from bootseer.checkpoint.policy import Policy\n"
+        "from bootseer.checkpoint.writing.source import BytesSource\n"
+        "from bootseer.checkpoint.writing.writing import Writing\n"
+        "writing = Writing(Files(FolderPlace(Path(sys.argv[1]))))\n"
+        "policy = Policy(stripes=2, part_bytes=1 << 20, min_bytes_per_stripe=1 << 20)\n"
+        "writing.write_file('parent', BytesSource(bytes(5 << 20)), policy=policy)\n"
+        "pid = os.fork()\n"
+        "writing.write_file('child' if pid == 0 else 'after', BytesSource(bytes(5 << 20)), policy=policy)\n"
+        "pid and sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "os._exit(0)\n"
+    )
+    # With threads, newer Pythons warn about every fork.
+    command = [sys.executable, "-W", "ignore", "-c", program, tmp_path]
+    subprocess.run(command, check=True, timeout=60)
+    files = Files(FolderPlace(tmp_path))
+    assert {name: files.stat(name).size_bytes for name in ("parent", "child", "after")} == dict.fromkeys(
+        ("parent", "child", "after"), 5 * CHUNK_BYTES
+    )

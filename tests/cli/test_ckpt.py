@@ -1,0 +1,227 @@
+"""The verbs of `ckpt`, as a user types them: what they print, their JSON, exit codes and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.cli.ckpt_place import split
+from bootseer.errors import UsageError
+from conftest_launch import BOOTSEER
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def ckpt(run: Run) -> Run:
+    """`ckpt(words)`: the program; it must succeed unless `code` says otherwise."""
+
+    def call(*words: str, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        ran = run("ckpt", *words, **kwargs)
+        assert ran.returncode == code, ran.stderr
+        assert "Traceback" not in ran.stderr
+        return ran
+
+    return call
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/jobs/moe"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "step-10"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model").write_bytes(os.urandom(9 * _MIB))
+    (folder / "sub" / "config").write_bytes(b"{}")
+    return folder
+
+
+def as_json(ran: subprocess.CompletedProcess[str], schema: str) -> Any:
+    value = json.loads(ran.stdout)
+    assert value["schema"] == schema
+    return value
+
+
+def test_put_list_latest_get_verify_and_remove(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    put = as_json(ckpt("put", str(source), job, "--json"), "bootseer.checkpoint-put/1")
+    assert (put["checkpoint"], put["files"], put["striped_files"]) == (f"{job}/step-10", 2, 1)
+    assert put["latest"] == "step-10"
+    assert "1 file" in ckpt("put", str(source / "model"), job, "--name", "step-20.pt", "--parity").stdout
+    listed = as_json(ckpt("list", job, "--json"), "bootseer.checkpoints/1")
+    assert [(row["name"], row["step"], row["latest"]) for row in listed["checkpoints"]] == [
+        ("step-10", 10, False),
+        ("step-20.pt", 20, True),
+    ]
+    shown = ckpt("list", job).stdout
+    assert "step-20.pt" in shown
+    assert "9.0 MiB" in shown
+    assert "2 checkpoints" in shown
+    assert ckpt("latest", job).stdout == "step-20.pt\n"
+    assert ckpt("latest", job, "step-10").stdout == "step-10\n"
+    ckpt("get", f"{job}/latest", "here")
+    assert (tmp_path / "here/model").read_bytes() == (source / "model").read_bytes()
+    assert (tmp_path / "here/sub/config").read_bytes() == b"{}"
+    ckpt("get", f"{job}/step-20.pt")
+    assert (tmp_path / "step-20.pt").read_bytes() == (source / "model").read_bytes()
+    assert "as it was written" in ckpt("verify", f"{job}/latest").stdout
+    assert "latest" in ckpt("remove", f"{job}/step-10", code=1).stderr
+    removed = as_json(ckpt("remove", f"{job}/step-20.pt", "--json"), "bootseer.checkpoints-removed/1")
+    assert removed["removed"][0]["size_bytes"] == 9 * _MIB
+    ckpt("remove", f"{job}/step-10", "--force")
+    assert "0 checkpoints" in ckpt("list", job).stdout
+    assert "no latest" in ckpt("latest", job, code=1).stderr
+
+
+def test_names_that_are_taken_need_replace(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    ckpt("put", str(source), job)
+    refused = ckpt("put", str(source), job, code=1)
+    assert "already" in refused.stderr
+    assert "--replace" in refused.stderr
+    ckpt("put", str(source), job, "--replace")
+    ckpt("get", f"{job}/step-10", "out")
+    assert "--replace" in ckpt("get", f"{job}/step-10", "out", code=2).stderr
+    ckpt("get", f"{job}/step-10", "out", "--replace")
+    earlier = ckpt("put", str(source), job, "--name", "step-9")
+    assert "latest stays at step-10" in earlier.stdout
+    ckpt("put", str(source), job, "--name", "step-11", "--no-latest")
+    assert ckpt("latest", job).stdout == "step-10\n"
+
+
+def test_latest_that_names_nothing_says_what_is_whole(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    ckpt("put", str(source), job)
+    (tmp_path / "jobs/moe/latest").write_text("step-99")
+    ran = ckpt("latest", job, "--json", code=1)
+    told = as_json(ran, "bootseer.checkpoint-latest/1")
+    assert (told["latest"], told["newest_whole"]) == ("step-99", "step-10")
+    assert "the newest whole checkpoint is step-10" in ran.stderr
+    assert "not there" in ckpt("list", job).stdout
+    assert "not there" in ckpt("get", f"{job}/latest", code=1).stderr
+    assert "list" in ckpt("latest", job, "step-5", code=1).stderr
+    ckpt("latest", job, "step-10")
+    next((tmp_path / "jobs/moe/step-10/.stripes").glob("*/*")).unlink()
+    assert "lost some of its parts; there is no whole checkpoint" in ckpt("latest", job, code=1).stderr
+
+
+def test_stat_shows_parts_and_verify_shows_wrong_bytes(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    ckpt("put", str(source), job, "--stripes", "2", "--parity")
+    shown = as_json(ckpt("stat", f"{job}/step-10/model", "--json"), "bootseer.checkpoint-file/1")
+    assert (shown["size_bytes"], shown["striped"]) == (9 * _MIB, True)
+    (segment,) = shown["segments"]
+    assert [part["kind"] for part in segment["parts"]] == ["data", "data", "parity"]
+    part = tmp_path / "jobs/moe/step-10/.stripes" / shown["id"] / segment["parts"][1]["name"]
+    assert "striped, 9.0 MiB" in ckpt("stat", f"{job}/step-10/model").stdout
+    assert "ordinary" in ckpt("stat", f"{job}/step-10/sub/config").stdout
+    assert "folder" in ckpt("stat", f"{job}/step-10", code=1).stderr
+    data = bytearray(part.read_bytes())
+    data[_MIB] ^= 1
+    part.write_bytes(data)
+    ran = ckpt("verify", f"{job}/step-10", code=1)
+    assert f"step-10/model: bytes {3 * _MIB:,} to {4 * _MIB:,}, part {part.name}" in ran.stdout
+    assert "the parity has them" in ran.stdout
+    (problem,) = as_json(ckpt("verify", f"{job}/step-10", "--json", code=1), "bootseer.checkpoint-verified/1")[
+        "problems"
+    ]
+    assert (problem["offset"], problem["part"], problem["repairable"]) == (3 * _MIB, part.name, True)
+    part.unlink()
+    assert "not there" in ckpt("stat", f"{job}/step-10/model", code=1).stdout
+
+
+def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path) -> None:
+    (tmp_path / "jobs/moe").mkdir(parents=True)
+    assert "by default" in ckpt("policy", "jobs").stdout
+    ckpt("policy", "jobs", "--stripes", "8", "--parity", "--part-size", "16m")
+    below = as_json(ckpt("policy", "jobs/moe", "--json"), "bootseer.checkpoint-policy/1")
+    assert below["policy"]["stripes"] == 8
+    assert below["policy"]["part_bytes"] == 16 * _MIB
+    assert below["set_for"] == f"file://{tmp_path}/jobs"
+    ckpt("policy", "jobs/moe", "--no-parity", "--replication", "2")
+    assert "2 copies" in ckpt("policy", "jobs/moe").stdout
+    ckpt("policy", "jobs/moe", "--inherit")
+    assert "8 stripes and parity" in ckpt("policy", "jobs/moe").stdout
+    for words in (("--stripes", "99"), ("--part-size", "5"), ("--part-size", "x"), ("--inherit", "--parity")):
+        assert "hint" in ckpt("policy", "jobs", *words, code=2).stderr
+    ckpt("policy", "nowhere", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("list", "s3://bucket/x"), 2),
+        (("list", "nowhere"), 1),
+        (("get", "nowhere/step-1"), 1),
+        (("verify", "nowhere/step-1"), 1),
+        (("stat", "/"), 2),
+        (("remove", "nowhere/step-1"), 1),
+        (("remove", "nowhere/latest"), 2),
+        (("put", "nowhere", "job"), 2),
+        (("list", "job/.stripes"), 2),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exit_code(ckpt: Run, words: tuple[str, ...], code: int) -> None:
+    ran = ckpt(*words, code=code)
+    assert ran.stderr
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize("verb", ["", "put", "get", "list", "latest", "stat", "verify", "remove", "policy"])
+def test_help_has_an_example(ckpt: Run, verb: str) -> None:
+    shown = ckpt(*([verb] if verb else []), "--help").stdout
+    assert f"bootseer ckpt {verb}" in shown
+
+
+def test_ctrl_c_leaves_nothing_of_a_put(ckpt: Run, source: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    job = tmp_path / "jobs"
+    for number in range(200):
+        (source / f"file{number}").write_bytes(os.urandom(9 * _MIB) if number < 3 else b"x" * 1000)
+    putting = subprocess.Popen(
+        [*BOOTSEER, "ckpt", "put", str(source), str(job)], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    # Interrupted when it has begun to write.
+    while not any(job.glob(".attempts/*/*")):
+        assert putting.poll() is None
+    putting.send_signal(signal.SIGINT)
+    _, errors = putting.communicate(timeout=60)
+    assert putting.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert [path for path in job.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "folder", "name"),
+    [
+        ("hdfs://nn:8020/jobs/moe", "hdfs://nn:8020/jobs", "moe"),
+        ("hdfs://nn/moe/", "hdfs://nn", "moe"),
+        ("file:///a/b", "file:///a", "b"),
+        ("/a/b", "file:///a", "b"),
+        ("/a", "file:///", "a"),
+    ],
+)
+def test_an_address_is_a_folder_and_a_name(uri: str, folder: str, name: str) -> None:
+    assert split(uri) == (folder, name)
+
+
+@pytest.mark.parametrize("uri", ["hdfs://nn", "hdfs://nn/", "hdfs:///x", "", "/", "file:///", "hdfs://nn/.."])
+def test_an_address_without_a_name_is_refused(uri: str) -> None:
+    with pytest.raises(UsageError):
+        split(uri)
+
+
+def test_verbs_import_no_library_of_hdfs(env: dict[str, str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from bootseer.cli import ckpt, ckpt_put, ckpt_get, ckpt_list, ckpt_stat, ckpt_verify; "
+        "from bootseer.checkpoint import publish, catalog, verify; "
+        "sys.exit(any(name in sys.modules for name in ('hdfs_native', 'numpy', 'torch', 'fsspec')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=False).returncode == 0

@@ -1,0 +1,59 @@
+"""Where Hadoop is on this machine, and how its servers are started. Used by `hdfs_cluster`.
+
+`$HADOOP_HOME` wins: an installed distribution. Otherwise it is what scripts/hadoop.sh has put into .hadoop/.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+FETCHED = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
+_SERVER = "org.apache.hadoop.hdfs.server"
+_JAVA_OPTIONS = ("-Xmx512m", "-Djava.net.preferIPv4Stack=true")
+_LOG = """\
+log4j.rootLogger=INFO,console
+log4j.appender.console=org.apache.log4j.ConsoleAppender
+log4j.appender.console.target=System.err
+log4j.appender.console.layout=org.apache.log4j.PatternLayout
+log4j.appender.console.layout.ConversionPattern=%d{HH:mm:ss,SSS} %p %c{2}: %m%n
+"""
+
+
+def missing() -> str:
+    """Why no HDFS can be started here, "" when one can."""
+    if os.environ.get("BOOTSEER_WITHOUT_HDFS") == "1":
+        return "BOOTSEER_WITHOUT_HDFS=1"
+    if shutil.which("java") is None:
+        return "java is not installed"
+    if home := os.environ.get("HADOOP_HOME"):
+        found = (Path(home) / "share/hadoop/hdfs").is_dir()
+        return "" if found else f"HADOOP_HOME is {home}, which has no share/hadoop/hdfs"
+    return "" if (FETCHED / "stamp").exists() else "Hadoop was not fetched; scripts/hadoop.sh does it"
+
+
+def class_path() -> list[str]:
+    """Where the classes are; the virtual machine expands the stars itself."""
+    if home := os.environ.get("HADOOP_HOME"):
+        share = Path(home) / "share/hadoop"
+        # The folder of hdfs holds the pages of its web server, which must be found as classes are.
+        return [f"{share}/{part}" for part in ("common/*", "common/lib/*", "hdfs", "hdfs/*", "hdfs/lib/*")]
+    return [str(FETCHED), f"{FETCHED}/lib/*"]
+
+
+def java(conf: Path, server: str, *arguments: str) -> list[str]:
+    """The command of a server class, as `namenode.NameNode`; arguments are Hadoop's own."""
+    return ["java", *_JAVA_OPTIONS, "-cp", ":".join([str(conf), *class_path()]), f"{_SERVER}.{server}", *arguments]
+
+
+def write_conf(conf: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the folder of settings: file name to keys and values; logs go to standard error."""
+    conf.mkdir(parents=True, exist_ok=True)
+    for file, values in files.items():
+        rows = "".join(
+            f"<property><name>{key}</name><value>{value}</value></property>\n" for key, value in values.items()
+        )
+        (conf / file).write_text(f"<configuration>\n{rows}</configuration>\n")
+    (conf / "log4j.properties").write_text(_LOG)

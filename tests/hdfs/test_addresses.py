@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UsageError
+from bootseer.hdfs.addresses import Cluster
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_USER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(folder: Path, name: str, **settings: str) -> None:
+    rows = "".join(
+        f"<property><name>{key.replace('_', '.')}</name><value> {value} </value></property>"
+        for key, value in settings.items()
+    )
+    (folder / name).write_text(f"<?xml version='1.0'?><configuration>{rows}</configuration>")
+
+
+@pytest.mark.parametrize(
+    ("authority", "expected"),
+    [("nn:9000", ("nn", 9000)), ("nn", ("nn", 8020)), ("10.0.0.1:1", ("10.0.0.1", 1)), ("[::1]:9000", ("::1", 9000))],
+)
+def test_an_authority_with_a_host_needs_no_files(authority: str, expected: tuple[str, int]) -> None:
+    assert Cluster.of(authority).namenodes == (expected,)
+
+
+@pytest.mark.parametrize("authority", ["", "nn:", "nn:x", "nn:0", "nn:99999"])
+def test_what_is_no_address_is_said(authority: str) -> None:
+    with pytest.raises(UsageError):
+        Cluster.of(authority)
+
+
+def ha(folder: Path) -> None:
+    write(folder, "hdfs-site.xml", dfs_nameservices="other, job")
+    text = (folder / "hdfs-site.xml").read_text()
+    more = {
+        "dfs.ha.namenodes.job": "a, b",
+        "dfs.namenode.rpc-address.job.a": "one:8020",
+        "dfs.namenode.rpc-address.job.b": "two:9000",
+    }
+    rows = "".join(f"<property><name>{key}</name><value>{value}</value></property>" for key, value in more.items())
+    (folder / "hdfs-site.xml").write_text(text.replace("</configuration>", rows + "</configuration>"))
+
+
+def test_a_service_has_all_its_namenodes(tmp_path: Path) -> None:
+    ha(tmp_path)
+    cluster = Cluster.of("job", str(tmp_path))
+    assert cluster.namenodes == (("one", 8020), ("two", 9000))
+    assert cluster.settings["dfs.nameservices"] == "other, job"
+
+
+def test_the_folder_of_settings_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ha(tmp_path)
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    assert len(Cluster.of("job").namenodes) == 2
+    home = tmp_path / "home"
+    (home / "etc").mkdir(parents=True)
+    (home / "etc" / "hadoop").symlink_to(tmp_path)
+    monkeypatch.delenv("HADOOP_CONF_DIR")
+    monkeypatch.setenv("HADOOP_HOME", str(home))
+    assert len(Cluster.of("job").namenodes) == 2
+
+
+def test_a_service_without_namenodes_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "hdfs-site.xml", dfs_nameservices="job")
+    with pytest.raises(UsageError, match="none of its NameNodes"):
+        Cluster.of("job", str(tmp_path))
+
+
+def test_settings_that_are_no_xml_are_said(tmp_path: Path) -> None:
+    (tmp_path / "core-site.xml").write_text("<configuration>")
+    with pytest.raises(UsageError, match="core-site.xml"):
+        Cluster.of("nn:1", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "secure"),
+    [
+        ("hadoop_security_authentication", "kerberos", True),
+        ("hadoop_security_authentication", "simple", False),
+        ("dfs_encrypt_data_transfer", "true", True),
+        ("dfs_data_transfer_protection", "privacy", True),
+        ("dfs_replication", "3", False),
+    ],
+)
+def test_settings_that_want_protection_make_it_secure(tmp_path: Path, key: str, value: str, secure: bool) -> None:
+    write(tmp_path, "core-site.xml", **{key: value})
+    assert Cluster.of("nn:1", str(tmp_path)).secure is secure
+
+
+def test_the_user_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cluster.of("nn:1").user
+    monkeypatch.setenv("HADOOP_USER_NAME", "trainer")
+    assert Cluster.of("nn:1").user == "trainer"
+
+
+def test_nodes_are_called_by_name_when_the_settings_say_so(tmp_path: Path) -> None:
+    assert not Cluster.of("nn:1").by_hostname
+    (tmp_path / "hdfs-site.xml").write_text(
+        "<configuration><property><name>dfs.client.use.datanode.hostname</name><value>true</value></property>"
+        "</configuration>"
+    )
+    assert Cluster.of("nn:1", str(tmp_path)).by_hostname

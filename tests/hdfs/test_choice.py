@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from bootseer.hdfs.choice import NodeChoice
+
+MIB = 1 << 20
+
+
+def nothing(node: str) -> int:
+    return 0
+
+
+@pytest.fixture
+def choice() -> NodeChoice:
+    """Knows a fast and a slow node."""
+    known = NodeChoice()
+    known.served("fast", 100 * MIB, 1.0, 0.0)
+    known.served("slow", 10 * MIB, 1.0, 0.0)
+    return known
+
+
+def test_the_node_that_finishes_first_comes_first(choice: NodeChoice) -> None:
+    assert choice.order(["slow", "fast"], MIB, nothing, 0.0) == ["fast", "slow"]
+    busy = {"fast": 1000 * MIB, "slow": 0}
+    assert choice.order(["fast", "slow"], MIB, busy.__getitem__, 0.0) == ["slow", "fast"]
+
+
+def test_a_node_that_is_left_alone_comes_last(choice: NodeChoice) -> None:
+    choice.failed("fast", 0.0, at_once=True)
+    assert choice.order(["fast", "slow"], MIB, nothing, 0.0) == ["slow", "fast"]
+
+
+def test_one_silence_is_enough_to_be_left_alone_and_one_failure_is_not() -> None:
+    choice = NodeChoice()
+    assert choice.failed("a", 0.0, at_once=True)
+    assert not choice.failed("b", 0.0, at_once=False)
+    assert (choice.is_open("a"), choice.is_open("b")) == (True, False)
+    assert choice.failed("b", 0.0, at_once=False)
+    assert not choice.failed("b", 0.0, at_once=False), "it is told once"
+
+
+def test_failures_with_something_good_between_them_do_not_add_up() -> None:
+    choice = NodeChoice()
+    for _ in range(10):
+        assert not choice.failed("a", 0.0, at_once=False)
+        choice.served("a", 10, 1.0, 0.0)
+
+
+def test_probes_are_due_ever_more_rarely_until_one_succeeds() -> None:
+    choice = NodeChoice()
+    choice.failed("a", 0.0, at_once=True)
+    due = [tenth / 10 for tenth in range(2000) if choice.due(tenth / 10)]
+    assert due[:4] == [1.0, 3.0, 7.0, 15.0]
+    assert due[-1] - due[-2] == pytest.approx(30.0)
+    choice.works("a")
+    assert not choice.is_open("a")
+    assert choice.due(1000.0) == []
+
+
+def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely() -> None:
+    choice = NodeChoice()
+    pauses = []
+    now_s = 0.0
+    for _ in range(4):
+        began_s = now_s
+        choice.failed("a", now_s, at_once=True)
+        while not choice.due(now_s):
+            now_s += 0.25
+        pauses.append(now_s - began_s)
+        choice.works("a")
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 8.0
+    choice.served("a", MIB, 0.1, now_s)
+    choice.failed("a", now_s, at_once=True)
+    assert choice.due(now_s + 1.0) == ["a"]
+
+
+def test_a_slow_node_leaves_to_a_fast_one_what_that_would_finish_earlier(choice: NodeChoice) -> None:
+    assert choice.leaves("slow", MIB, ["fast"], nothing, 0.0)
+    assert not choice.leaves("slow", MIB, ["fast"], lambda _: 100 * MIB, 0.0), "the fast one is busy"
+    assert not choice.leaves("fast", MIB, ["slow"], nothing, 0.0)
+    assert not choice.leaves("unknown", MIB, ["fast"], nothing, 0.0)
+    choice.failed("fast", 0.0, at_once=True)
+    assert not choice.leaves("slow", MIB, ["fast"], nothing, 0.0)
+
+
+def test_a_slow_node_is_believed_to_be_fast_again_after_a_while(choice: NodeChoice) -> None:
+    assert choice.rate("slow", 5.0) == 10 * MIB
+    assert choice.rate("slow", 10.0) == 20 * MIB
+    assert choice.rate("slow", 1e9) <= choice.rate("fast", 1e9)
+
+
+def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
+    assert choice.run_bytes("fast", 8 * MIB, 0.0) == 8 * MIB
+    assert choice.run_bytes("slow", 8 * MIB, 0.0) == 10 * MIB // 4
+    assert choice.run_bytes("unknown", 8 * MIB, 0.0) == 2 * MIB
+    assert choice.run_bytes("unknown", MIB, 0.0) == MIB
+
+
+def test_small_reads_say_nothing_about_the_rate() -> None:
+    choice = NodeChoice()
+    choice.served("a", 1000, 0.1, 0.0)
+    assert choice.rate("a", 0.0) == 0.0
+    assert choice.expected_s("a", MIB, 0.0) == 0.0
+
+
+def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
+    choice = NodeChoice(least_late_s=0.25, most_late_s=1.0)
+    assert choice.late_s() == 1.0
+    for _ in range(32):
+        choice.took(0.01)
+    assert choice.late_s() == 0.25
+    for _ in range(256):
+        choice.took(0.1)
+    assert choice.late_s() == pytest.approx(0.4)
+    for _ in range(256):
+        choice.took(5.0)
+    assert choice.late_s() == 1.0

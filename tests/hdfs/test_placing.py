@@ -1,0 +1,258 @@
+"""Files on different DataNodes: decisions by themselves, and everything else on a real cluster."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.errors import NotFoundError, TransientError, UsageError
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.hdfs.client import HdfsClient  # noqa: E402
+from bootseer.hdfs.native import TakenError  # noqa: E402
+from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes  # noqa: E402
+from hdfs.whole_files import read_all  # noqa: E402
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("faulty"), num_datanodes=3) as running:
+        yield running
+
+
+@pytest.fixture
+def own(faulty: HdfsCluster) -> Iterator[HdfsClient]:
+    with closing(HdfsClient(faulty.uri.removeprefix("hdfs://"))) as opened:
+        yield opened
+
+
+DATA = random.Random(3).randbytes(3_000_001)
+MIB = 1 << 20
+
+
+@given(st.lists(st.frozensets(st.sampled_from("abcd"), max_size=3), max_size=5), st.integers(1, 3))
+def test_files_have_nodes_of_their_own_exactly_when_some_choice_gives_them(
+    files: list[frozenset[str]], share: int
+) -> None:
+    possible = any(max(Counter(choice).values(), default=0) <= share for choice in product(*files))
+    assert has_own_nodes(files, share) == possible
+
+
+def test_a_node_is_full_when_it_has_its_share_of_the_files() -> None:
+    files = [frozenset("ab"), frozenset("a"), frozenset("c")]
+    assert full_nodes(files, 1) == frozenset("abc")
+    assert full_nodes(files, 2) == frozenset("a")
+    assert full_nodes(files, 3) == frozenset()
+
+
+class TestOnACluster:
+    pytestmark = needs_hdfs
+
+    def test_four_files_lie_on_four_nodes_however_often_that_is_done(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
+    ) -> None:
+        for number in range(6):
+            parts = begin(client, folder, 4, prefix=f"{number}-")
+            with ThreadPoolExecutor(4) as pool:
+                nodes = list(pool.map(write_and_close, parts))
+            assert {node for (node,) in nodes} == set(cluster.nodes)
+            for part, (node,) in zip(parts, nodes, strict=True):
+                assert part.nodes == (node,)
+                (block,) = cluster.where(part.path)
+                assert (block.nodes, block.size_bytes) == ((node,), len(DATA))
+                assert read_all(client, part.path) == DATA
+
+    def test_more_files_than_nodes_share_them_evenly(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
+    ) -> None:
+        parts = begin(client, folder, 10)
+        nodes = [write_and_close(part)[0] for part in parts]
+        assert sorted(Counter(nodes).values()) == [2, 2, 3, 3]
+
+    def test_files_of_two_replicas_have_a_node_each_for_themselves(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
+    ) -> None:
+        parts = begin(client, folder, 4, replication=2)
+        nodes = [frozenset(write_and_close(part)) for part in parts]
+        assert all(len(pair) == 2 for pair in nodes)
+        assert has_own_nodes(nodes, 1)
+        assert [frozenset(cluster.where(part.path)[0].nodes) for part in parts] == nodes
+
+    def test_nodes_that_are_not_wanted_are_taken_only_when_there_are_no_others(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str
+    ) -> None:
+        avoided = frozenset(cluster.nodes[:2])
+        for number in range(5):
+            parts = begin(client, folder, 2, prefix=f"{number}-", avoid=avoided)
+            assert {node for part in parts for node in write_and_close(part)} == set(cluster.nodes[2:])
+        (part,) = begin(client, folder, 1, avoid=frozenset(cluster.nodes))
+        assert set(write_and_close(part)) < set(cluster.nodes)
+
+    def test_a_node_is_known_after_the_first_bytes(self, cluster: HdfsCluster, client: HdfsClient, folder: str) -> None:
+        (part,) = begin(client, folder, 1)
+        assert part.nodes == ()
+        part.write(b"x")
+        assert len(part.nodes) == 1
+        part.write(DATA)
+        part.close()
+        assert read_all(client, part.path) == b"x" + DATA
+
+    @pytest.mark.parametrize("step", [1, 511, 4096, 262_143, 262_145, 1_000_000])
+    def test_bytes_may_come_in_pieces_of_any_size(self, client: HdfsClient, folder: str, step: int) -> None:
+        data = DATA[: step * 5 if step < 10_000 else None]
+        (part,) = begin(client, folder, 1)
+        for start in range(0, len(data), step):
+            part.write(bytearray(data[start : start + step]))
+        part.close()
+        assert client.stat(part.path).size_bytes == len(data)
+        assert read_all(client, part.path) == data
+
+    def test_a_file_may_be_empty_and_as_long_as_its_block_but_not_longer(
+        self, client: HdfsClient, folder: str
+    ) -> None:
+        empty, full, longer = begin(client, folder, 3, block_size=MIB)
+        assert empty.close() == ()
+        full.write(DATA[:MIB])
+        full.close()
+        assert [client.stat(part.path).size_bytes for part in (empty, full)] == [0, MIB]
+        assert read_all(client, full.path) == DATA[:MIB]
+        longer.write(DATA[:MIB])
+        with pytest.raises(UsageError, match="more than one block"):
+            longer.write(b"x")
+        longer.abort()
+
+    def test_what_was_aborted_is_gone_and_what_was_closed_stays(self, client: HdfsClient, folder: str) -> None:
+        kept, begun, written = begin(client, folder, 3)
+        write_and_close(kept)
+        written.write(DATA)
+        for part in (kept, begun, written, written):
+            part.abort()
+        assert [entry.path for entry in client.list(folder)] == [kept.path]
+        for part in (kept, begun, written):
+            with pytest.raises(UsageError):
+                part.write(b"x")
+            with pytest.raises(UsageError):
+                part.close()
+
+    def test_a_name_that_is_taken_is_refused_and_its_siblings_are_not_left_behind(
+        self, client: HdfsClient, folder: str
+    ) -> None:
+        client.put(f"{folder}/1", b"somebody's")
+        with pytest.raises(TakenError):
+            begin(client, folder, 3)
+        assert [entry.path for entry in client.list(folder)] == [f"{folder}/1"]
+        assert read_all(client, f"{folder}/1") == b"somebody's"
+
+    def test_a_file_that_somebody_removed_cannot_be_closed(self, client: HdfsClient, folder: str) -> None:
+        (part,) = begin(client, folder, 1)
+        part.write(DATA)
+        client.delete(part.path)
+        with pytest.raises((NotFoundError, TransientError)):
+            part.close()
+        part.abort()
+
+
+class TestWithFaults:
+    pytestmark = needs_hdfs
+
+    def test_a_node_that_hangs_is_left_out_by_those_who_begin(
+        self, faulty: HdfsCluster, own: HdfsClient, tmp_path: Path
+    ) -> None:
+        faulty.hang(0)
+        try:
+            for number in range(3):
+                parts = begin(own, f"/hung/{number}", 2)
+                with ThreadPoolExecutor(2) as pool:
+                    nodes = {node for pair in pool.map(write_and_close, parts) for node in pair}
+                assert nodes == set(faulty.nodes[1:])
+            own.put("/hung/small", b"x")
+        finally:
+            faulty.resume(0)
+        assert read_all(own, "/hung/2/0") == read_all(own, "/hung/2/1") == DATA
+
+    def test_a_node_that_hangs_while_it_is_written_to_ends_the_file_and_is_left_out_next_time(
+        self, faulty: HdfsCluster, own: HdfsClient
+    ) -> None:
+        (part,) = begin(own, "/stopped", 1, block_size=512 * MIB)
+        part.write(DATA)
+        hung = faulty.nodes.index(part.nodes[0])
+        faulty.hang(hung)
+        try:
+            with pytest.raises(TransientError, match="no sign of life"):
+                for _ in range(100):
+                    part.write(DATA)
+                part.close()
+            with pytest.raises(UsageError):
+                part.write(b"x")
+            part.abort()
+            (again,) = begin(own, "/stopped", 1)
+            assert write_and_close(again)[0] != faulty.nodes[hung]
+        finally:
+            faulty.resume(hung)
+        assert read_all(own, again.path) == DATA
+
+    def test_a_node_that_is_killed_while_it_is_written_to_ends_the_file(
+        self, faulty: HdfsCluster, own: HdfsClient
+    ) -> None:
+        (part,) = begin(own, "/killed", 1)
+        part.write(DATA)
+        killed = faulty.nodes.index(part.nodes[0])
+        faulty.datanodes[killed].send_signal(signal.SIGKILL)
+        try:
+            with pytest.raises(TransientError):
+                part.write(DATA)
+                part.close()
+            part.abort()
+            # The NameNode counts it as live for minutes.
+            for number in range(4):
+                (again,) = begin(own, f"/killed/{number}", 1)
+                assert write_and_close(again)[0] != faulty.nodes[killed]
+        finally:
+            faulty.restart(killed)
+
+    def test_when_no_node_takes_a_block_the_writer_is_told_so(self, faulty: HdfsCluster, own: HdfsClient) -> None:
+        for number in range(3):
+            faulty.kill(number)
+        try:
+            (part,) = begin(own, "/dead", 1)
+            with pytest.raises(TransientError):
+                part.write(DATA)
+            part.abort()
+        finally:
+            for number in range(3):
+                faulty.restart(number)
+
+
+def begin(
+    client: HdfsClient,
+    folder: str,
+    number: int,
+    *,
+    prefix: str = "",
+    block_size: int = 8 * MIB,
+    replication: int | None = None,
+    avoid: frozenset[str] = frozenset(),
+) -> Sequence[PlacedWriter]:
+    parts = client.begin_apart(
+        [f"{folder}/{prefix}{part}" for part in range(number)],
+        block_size=block_size,
+        replication=replication,
+        avoid=avoid,
+    )
+    return [part for part in parts if isinstance(part, PlacedWriter)]
+
+
+def write_and_close(part: PlacedWriter) -> tuple[str, ...]:
+    part.write(DATA)
+    return part.close()

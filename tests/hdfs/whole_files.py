@@ -1,0 +1,40 @@
+"""Whole files, read as the code above `bootseer.hdfs` reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bootseer.hdfs.client import HdfsClient
+
+_WAIT_S = 90.0
+
+
+def read_ranges(file: Any, ranges: Sequence[tuple[int, int]], **options: Any) -> list[tuple[bytes, Any]]:
+    """Ranges of one file, all on their way at the same time: the bytes, and how the read ended."""
+    buffers = [bytearray(length) for _, length in ranges]
+    outcomes: list[Any] = [None] * len(ranges)
+    left = threading.Semaphore(0)
+
+    def ended(number: int, outcome: Any) -> None:
+        assert outcomes[number] is None, "a read ends once"
+        outcomes[number] = outcome
+        left.release()
+
+    for number, ((start, _), buffer) in enumerate(zip(ranges, buffers, strict=True)):
+        file.read_into(start, memoryview(buffer), lambda outcome, number=number: ended(number, outcome), **options)
+    for _ in ranges:
+        assert left.acquire(timeout=_WAIT_S), "a read does not end"
+    return [(bytes(buffer), outcome) for buffer, outcome in zip(buffers, outcomes, strict=True)]
+
+
+def read_all(client: HdfsClient, path: str) -> bytes:
+    """All bytes of a file. Raises what the read ended with."""
+    file = client.reads().open(path)
+    ((data, outcome),) = read_ranges(file, [(0, file.size_bytes)])
+    file.close()
+    if outcome.error is not None:
+        raise outcome.error
+    return data
