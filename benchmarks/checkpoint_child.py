@@ -43,6 +43,8 @@ class Job:
     """A file or folder on this machine."""
     cache: str = ""
     """Folder of the node cache, "" for none."""
+    block_bytes: int = 1 << 30
+    replication: int = 1
     stripes: int = 0
     parity: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
@@ -74,13 +76,14 @@ def buffer(length: int) -> memoryview:
     return memoryview(memory)[:length]
 
 
-def digest(result: Any) -> str:
-    """Of a buffer, or of tensors in the order of their names."""
+def digest(result: Any, times: int = 1) -> str:
+    """Of a buffer, or of tensors in the order of their names; as if it came so many times in a row."""
     if result is None:
         return ""
     state = hashlib.blake2b(digest_size=16)
-    for part in [result] if not isinstance(result, dict) else [_bytes(result[name]) for name in sorted(result)]:
-        state.update(part)
+    for _ in range(times):
+        for part in [result] if not isinstance(result, dict) else [_bytes(result[name]) for name in sorted(result)]:
+            state.update(part)
     return state.hexdigest()
 
 

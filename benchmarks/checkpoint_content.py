@@ -32,10 +32,12 @@ class Content:
     def model_bytes(self) -> int:
         return self.model.stat().st_size
 
-    def digest(self, length: int) -> str:
-        """Of the first bytes of the safetensors file."""
+    def digest(self, offset: int, length: int, times: int = 1) -> str:
+        """Of a range of the safetensors file, so many times in a row."""
         with self.model.open("rb") as file:
-            return digest(file.read(length))
+            file.seek(offset)
+            data = file.read(length)
+        return digest(data, times)
 
 
 def make(folder: Path, tensor_bytes: int) -> Content:

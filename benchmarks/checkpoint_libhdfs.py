@@ -48,6 +48,7 @@ class Libhdfs:
             with tarfile.open(self._folder / "pydoop-2.0.0.tar.gz") as archive:
                 archive.extractall(self._folder, filter="data")
             self._compile(self._folder / "pydoop-2.0.0/src/libhdfs", home)
+            shutil.rmtree(self._folder / "pydoop-2.0.0")
         except subprocess.CalledProcessError as error:
             return f"{error.cmd[0]} fails: {error.stderr.decode(errors='replace').strip()[-300:]}"
         return ""
@@ -57,6 +58,7 @@ class Libhdfs:
         # Java expands stars of a command line, and not those of a virtual machine within another program.
         jars = [jar for entry in hadoop.class_path() for jar in (glob.glob(entry) if "*" in entry else [entry])]  # noqa: PTH207
         return {
+            "JAVA_HOME": str(_java_home()),
             "PYTHONPATH": str(self._python),
             "ARROW_LIBHDFS_DIR": str(self._folder),
             "CLASSPATH": ":".join([str(conf), *jars]),

@@ -1,4 +1,4 @@
-"""What `checkpoint` compares with: how a checkpoint in HDFS is read and written without BootSeer. See checkpoint_child."""
+"""What `checkpoint` compares with: HDFS read and written without BootSeer. Arms of `checkpoint_child`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import http.client
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from checkpoint_child import MIB, PIECE, Job, buffer, main
@@ -103,16 +104,44 @@ def webhdfs(job: Job) -> Run:
 
 
 @contextmanager
-def fsspec_dcp(job: Job) -> Run:
-    """PyTorch's own FsspecReader, with the fsspec file system that comes with hdfs-native."""
+def native_dcp(job: Job) -> Run:
+    """PyTorch's own FsspecReader over the fsspec file system that comes with hdfs-native."""
+    from hdfs_native import FileReader
+
+    def readinto(file: Any, into: Any) -> int:
+        data = file.read(len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    # Without this method, which hdfs-native 0.14 lacks, PyTorch loads nothing from it.
+    FileReader.readinto = readinto
+    with _fsspec_dcp(job) as run:
+        yield run
+
+
+@contextmanager
+def pyarrow_dcp(job: Job) -> Run:
+    """PyTorch's own FsspecReader over fsspec's file system for pyarrow and libhdfs."""
+    import fsspec
+    from fsspec.implementations.arrow import HadoopFileSystem
+
+    fsspec.register_implementation("hdfs", HadoopFileSystem, clobber=True)
+    with _fsspec_dcp(job) as run:
+        yield run
+
+
+@contextmanager
+def _fsspec_dcp(job: Job) -> Run:
     import torch.distributed.checkpoint as dcp
     from checkpoint_content import empty
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     tensors = empty(job.length)
+    reader = FsspecReader(f"{job.uri}{job.path}")
+    reader.fs.exists("/")
 
     def run() -> dict[str, Any]:
-        dcp.load(tensors, storage_reader=FsspecReader(f"{job.uri}{job.path}"))
+        dcp.load(tensors, storage_reader=reader)
         return tensors
 
     yield run
@@ -120,16 +149,20 @@ def fsspec_dcp(job: Job) -> Run:
 
 @contextmanager
 def native_write(job: Job) -> Run:
-    """hdfs-native, a writer for each path at the same time."""
+    """hdfs-native, a writer for each path at the same time; what they write is `local`, or the same bytes repeated."""
     from hdfs_native import WriteOptions
 
     client, piece = _client(job), os.urandom(_WRITE)
     each = job.length // len(job.paths)
+    options = WriteOptions(block_size=job.block_bytes, replication=job.replication, overwrite=True)
 
     def write(path: str) -> None:
-        with client.create(path, WriteOptions(block_size=1 << 30, overwrite=True)) as file:
+        with ExitStack() as stack:
+            source = stack.enter_context(Path(job.local).open("rb")) if job.local else None
+            file = stack.enter_context(client.create(path, options))
             for at in range(0, each, _WRITE):
-                file.write(piece[: each - at])
+                length = min(_WRITE, each - at)
+                file.write(source.read(length) if source else piece[:length])
 
     def run() -> None:
         with ThreadPoolExecutor(len(job.paths)) as pool:
@@ -154,10 +187,10 @@ def _stream(client: Any, path: str, offset: int, into: memoryview) -> memoryview
     return into
 
 
-ARMS = {
-    arm.__name__: arm
-    for arm in (native_stream, native_ranges, native_streams, pyarrow_stream, webhdfs, fsspec_dcp, native_write)
-}
+_ARMS = (
+    native_stream, native_ranges, native_streams, native_dcp, native_write, pyarrow_stream, pyarrow_dcp, webhdfs,
+)  # fmt: skip
+ARMS = {arm.__name__: arm for arm in _ARMS}
 
 if __name__ == "__main__":
     main(ARMS)

@@ -24,6 +24,7 @@ NAMES = (
     "diff_noise",
     "image",
     "environment",
+    "checkpoint",
 )
 
 

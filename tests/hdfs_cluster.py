@@ -172,7 +172,7 @@ class HdfsCluster:
 
     def hang(self, i: int) -> None:
         """Stop a DataNode with SIGSTOP: its connections stay, and nothing answers."""
-        self.datanodes[i].send_signal(signal.SIGSTOP)
+        _hang(self.datanodes[i])
 
     def resume(self, i: int) -> None:
         """Let a DataNode that hangs go on."""
@@ -195,7 +195,7 @@ class HdfsCluster:
     def hang_namenode(self) -> None:
         """Stop the NameNode with SIGSTOP."""
         assert self.namenode is not None
-        self.namenode.send_signal(signal.SIGSTOP)
+        _hang(self.namenode)
 
     def resume_namenode(self) -> None:
         """Let a NameNode that hangs go on."""
@@ -380,6 +380,12 @@ class HdfsCluster:
 def resume(process: subprocess.Popen[bytes]) -> None:
     """Let a process go on that SIGSTOP has stopped."""
     process.send_signal(signal.SIGCONT)
+
+
+def _hang(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    # On a busy machine its threads go on for a while.
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -230,6 +231,19 @@ def test_a_spoiled_counter_goes_on_behind_the_last_use(cache, index, spoil):
     spoil(cache.root / "counter")
     cache.open(other).close()
     assert [entry.identity for entry in cache.entries()] == [other.identity, index.identity]
+
+
+def test_recent_files_come_first_with_what_is_here_of_them(cache, index, data, full):
+    other = index_of(content(3, seed=5, zeros=False))
+    with contextlib.closing(cache.open(other)) as cached:
+        put(cached, content(3, seed=5, zeros=False), [1])
+    found = list(cache.recent(10))
+    assert [one.identity for one, _ in found] == [other.identity, index.identity]
+    assert [bool(state) for state in found[0][1]] == [False, True, False, False]
+    assert all(found[1][1])
+    assert [one.identity for one, _ in cache.recent(1)] == [other.identity]
+    (cache.root / "files" / other.identity / "index").write_bytes(b"spoiled")
+    assert [one.identity for one, _ in cache.recent(10)] == [index.identity]
 
 
 def test_entries_tell_what_is_here(cache, index, data):

@@ -47,6 +47,33 @@ def test_what_was_put_can_be_read(cached, data):
         assert cached.read(offset, length) == data[offset : offset + length]
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_what_was_put_can_be_read_into_the_callers_memory(cached, cache, data, verified):
+    put(cached, data)
+    file = cached if verified else cache.open(cached.index)
+    for offset, length in ((0, len(data)), (1, 2), (BLOCK - 1, 2), (12 * BLOCK + 90, 10), (5 * BLOCK, BLOCK), (7, 0)):
+        memory = bytearray(length)
+        file.readinto(offset, memoryview(memory))
+        assert memory == data[offset : offset + length]
+    file.close()
+
+
+def test_reading_into_memory_finds_damage_and_names_what_is_missing(cached, cache, data):
+    put(cached, data, [0, 1, 2, 4])
+    flip(cached.path, BLOCK + 5)
+    flip(cached.path, 2 * BLOCK + 5)
+    file = cache.open(cached.index)
+    with pytest.raises(MissingBlocks) as caught:
+        file.readinto(0, memoryview(bytearray(6 * BLOCK)))
+    assert caught.value.blocks == [1, 2, 5]
+    assert not file.ready(1)
+    with pytest.raises(MissingBlocks):
+        file.readinto(2 * BLOCK + 1, memoryview(bytearray(10)))
+    file.close()
+    with pytest.raises((PermanentError, MissingBlocks)):
+        file.readinto(0, memoryview(bytearray(10)))
+
+
 def test_the_data_file_is_the_file(cached, data):
     put(cached, data)
     assert cached.path.read_bytes() == data

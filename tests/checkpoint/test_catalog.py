@@ -12,7 +12,7 @@ from bootseer.checkpoint.catalog import checkpoint, checkpoints, missing_parts, 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest, set_latest
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.errors import NotFoundError, PermanentError
+from bootseer.errors import NotFoundError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace
 
@@ -129,7 +129,7 @@ def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one
     for step in (1, 2, 3):
         make(job, f"step-{step}", model=1)
     set_latest(files, "", "step-3")
-    with pytest.raises(PermanentError, match="latest"):
+    with pytest.raises(UsageError, match="latest"):
         remove(files, "", "step-3")
     assert (job / "step-3" / "model").exists()
     remove(files, "", "step-3", force=True)

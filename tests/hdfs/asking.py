@@ -1,11 +1,13 @@
-"""Reading whole files through `HdfsReads`, as the tests of faults do."""
+"""Files that are written, and read whole through `HdfsReads`."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from typing import Any
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, TransientError
+from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 
@@ -25,11 +27,24 @@ class Waiting:
             self.outcomes.append(outcome)
             self._arrived.notify_all()
 
-    def wait(self, number: int = 1) -> list[ReadOutcome]:
+    def wait(self, number: int = 1, *, deadline_s: float = DEADLINE_S) -> list[ReadOutcome]:
         """All outcomes, when there are this many."""
         with self._arrived:
-            assert self._arrived.wait_for(lambda: len(self.outcomes) >= number, DEADLINE_S), "a read did not end"
+            assert self._arrived.wait_for(lambda: len(self.outcomes) >= number, deadline_s), "a read did not end"
         return self.outcomes
+
+
+def put(uri: str, path: str, data: bytes, *, block_size: int = MIB, replication: int = 1) -> None:
+    """Write a file. Again and again: on a busy machine, the servers are late to tell each other of finished blocks."""
+    with closing(HdfsClient(uri.removeprefix("hdfs://"))) as client:
+        for _ in range(8):
+            try:
+                client.put(path, data, overwrite=True, block_size=block_size, replication=replication)
+            except TransientError as error:
+                problem = error
+            else:
+                return
+    raise AssertionError(f"{path} cannot be written: {problem}")
 
 
 def read(file: HdfsFile, offset: int = 0, length: int | None = None, *, piece: int = 0, **options: Any) -> bytes:

@@ -53,6 +53,12 @@ class Peer:
         """Talk to one client, until this returns."""
         raise NotImplementedError
 
+    def hang_up(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for connection in self._open:
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _start(self, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments)
         self._threads.append(thread)
@@ -189,9 +195,10 @@ class FakeDataNode(Peer):
 
 
 SPOILED = (
-    "silent garbage|endless answer|huge answer|refuses|token|other offset|huge chunk|cut|stops|wrong place"
-    "|wrong sequence|huge size|negative size|early end|other header|huge packet|huge header|no end"
-).replace("silent garbage", "silent|garbage").split("|")
+    *("silent", "garbage", "endless answer", "huge answer", "refuses", "token", "other offset", "huge chunk", "cut"),
+    *("stops", "wrong place", "wrong sequence", "huge size", "negative size", "early end", "other header"),
+    *("huge packet", "huge header", "no end"),
+)
 """Ways to speak in which no byte may be believed, with checksums or without."""
 WRONG = ("wrong data", "wrong sums")
 ODD = ("uneven", "long header")
@@ -213,7 +220,9 @@ class FakeNameNode(Peer):
         if self.spoil == "secure":
             said = "SIMPLE authentication is not enabled.  Available:[TOKEN, KERBEROS]"
             kind = "org.apache.hadoop.security.AccessControlException"
-            _answer(connection, field(1, -1 & 0xFFFFFFFF) + field(2, 2) + field(4, kind) + field(5, said) + field(6, 15))
+            _answer(
+                connection, field(1, -1 & 0xFFFFFFFF) + field(2, 2) + field(4, kind) + field(5, said) + field(6, 15)
+            )
             return
         while True:
             call = receive(connection, struct.unpack(">I", receive(connection, 4))[0])

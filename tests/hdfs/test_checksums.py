@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ def sums(kind: int, chunk_bytes: int, data: bytes) -> bytearray:
 def cut(data: bytearray, cuts: list[int]) -> list[memoryview]:
     view = memoryview(data)
     edges = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
-    return [view[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    return [view[begin:end] for begin, end in pairwise(edges)]
 
 
 @pytest.mark.parametrize("kind", [CRC32, CRC32C])

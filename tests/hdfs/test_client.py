@@ -17,11 +17,11 @@ from registry import free_port
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-import hadoop  # noqa: E402
-from bootseer.hdfs.client import HdfsClient  # noqa: E402
-from bootseer.hdfs.native import NativeSettings, TakenError  # noqa: E402
-from bootseer.hdfs.native_reads import NativeFile  # noqa: E402
-from hdfs.whole_files import read_all  # noqa: E402
+import hadoop
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings, TakenError
+from bootseer.hdfs.native_reads import NativeFile
+from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
 DATA = random.Random(5).randbytes(3_000_001)
@@ -189,9 +189,9 @@ def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsClust
 
 
 def test_a_namenode_that_is_not_there_is_transient() -> None:
-    with closing(HdfsClient(f"127.0.0.1:{free_port()}", NativeSettings(call_s=0.5))) as client:
-        with pytest.raises(TransientError):
-            client.stat("/")
+    nobody = HdfsClient(f"127.0.0.1:{free_port()}", NativeSettings(call_s=0.5))
+    with closing(nobody), pytest.raises(TransientError):
+        nobody.stat("/")
 
 
 @pytest.mark.parametrize("authority", ["", "user@host", "host/dir"])

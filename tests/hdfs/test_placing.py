@@ -20,10 +20,11 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-from bootseer.hdfs.client import HdfsClient  # noqa: E402
-from bootseer.hdfs.native import TakenError  # noqa: E402
-from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes  # noqa: E402
-from hdfs.whole_files import read_all  # noqa: E402
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import TakenError
+from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes
+from hdfs.whole_files import read_all
+
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
@@ -118,9 +119,7 @@ class TestOnACluster:
         assert client.stat(part.path).size_bytes == len(data)
         assert read_all(client, part.path) == data
 
-    def test_a_file_may_be_empty_and_as_long_as_its_block_but_not_longer(
-        self, client: HdfsClient, folder: str
-    ) -> None:
+    def test_a_file_may_be_empty_and_as_long_as_its_block_but_not_longer(self, client: HdfsClient, folder: str) -> None:
         empty, full, longer = begin(client, folder, 3, block_size=MIB)
         assert empty.close() == ()
         full.write(DATA[:MIB])

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, read_varint, varint, zigzag
+from bootseer.hdfs.protobuf import (
+    MalformedError,
+    Message,
+    delimited,
+    field,
+    read_delimited,
+    read_varint,
+    varint,
+    zigzag,
+)
 
 
 @given(st.integers(0, (1 << 64) - 1))
@@ -57,7 +66,8 @@ def test_a_field_of_another_type_is_malformed() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x80", b"\xff" * 11, b"\x0a\x05abc", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x0b", b"\x09abc"]
+    "data",
+    [b"\x80", b"\xff" * 11, b"\x0a\x05abc", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x0b", b"\x09abc"],
 )
 def test_messages_that_end_too_early_or_never_are_malformed(data: bytes) -> None:
     with pytest.raises(MalformedError):

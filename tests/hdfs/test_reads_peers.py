@@ -17,8 +17,8 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message
 from bootseer.hdfs.reads import HdfsReads
 from bootseer.hdfs.settings import ReadSettings
-from hdfs.peers import ODD, SPOILED, WRONG, FakeDataNode, FakeNameNode, block, located
 from hdfs.asking import Waiting, error_of, failures, read
+from hdfs.peers import ODD, SPOILED, WRONG, FakeDataNode, FakeNameNode, block, located
 
 DATA = random.Random(5).randbytes(3 * 1024 * 1024 + 777)
 BLOCK = 1 << 21
@@ -33,7 +33,7 @@ class Small:
         self._ends = contextlib.ExitStack()
         self.nodes = [self._ends.enter_context(FakeDataNode(dict(BLOCKS), spoil)) for spoil in spoils]
         self.namenode = self._ends.enter_context(FakeNameNode())
-        self.namenode.answers["getBlockLocations"] = lambda request: self.answer(request)
+        self.namenode.answers["getBlockLocations"] = self.answer
         self.asked = NameNode(Cluster.of(f"127.0.0.1:{self.namenode.port}"), call_timeout_s=5.0)
         self._ends.callback(self.asked.close)
         self.reads = HdfsReads(self.asked, QUICK)

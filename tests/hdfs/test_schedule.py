@@ -48,9 +48,7 @@ class Played:
     ) -> Ticket:
         """Ask for a range."""
         memory = bytearray(length)
-        ticket = Ticket(
-            self.source, offset, memoryview(memory), self._done, True, urgent, frozenset(avoid), deadline_s
-        )
+        ticket = Ticket(self.source, offset, memoryview(memory), self._done, True, urgent, frozenset(avoid), deadline_s)
         self.memory[ticket] = memory
         self.schedule.submit(ticket, self.now_s)
         self.look()
@@ -384,7 +382,7 @@ REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, uniq
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.lists(REPLICAS, min_size=1, max_size=3))
-def test_whatever_happens_each_read_ends_once_with_its_own_bytes(
+def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR0912 - one branch for each event
     data: st.DataObject, replicas: list[tuple[str, ...]]
 ) -> None:
     played = Played(*replicas)

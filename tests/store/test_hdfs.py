@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +13,7 @@ import pytest
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.store import Store
-from hdfs_cluster import HdfsCluster, needs_hdfs, resume
+from hdfs_cluster import HdfsCluster, needs_hdfs
 from registry import free_port
 from store.contract import DATA, SharedStoreContract, get, put
 
@@ -99,32 +98,31 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
 def test_a_read_from_hung_datanodes_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
     with closing(hdfs.HdfsStore(uri)) as store:
         name = put(store, DATA).name
-        for datanode in cluster.datanodes:
-            datanode.send_signal(signal.SIGSTOP)
+        for number in range(2):
+            cluster.hang(number)
         try:
             with pytest.raises(TransientError):
                 list(store.read(name, timeout_s=0.5))
         finally:
-            for datanode in cluster.datanodes:
-                resume(datanode)
+            for number in range(2):
+                cluster.resume(number)
         assert get(store, name) == DATA
 
 
 def test_a_read_from_a_hung_namenode_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
-    assert cluster.namenode is not None
     with closing(hdfs.HdfsStore(uri)) as store:
         name = put(store, DATA).name
-        cluster.namenode.send_signal(signal.SIGSTOP)
+        cluster.hang_namenode()
         try:
             with pytest.raises(TransientError):
                 list(store.read(name, timeout_s=0.5))
         finally:
-            resume(cluster.namenode)
+            cluster.resume_namenode()
         assert get(store, name) == DATA
 
 
 def test_a_namenode_that_is_not_there_is_transient() -> None:
-    refused = pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x: name: .*refused")
+    refused = pytest.raises(TransientError, match=r"hdfs://127\.0\.0\.1:\d+/x/name: .*refused")
     with closing(hdfs.HdfsStore(f"hdfs://127.0.0.1:{free_port()}/x")) as store, refused:
         store.stat("name")
 
@@ -172,15 +170,14 @@ def test_an_object_is_not_created_where_others_have_their_folder(cluster: HdfsCl
 
 
 def test_creating_in_a_hung_cluster_ends_with_its_deadline(cluster: HdfsCluster, uri: str) -> None:
-    assert cluster.namenode is not None
     with closing(hdfs.HdfsStore(uri)) as store:
         put(store, DATA)
-        cluster.namenode.send_signal(signal.SIGSTOP)
+        cluster.hang_namenode()
         try:
             with pytest.raises(TransientError, match="no complete answer"):
                 store.create("a/name", b"x", timeout_s=0.5)
         finally:
-            resume(cluster.namenode)
+            cluster.resume_namenode()
         store.create("a/other", b"x")
 
 

@@ -16,7 +16,7 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
-from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.errors import CorruptError, NotFoundError, UsageError
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
 _AT_ONCE = 4
@@ -87,7 +87,7 @@ def newest_whole(files: Files, folder: str, *, without: str | None = None) -> st
 def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     """Remove a checkpoint, hidden first, so that nobody reads a half. Returns the bytes that it had.
 
-    Refuses the one that `latest` names: raises `PermanentError`. With `force`, `latest` names the newest whole one of
+    Refuses the one that `latest` names: raises `UsageError`. With `force`, `latest` names the newest whole one of
     the others afterwards.
     """
     path = f"{folder}/{name}" if folder else name
@@ -95,7 +95,11 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     found = _measured(files, files.stat(path), None)
     if _latest(files, folder) == name:
         if not force:
-            raise PermanentError(f"{files.place.uri}/{path} is what `latest` names; nothing was removed")
+            raise UsageError(
+                f"{files.place.uri}/{path} is what `latest` names; nothing was removed",
+                hint="--force, or let latest name another one first",
+                exit_code=1,
+            )
         drop_latest(files, folder, name, newest_whole(files, folder, without=name))
     if found.is_folder:
         attempts = f"{folder}/{ATTEMPTS}" if folder else ATTEMPTS

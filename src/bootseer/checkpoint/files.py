@@ -12,16 +12,15 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from bootseer.checkpoint.folder_policies import FolderPolicies
 from bootseer.checkpoint.head import (
     MAX_HEAD_BYTES,
     PEEK_BYTES,
-    STRIPES,
     Head,
     is_hidden,
     parse_head,
@@ -29,9 +28,8 @@ from bootseer.checkpoint.head import (
     parts_folder,
     peek,
 )
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError, NotEmptyError, NotFolderError, Place
-from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
+from bootseer.checkpoint.policy import Policy
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
 
 GONE = ".gone"
@@ -39,8 +37,6 @@ GONE = ".gone"
 _AT_ONCE = 16
 """Small questions that are asked at the same time: enough to hide the round trips of 10,000 files."""
 _MAX_SIZES = 1 << 17
-_POLICY_S = 5.0
-"""So long may another machine's change of a policy go unnoticed."""
 
 
 class OtherFolderError(PermanentError):
@@ -79,9 +75,7 @@ class Files:
         self._lock = threading.Lock()
         self._sizes: OrderedDict[tuple[str, str], int | None] = OrderedDict()
         """Of heads, by path and version; None for files that only have the length of one."""
-        self._policies: dict[str, tuple[float, Policy | None]] = {}
-        self._above: tuple[float, tuple[Policy, str | None]] | None = None
-        """What holds above the place, and when that was read."""
+        self._policies = FolderPolicies(place)
 
     def stat(self, path: str) -> FileInfo:
         """What is known of a name."""
@@ -192,28 +186,14 @@ class Files:
         Folders above the root of the place count too: a policy does not depend on what was mounted.
         """
         self._check_visible(path)
-        while True:
-            found = self._own_policy(path)
-            if found is not None:
-                return found, self._what(path)
-            if not path:
-                break
-            path = _folder(path)
-        return self._policy_above()
+        return self._policies.find(path)
 
     def set_policy(self, path: str, policy: Policy | None) -> None:
         """Say how new files in a folder and below are striped; None takes back what was said for this folder."""
         self._check_visible(path)
         if not self.place.stat(path).is_folder:
             raise NotFolderError(f"{self._what(path)} is not a folder")
-        if policy is None:
-            with contextlib.suppress(NotFoundError):
-                self.place.delete(_policy_path(path))
-        else:
-            self.place.make_folder(_join(path, STRIPES), parents=True)
-            self.place.write_bytes(_policy_path(path), encode_policy(policy))
-        with self._lock:
-            self._policies.clear()
+        self._policies.set(path, policy)
 
     def drop_parts(self, path: str, head: Head | None) -> None:
         """Remove the parts of a striped file that is gone or was replaced. What is missing is missing."""
@@ -294,38 +274,6 @@ class Files:
         change(path)
         return head
 
-    def _own_policy(self, path: str) -> Policy | None:
-        now_s = time.monotonic()
-        with self._lock:
-            read_s, policy = self._policies.get(path, (-_POLICY_S, None))
-            if now_s - read_s < _POLICY_S:
-                return policy
-        try:
-            policy = parse_policy(self.place.read_bytes(_policy_path(path), MAX_POLICY_BYTES))
-        except (NotFoundError, AccessError):
-            policy = None
-        except CorruptError as error:
-            raise CorruptError(f"{self._what(_policy_path(path))}: {error}") from error
-        with self._lock:
-            self._policies[path] = (now_s, policy)
-        return policy
-
-    def _policy_above(self) -> tuple[Policy, str | None]:
-        now_s = time.monotonic()
-        with self._lock:
-            above = self._above
-        if above is not None and now_s - above[0] < _POLICY_S:
-            return above[1]
-        scheme, _, rest = self.place.uri.partition("://")
-        authority, _, root = rest.partition("/")
-        found: tuple[Policy, str | None] = (Policy(), None)
-        if root:
-            with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
-                found = Files(top).policy_and_folder(_folder(root))
-        with self._lock:
-            self._above = (now_s, found)
-        return found
-
     def _what(self, path: str) -> str:
         return f"{self.place.uri}/{path}" if path else self.place.uri
 
@@ -352,7 +300,3 @@ def _folder(path: str) -> str:
 
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def _policy_path(folder: str) -> str:
-    return _join(folder, f"{STRIPES}/policy.json")

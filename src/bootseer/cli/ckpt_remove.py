@@ -21,7 +21,7 @@ def command(names: tuple[str, ...], force: bool, as_json: bool) -> None:
     from bootseer.checkpoint.latest import LATEST
     from bootseer.cli.ckpt_place import files_at, split
     from bootseer.cli.printing import print_json, terminal
-    from bootseer.errors import NotFoundError, PermanentError, UsageError
+    from bootseer.errors import UsageError
     from bootseer.units import format_bytes
 
     removed: list[dict[str, object]] = []
@@ -30,12 +30,7 @@ def command(names: tuple[str, ...], force: bool, as_json: bool) -> None:
         if name == LATEST:
             raise UsageError(f"{uri} is no checkpoint", hint="name the checkpoint itself")
         with files_at(folder) as files:
-            try:
-                freed = remove(files, "", name, force=force)
-            except NotFoundError:
-                raise
-            except PermanentError as error:
-                raise UsageError(str(error), hint="--force, or first: bootseer ckpt latest", exit_code=1) from error
+            freed = remove(files, "", name, force=force)
         removed.append({"checkpoint": uri, "size_bytes": freed})
         if not as_json:
             with terminal() as console:

@@ -29,6 +29,8 @@ PACKET_BYTES: Final = 256 * 1024
 """What the nodes pass on at once; a multiple of all that one checksum can cover."""
 _MAX_ANSWER_BYTES: Final = 64 * 1024
 _WRITE_BLOCK: Final = struct.pack(">hB", 28, 80)  # version of the protocol, operation
+_READ_BLOCK: Final = struct.pack(">hB", 28, 81)
+_PROBE_S: Final = 1.0
 _CREATE_STAGE: Final = 6
 # Length of all behind it but for 4, length of the header; then the header's four fields, each behind its tag.
 _HEADER: Final = struct.Struct(">IH")
@@ -55,18 +57,18 @@ class BlockWriter:
         """Connect the nodes, each step of which takes `setup_s` at most. Raises `PipelineError`."""
         self.size_bytes = 0
         """What was given to the nodes."""
+        self._new = new
         self._nodes = new.block.nodes
+        self._holder = holder
+        self._by_hostname = by_hostname
         self._defaults = defaults
         self._stall_s = setup_s
         self._sequence = 0
         self._confirmed = 0
         self._answers = bytearray()
         first = self._nodes[0]
-        host, _, port = first.host_port.rpartition(":")
         try:
-            self._socket = socket.create_connection(
-                (first.hostname if by_hostname else host.strip("[]"), int(port)), timeout=setup_s
-            )
+            self._socket = socket.create_connection(self._address(first), timeout=setup_s)
         except OSError as error:
             raise PipelineError(f"{first.host_port} cannot be reached: {error}", first.host_port) from error
         try:
@@ -160,9 +162,30 @@ class BlockWriter:
         poll.register(self._socket, events)
         ready = poll.poll(max(left_s, 0) * 1000)
         if not ready:
-            node = self._nodes[0].host_port if len(self._nodes) == 1 else ""
-            raise SilentPipelineError(f"{self._names_of_all()}: no sign of life for {self._stall_s:.0f} s", node)
+            raise SilentPipelineError(
+                f"{self._names_of_all()}: no sign of life for {self._stall_s:.0f} s", self._silent_node()
+            )
         return ready[0][1]
+
+    def _silent_node(self) -> str:
+        """The node that does not answer any question; "" when all do, and the first does not pass on what it gets."""
+        if len(self._nodes) == 1:
+            return self._nodes[0].host_port
+        base = field(1, identity(self._new.block)) + field(2, self._new.block.token)
+        question = field(1, field(1, base) + field(2, self._holder)) + field(2, 0) + field(3, 1)
+        for node in self._nodes:
+            try:
+                with socket.create_connection(self._address(node), timeout=_PROBE_S) as asked:
+                    asked.sendall(_READ_BLOCK + delimited(question))
+                    # Whatever it says of a block that is being written.
+                    asked.recv(1)
+            except OSError:
+                return node.host_port
+        return ""
+
+    def _address(self, node: Node) -> tuple[str, int]:
+        host, _, port = node.host_port.rpartition(":")
+        return node.hostname if self._by_hostname else host.strip("[]"), int(port)
 
     def _hear(self, *, wait: bool) -> None:
         """Take what the nodes have confirmed."""

@@ -76,9 +76,7 @@ class NodeChoice:
         rate = self.rate(node, now_s) or self._mean_rate
         return num_bytes / rate if rate else 0.0
 
-    def order(
-        self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float
-    ) -> list[str]:
+    def order(self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float) -> list[str]:
         """The node that would finish this first comes first; those that are left alone come last."""
         return sorted(
             nodes, key=lambda node: (self.is_open(node), self.expected_s(node, backlog(node) + num_bytes, now_s))

@@ -8,6 +8,7 @@ Safe to use from many threads; each question has a connection of its own, at mos
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ class NameNode:
         self.cluster = cluster
         self._call_timeout_s = call_timeout_s
         self._spoken = not cluster.secure
+        self._is_closed = False
         self._reset()
         _namenodes.add(self)
 
@@ -45,7 +47,7 @@ class NameNode:
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._active = 0
-        self._asked = False
+        self._knows_encryption = False
         self._idle: list[tuple[float, int, RpcConnection]] = []
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
@@ -106,8 +108,9 @@ class NameNode:
             raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
 
     def close(self) -> None:
-        """Close the connections that nobody uses. A later question makes new ones."""
+        """Close the connections that nobody uses; others close after their question, as do those of later ones."""
         with self._lock:
+            self._is_closed = True
             idle, self._idle = self._idle, []
         for _, _, connection in idle:
             connection.close()
@@ -159,29 +162,29 @@ class NameNode:
             raise TransientError("too many questions wait for an answer")
         free = self._free
         try:
-            connection, is_fresh = self._take(number), False
-            if connection is None:
-                connection, is_fresh = self._connect(number, until), True
-            try:
-                self._check_encryption(connection, until)
-                answer = connection.call(method, request, self._left_s(until))
-            except RemoteError:
-                self._give(number, connection)
-                raise
-            except TransientError:
-                if is_fresh:
-                    raise
+            idle = self._take(number)
+            if idle is not None:
                 # A restarted server has closed what lay idle here: that says nothing of it.
-                connection = self._connect(number, until)
-                try:
-                    answer = connection.call(method, request, self._left_s(until))
-                except RemoteError:
-                    self._give(number, connection)
-                    raise
-            self._give(number, connection)
-            return answer
+                with contextlib.suppress(TransientError):
+                    return self._ask_over(idle, number, method, request, until)
+            return self._ask_over(self._connect(number, until), number, method, request, until)
         finally:
             free.release()
+
+    def _ask_over(self, connection: RpcConnection, number: int, method: str, request: bytes, until: float) -> bytes:
+        """One answer over one connection, which is kept when it can be used again."""
+        try:
+            if not self._knows_encryption:
+                self._check_encryption(connection, until)
+            answer = connection.call(method, request, self._left_s(until))
+        except RemoteError:
+            self._give(number, connection)
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._give(number, connection)
+        return answer
 
     def _connect(self, number: int, until: float) -> RpcConnection:
         host, port = self.cluster.namenodes[number]
@@ -189,15 +192,14 @@ class NameNode:
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
         """Whether DataNodes want their data encrypted, which only the servers' settings say."""
-        if self._asked:
-            return
-        answer = Message(connection.call("getServerDefaults", b"", self._left_s(until)))
+        answer = connection.call("getServerDefaults", b"", self._left_s(until))
         try:
-            if answer.message(1).number(6, 0):
-                raise NotSpokenError(f"{self.cluster.authority} encrypts its data, which reads of blocks do not speak")
+            is_encrypted = Message(answer).message(1).number(6, 0)
         except MalformedError as error:
             raise TransientError(f"the NameNode's answer makes no sense: {error}") from error
-        self._asked = True
+        if is_encrypted:
+            raise NotSpokenError(f"{self.cluster.authority} encrypts its data, which reads of blocks do not speak")
+        self._knows_encryption = True
 
     def _left_s(self, until: float) -> float:
         # With several NameNodes, a hung one must leave time for the others.
@@ -217,7 +219,7 @@ class NameNode:
 
     def _give(self, number: int, connection: RpcConnection) -> None:
         with self._lock:
-            if len(self._idle) < _MAX_CONNECTIONS:
+            if len(self._idle) < _MAX_CONNECTIONS and not self._is_closed:
                 self._idle.append((time.monotonic(), number, connection))
                 return
         connection.close()
@@ -226,6 +228,9 @@ class NameNode:
         said = f"{self._named(path)}: {error}"
         if error.kind == "FileNotFoundException":
             return NotFoundError(said if "not a file" in str(error) else f"{self._named(path)} is not there")
+        if "(is not a directory)" in str(error):
+            # Nothing lies below a file; HDFS calls the question a lack of rights.
+            return NotFoundError(f"{self._named(path)} is not there")
         if error.kind in ("AccessControlException", "AuthorizationException"):
             return AccessError(said)
         if error.kind in ("UnresolvedPathException", "InvalidPathException", "RpcNoSuchMethodException"):

@@ -1,9 +1,11 @@
 """hdfs-native's client, with its traps dealt with once: fork, panics, calls that never return, errors that are text.
 
 A client that was made before `fork` hangs in the child, and so does taking it apart: the child forgets it unharmed and
-makes its own. Calls know no deadline (`bounded`), and reading past the end panics, which is no `Exception`. The library
-has no classes for most errors: the name of the Java class in their text decides. Called by the other modules here that
-use the library (`client`, `writer`, `native_reads`).
+makes its own. Worse, the library keeps connections to DataNodes for the whole process, and a child that used them would
+take its parent's answers and give it other files' bytes: it waits until they have expired (`wait_until_own`). Calls
+know no deadline (`bounded`), and reading past the end panics, which is no `Exception`. The library has no classes for
+most errors: the name of the Java class in their text decides. Called by the other modules here that use the library
+(`client`, `writer`, `native_reads`).
 
 One lock guards the client while it is made; it is safe to use from many threads.
 """
@@ -12,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +30,8 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 
 T = TypeVar("T")
 
+_KEPT_S = 5.0
+"""The library forgets a connection that was idle for 3 s."""
 _FIXED_SETTINGS = {
     # Each attempt sleeps longer; the default of 15 keeps a caller 3 minutes at a NameNode that is not there.
     "dfs.client.failover.max.attempts": "5",
@@ -124,6 +130,16 @@ class Native:
             never_take_apart(client)
 
 
+def note_read() -> None:
+    """The library has just read from a DataNode, and keeps the connection."""
+    _kept.last_read_s = time.monotonic()
+
+
+def wait_until_own() -> None:
+    """In the child of a fork: wait until connections that the parent has read from are not used any more."""
+    time.sleep(max(0.0, _kept.foreign_until_s - time.monotonic()))
+
+
 def never_take_apart(thing: object) -> None:
     """Keep an object of the library for ever: in the child of a fork its destructor would wait for the parent's
     threads."""
@@ -152,8 +168,8 @@ def mapped(error: BaseException, what: str) -> BootseerError:
     # Below the first line stands a Java stack trace, which tells a user nothing.
     first = text.replace("\\n", "\n").partition("\n")[0][:300]
     said = f"{what}: {first}"
-    if isinstance(error, FileNotFoundError):
-        # Some answers are the bare path.
+    if isinstance(error, FileNotFoundError) or ("(is not a directory)" in text and "AccessControlException" in text):
+        # Some answers are the bare path. Nothing lies below a file; HDFS calls the question a lack of rights.
         return NotFoundError(said if " " in first else f"{what} is not there")
     kind = kind_of_error(text)
     if kind is not None:
@@ -172,10 +188,20 @@ def kind_of_error(text: str) -> type[BootseerError] | None:
     return None
 
 
+class _Kept:
+    """The connections to DataNodes that the library keeps for this process."""
+
+    last_read_s = -math.inf
+    foreign_until_s = -math.inf
+    """Until then, some may be the parent's."""
+
+
+_kept = _Kept()
 _natives: weakref.WeakSet[Native] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    _kept.foreign_until_s = max(_kept.foreign_until_s, _kept.last_read_s + _KEPT_S)
     for native in _natives:
         native.forget_client()
 

@@ -4,9 +4,9 @@ The same questions and answers as `reads`, with less knowledge: the library does
 it be told which one to ask. A file that is opened again lists the replicas in another order; that is the hedge when no
 bytes have come for a second. Called by `client`, which says why in `facts`.
 
-A read is cut into pieces of 4 MiB, larger ones being slowed down by the library's copies. Each is fetched by a thread
-that may be left behind in the library, and only the worker that waits for it writes to the caller's buffer: what comes
-too late goes nowhere. At most `_MAX_FETCHES` threads exist at a time, each with at most one piece.
+A read is cut into pieces of 4 MiB within a block, larger ones being slowed down by the library's copies. Each is
+fetched by a thread that may be left behind in the library, and only the worker that waits for it writes to the caller's
+buffer: what comes too late goes nowhere. At most `_MAX_FETCHES` threads exist at a time, each with at most one piece.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from hdfs_native import Client, FileReader
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.native import Native, mapping, never_take_apart
+from bootseer.hdfs.native import Native, mapping, never_take_apart, note_read, wait_until_own
 from bootseer.hdfs.outcome import ReadOutcome
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _WORKERS = 8
 _MAX_FETCHES = 64
-_MAX_TRIES = 3
+_MAX_TRIES = 6
+"""Each asks another replica by chance."""
 _LATE_S = 1.0
 """Without a byte for so long, another replica is asked too. Busy disks answer sooner."""
 _OPEN_S = 60.0
@@ -53,10 +55,8 @@ class NativeReads:
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
         """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
         self._check_process()
-        reader, size_bytes, version = self.native.call(
-            f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s
-        )
-        return NativeFile(self, path, reader, size_bytes, version)
+        opened = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
+        return NativeFile(self, path, opened)
 
     def facts(self) -> Mapping[str, object]:
         """Figures of all reads so far; nobody knows the nodes."""
@@ -173,13 +173,14 @@ class NativeReads:
 class NativeFile:
     """One version of one file: what is read from it is of this version, or an error."""
 
-    def __init__(self, reads: NativeReads, path: str, reader: FileReader, size_bytes: int, version: str) -> None:
+    def __init__(self, reads: NativeReads, path: str, opened: _Opened) -> None:
         self.path = path
-        self.size_bytes = size_bytes
-        self.version = version
+        self.size_bytes = opened.size_bytes
+        self.version = opened.version
+        self.block_size = opened.block_size
         self.what = f"{reads.native.uri}{path}"
         self._reads = reads
-        self._reader = reader
+        self._reader = opened.reader
         self._pid = os.getpid()
 
     def nodes(self, offset: int) -> tuple[str, ...]:
@@ -216,13 +217,13 @@ class NativeFile:
         was replaced."""
         if not again and self._pid == os.getpid():
             return self._reader
-        reader, size_bytes, version = _open(self._reads.native.client(), self.path)
-        if version != self.version or size_bytes != self.size_bytes:
+        opened = _open(self._reads.native.client(), self.path)
+        if opened.version != self.version:
             raise PermanentError(f"{self.what} was replaced while it was read")
         if self._pid != os.getpid():
             never_take_apart(self._reader)
-            self._reader, self._pid = reader, os.getpid()
-        return reader
+            self._reader, self._pid = opened.reader, os.getpid()
+        return opened.reader
 
 
 class NativeTicket:
@@ -241,10 +242,13 @@ class NativeTicket:
             self._error = PermanentError(
                 f"{file.what} has {file.size_bytes} bytes; {offset + len(into)} were asked for"
             )
-        self._pieces = [
-            _Piece(self, offset + start, into[start : start + _PIECE_BYTES])
-            for start in range(0, 0 if self._error else len(into), _PIECE_BYTES)
-        ]
+        self._pieces: list[_Piece] = []
+        at = 0
+        while at < len(into) and self._error is None:
+            # Within one block: of two, each could hang.
+            end = min(at + _PIECE_BYTES, at + file.block_size - (offset + at) % file.block_size, len(into))
+            self._pieces.append(_Piece(self, offset + at, into[at:end]))
+            at = end
         self._left = len(self._pieces)
 
     def start(self, *, urgent: bool) -> None:
@@ -341,6 +345,7 @@ class _Fetch:
                 self._run()
         except BootseerError as error:
             self.error = error
+        note_read()
         self._ends.put(self)
 
     def _run(self) -> None:
@@ -356,12 +361,21 @@ class _Fetch:
 
     def _stream(self) -> Iterator[bytes]:
         # Not read_range: of an answer of MiBs it makes three copies in fresh pages.
+        wait_until_own()
         reader = self._file.reader(again=self.again)
         return reader.read_range_stream(self._start, self._length)
 
 
-def _open(client: Client, path: str) -> tuple[FileReader, int, str]:
-    """A reader, and the size and version of what it reads."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    reader: FileReader
+    size_bytes: int
+    version: str
+    block_size: int
+
+
+def _open(client: Client, path: str) -> _Opened:
+    """A file as it is now."""
     for _ in range(_MAX_TRIES):
         before = client.get_file_info(path)
         reader = client.read(path)
@@ -369,5 +383,6 @@ def _open(client: Client, path: str) -> tuple[FileReader, int, str]:
         seen = [(found.modification_time, found.length) for found in (before, after)]
         # Otherwise it was replaced meanwhile, and the reader may be of either.
         if seen[0] == seen[1] and reader.size == after.length:
-            return reader, after.length, f"{after.modification_time}-{after.length}"
+            version = f"{after.modification_time}-{after.length}"
+            return _Opened(reader, after.length, version, after.blocksize or _PIECE_BYTES)
     raise TransientError(f"{path} is being written")

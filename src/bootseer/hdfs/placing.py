@@ -27,7 +27,7 @@ from bootseer.hdfs.native import Native
 
 Nodes = frozenset[str]
 
-_SETUP_S = 5.0
+_SETUP_S = 3.0
 _STALL_S = 8.0
 """Longer than disks that are busy writing back, which make their readers wait for seconds."""
 _COMPLETE_S = 60.0
@@ -261,7 +261,7 @@ class PlacedWriter:
                 failed.add(error.node)
                 failures += 1
                 self._lease.abandon(self._new.block)
-                if failures == _MAX_FAILURES or not error.node:
+                if failures == _MAX_FAILURES:
                     raise TransientError(f"{self._what}: no DataNode takes it: {error}") from error
                 continue
             self.nodes = tuple(node.host_port for node in self._new.block.nodes)

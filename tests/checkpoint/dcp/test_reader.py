@@ -18,10 +18,12 @@ from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
+from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
 from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter  # noqa: E402
 from bootseer.checkpoint.opened import opened  # noqa: E402
-from bootseer.errors import UsageError  # noqa: E402
+from bootseer.errors import TransientError, UsageError  # noqa: E402
 from dcp_states import assert_same, empty, full  # noqa: E402
 
 pytestmark = [
@@ -115,6 +117,35 @@ def place_bytes(folder: Path) -> int:
     return int(opened(folder).system.reading.facts()["place_bytes"])  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "striped", "turned"])
+def test_a_few_rows_of_a_large_tensor_are_read_alone(tmp_path: Path, dtype: Any, kind: str) -> None:
+    whole = torch.randn(12_000, 1000).to(dtype)
+    saved = whole.t().contiguous().t() if kind == "turned" else whole  # its elements are not where rows should be
+    if kind == "striped":
+        dcp.save({"w": saved}, storage_writer=StripedWriter(tmp_path))
+    else:
+        save_plainly({"w": saved}, tmp_path)
+    reader = StripedReader(tmp_path, settings=LoadSettings(direct_bytes=1))
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    index = MetadataIndex("w", [0, 0])
+    rows = ReadItem(
+        LoadItemType.TENSOR, index, torch.Size([0, 0]), index, torch.Size([7000, 0]), torch.Size([500, 1000])
+    )
+    target = torch.zeros(500, 1000).to(dtype)
+
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            return target
+
+    before = place_bytes(tmp_path)
+    reader.read_data(dcp.planner.LoadPlan([rows]), Planner())
+    assert_same(whole[7000:7500], target)
+    if kind != "turned":
+        assert place_bytes(tmp_path) - before < whole.nbytes // 2
+
+
 def test_the_planner_is_asked_by_the_thread_that_called(tmp_path: Path) -> None:
     save_plainly(full(), tmp_path, thread_count=2)
     threads = set()
@@ -188,6 +219,37 @@ def test_latest_is_the_checkpoint_that_it_names(tmp_path: Path) -> None:
     assert target["step"].tolist() == [1, 1, 1]
 
 
+def test_a_load_goes_on_with_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"w": torch.full((3,), float(step))}, storage_writer=StripedWriter(tmp_path / f"step-{step}"))
+    (tmp_path / "latest").write_text("step-1\n")
+
+    class Planner(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            (tmp_path / "latest").write_text("step-2\n")
+            return super().create_local_plan()
+
+    reader = StripedReader(tmp_path / "latest")
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, storage_reader=reader, planner=Planner())
+    assert target["w"].tolist() == [1, 1, 1]
+    dcp.load(target, storage_reader=reader)
+    assert target["w"].tolist() == [2, 2, 2]
+
+
+def test_ranks_that_would_load_different_checkpoints_fail(tmp_path: Path) -> None:
+    plans = []
+    for step in (1, 2):
+        dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / f"step-{step}"))
+        (tmp_path / "latest").write_text(f"step-{step}\n")
+        reader = StripedReader(tmp_path / "latest")
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(dcp.planner.LoadPlan([])))
+    assert reader.prepare_global_plan(plans[1:]) == plans[1:]
+    with pytest.raises(TransientError, match=r"step-1 and .*step-2; load again"):
+        reader.prepare_global_plan(plans)
+
+
 def test_a_reader_without_a_checkpoint_says_so() -> None:
     with pytest.raises(CheckpointException, match="the reader has no checkpoint"):
         dcp.load({"w": torch.zeros(1)}, storage_reader=StripedReader())
@@ -205,6 +267,20 @@ def test_cut_metadata_is_called_damaged(tmp_path: Path, keep: int) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes()[:keep])
     assert f"{path}: the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
+
+
+def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) -> None:
+    # Those that could read it would wait in collectives for a rank that went on alone.
+    save_plainly(full(), tmp_path)
+    (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").write_bytes(b"cut")
+    assert "the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
+
+
+def test_metadata_of_each_rank_is_read_when_there_is_no_other(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path)
+    (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
+    assert_same(full(), load(empty(), tmp_path))
 
 
 def test_metadata_that_is_something_else_is_called_so(tmp_path: Path) -> None:

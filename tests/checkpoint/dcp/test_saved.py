@@ -92,6 +92,13 @@ def test_foreign_byte_order_is_left_to_torch() -> None:
     assert layout(data.replace(b"little", b"bigger", 1)) is None
 
 
+def test_a_storage_of_another_size_than_its_record_is_refused() -> None:
+    data = saved(torch.ones(7))
+    forged = data.replace(b"K\x07t", b"K\x08t", 1)
+    assert forged != data
+    assert layout(forged) is None
+
+
 @pytest.mark.parametrize("size", [5, 2_000_000_000])
 def test_a_tensor_larger_than_its_record_is_refused(size: int) -> None:
     data = saved(torch.ones(7))

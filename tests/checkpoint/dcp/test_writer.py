@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,11 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-1\n"
     save({"w": torch.zeros(3)}, tmp_path / "step-2", move_latest=True)
     assert (tmp_path / "latest").read_text() == "step-2\n"
+
+
+def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    writer = StripedWriter(tmp_path / "one")
+    dcp.save(full(), storage_writer=writer)
+    sent = pickle.loads(pickle.dumps(writer))  # noqa: S301 - it is our own
+    dcp.save(full(), storage_writer=sent, checkpoint_id=str(tmp_path / "two"))
+    assert_same(full(), loaded(empty(), tmp_path / "two"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -255,7 +256,7 @@ def test_a_file_system_and_a_child_process_work_after_pickling(tmp_path: Path, s
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_reads(tmp_path: Path, system: FolderFileSystem) -> None:
+def test_a_forked_child_reads_and_writes(tmp_path: Path, system: FolderFileSystem) -> None:
     data = os.urandom(20 * MIB)
     system.pipe(f"{tmp_path}/large", data)
     assert system.cat(f"{tmp_path}/large") == data
@@ -263,10 +264,13 @@ def test_a_forked_child_reads(tmp_path: Path, system: FolderFileSystem) -> None:
     if not child:
         is_right = False
         try:
+            signal.alarm(60)  # a child that waits for its parent's threads waits for ever
             is_right = system.cat(f"{tmp_path}/large") == data
+            system.pipe(f"{tmp_path}/other", data)
         finally:
             os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert system.cat(f"{tmp_path}/other") == data
     assert system.cat(f"{tmp_path}/large") == data
 
 

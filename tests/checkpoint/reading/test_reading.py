@@ -290,6 +290,19 @@ def test_a_part_that_is_expected_late_is_not_asked_at_all(place, reading, conten
     assert not asked(place, slow)
 
 
+def test_parity_that_is_late_is_not_waited_for(place, reading, content, made):
+    paths = part_paths("parity", made.heads["parity"])
+    # Its estimate promises more than it keeps.
+    place.delay_of = lambda path: 0.3 if path in paths[:4] else 0.0
+    place.decide = lambda read: NEVER if read.path in paths[4::5] else GOOD
+    file = reading.open("parity")
+    assert file.read(0, 4 * MIB) == content[: 4 * MIB]
+    memory = bytearray(SIZE)
+    file.readinto(0, memory)
+    assert memory == content
+    assert reading.facts()["rebuilt"] == 0
+
+
 def test_a_single_chunk_of_a_part_that_never_answers_is_rebuilt(place, reading, content, made):
     bad = part_paths("parity", made.heads["parity"])[1]
     place.decide = lambda read: NEVER if read.path == bad else GOOD

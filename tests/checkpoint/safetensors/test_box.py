@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")  # the package has it
+
 from bootseer.checkpoint.safetensors.box import Box, Index, box_of, runs_of, strides_of
 
 sizes = st.lists(st.integers(1, 5), max_size=4)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")  # the package has it
+
 from bootseer.checkpoint.safetensors.header import MAX_HEADER_BYTES, Header, read_header, read_headers
 from bootseer.errors import CorruptError
 
@@ -104,6 +106,7 @@ BAD: dict[str, bytes] = {
     "beyond the end": encoded({"a": entry()}, bytes(7)),
     "bytes left over": encoded({"a": entry()}, bytes(9)),
     "a gap": encoded({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
+    "a gap that hides the end": encoded({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(16)),
     "an overlap": encoded({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
     "a name twice": encoded(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     "metadata that is no text": encoded({"__metadata__": {"k": 1}}),

@@ -38,15 +38,22 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS, st.booleans(), st.sampled_from([2 * MIB, 64 * MIB]), st.integers(0, 2**32))
+@given(STEPS, st.booleans(), st.sampled_from([2 * MIB, 64 * MIB]), st.sampled_from([0.0, 0.1]), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_writer_is_like_bytes_in_memory(
-    steps: list[tuple[str, int, int]], parity: bool, spool_bytes: int, seed: int
+    steps: list[tuple[str, int, int]], parity: bool, spool_bytes: int, faults: float, seed: int
 ) -> None:
     policy = Policy(stripes=2, parity=parity, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
     source = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        desk = Desk(Path(folder) / "root", Path(folder) / "spool", WritingSettings(spool_bytes=spool_bytes))
+        room = WritingSettings(spool_bytes=spool_bytes, retry_s=0.001, part_tries=12)
+        desk = Desk(Path(folder) / "root", Path(folder) / "spool", room)
+
+        def fail_sometimes(step: str, path: str) -> None:
+            if step in ("begin", "write", "close") and source.random() < faults:
+                raise TransientError("a node died")
+
+        desk.place.before = fail_sometimes
         model, shown = bytearray(), None
         writer = desk.writing.open("job/file", policy=policy)
         for step, offset, length in steps:
@@ -67,7 +74,7 @@ def test_a_writer_is_like_bytes_in_memory(
                 assert writer.sync().size_bytes == len(model)
                 shown = bytes(model)
             else:
-                writer.send_now()
+                writer.sending.send_now()
             assert writer.size_bytes == len(model)
             if shown is not None:
                 assert desk.read("job/file") == shown
@@ -91,6 +98,20 @@ def test_a_stream_is_sent_while_it_is_written_and_needs_little_room(tmp_path: Pa
         written = writer.commit()
     assert (written.size_bytes, written.is_striped) == (len(data), True)
     assert desk.read("job/file") == data
+    assert desk.leftovers() == []
+
+
+def test_a_file_that_is_begun_anew_is_sent_while_it_is_written_like_the_first_time(tmp_path: Path) -> None:
+    room = WritingSettings(spool_bytes=8 * MIB, random_bytes=0)
+    desk = Desk(tmp_path / "root", tmp_path / "spool", room)
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=SMALL)
+        for content in (b"1" * PIECE, b"2" * PIECE):
+            writer.truncate(0)
+            for offset in range(0, 20 * MIB, PIECE):
+                writer.write_at(offset, content)
+        writer.commit()
+    assert desk.read("job/file") == b"2" * 20 * MIB
     assert desk.leftovers() == []
 
 

@@ -119,6 +119,24 @@ def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_o
     assert desk.leftovers() == []
 
 
+def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhere(desk: Desk) -> None:
+    policy = Policy(stripes=3, part_bytes=16 * MIB, min_bytes_per_stripe=MIB)
+    slow: list[str] = []
+
+    def be_slow(step: str, path: str) -> None:
+        if step == "write" and ".1." in path and (not slow or path in slow):
+            slow.append(path)
+            threading.Event().wait(0.2)
+
+    desk.place.before = be_slow
+    desk.place.nodes_of = lambda path: ("slow:1",) if path in slow or not slow else ("quick:1",)
+    data = os.urandom(36 * MIB)
+    assert desk.writing.write_file("job/file", BytesSource(data), policy=policy).num_retries == 1
+    assert len(slow) < 12  # not all of its chunks
+    assert desk.read("job/file") == data
+    assert desk.leftovers() == []
+
+
 def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
     desk.place.nodes_of = lambda path: ("node:1",)
     written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)

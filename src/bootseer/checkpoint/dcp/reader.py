@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import replace
 from typing import IO, Any
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -23,7 +24,7 @@ from bootseer.checkpoint.dcp.load import load_all
 from bootseer.checkpoint.dcp.safetensors_items import bare_items
 from bootseer.checkpoint.dcp.settings import LoadSettings
 from bootseer.checkpoint.opened import Opened, is_uri, opened
-from bootseer.errors import BootseerError, NotFoundError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 
 
 class StripedReader(StorageReader):
@@ -42,14 +43,16 @@ class StripedReader(StorageReader):
         super().__init__()
         self._settings = settings or LoadSettings()
         self._extensions = extension_registry or ExtensionRegistry()
+        self._uri: str | None = None
+        self._folder: Opened | None = None
         self._metadata: Metadata | None = None
         self._failed: BootseerError | None = None
-        self._uri: str | None = None
         self.load_id = ""
         self.reset(uri)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read; from now on read `checkpoint_id` if it is given."""
+        self._folder = None
         self._metadata = None
         self._failed = None
         self.load_id = str(uuid.uuid4())
@@ -64,34 +67,40 @@ class StripedReader(StorageReader):
             # would then wait in collectives for this one.
             raise self._failed
         try:
-            folder = self._folder()
+            if rank is None or self._folder is None:
+                self._folder = self._look()
+            folder = self._folder
             name = meta.name_of(rank)
-            data = folder.read_bytes(name, meta.MAX_BYTES)
+            return meta.parse(folder.read_bytes(name, meta.MAX_BYTES), folder.where(name), self.load_id)
         except NotFoundError as error:
             self._failed = NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}")
             raise self._failed from error
         except BootseerError as error:
             self._failed = error
             raise
-        return meta.parse(data, folder.where(name), self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP between reading the metadata and the plan."""
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to prepare."""
-        return plan
+        """Tells the coordinator which checkpoint this rank loads."""
+        return replace(plan, storage_data=None if self._folder is None else self._folder.uri)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to prepare."""
+        """Runs once. Raises `TransientError` when `latest` was moved while the ranks looked at it."""
+        named = sorted({str(plan.storage_data) for plan in plans})
+        if len(named) > 1:
+            raise TransientError(
+                f"{self._uri}: ranks would load different checkpoints, {' and '.join(named)}; load again"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan wants. Raises the first error; reads have deadlines, so that it ends in any case."""
-        if self._metadata is None:
+        folder = self._folder
+        if self._metadata is None or folder is None:
             raise UsageError("the reader knows no checkpoint yet", hint="load with torch.distributed.checkpoint.load")
-        folder = self._folder()
         items = stored_items(plan, self._metadata, self._metadata.storage_data, folder.uri)
         plain = [item for item in items if item.form is not Form.SAFETENSORS]
         packed = [item for item in items if item.form is Form.SAFETENSORS]
@@ -106,7 +115,7 @@ class StripedReader(StorageReader):
                 stream = extension.transform_from(stream)
         return stream
 
-    def _folder(self) -> Opened:
+    def _look(self) -> Opened:
         if self._uri is None:
             raise UsageError("the reader has no checkpoint", hint="StripedReader(URI), or dcp.load(checkpoint_id=URI)")
         return opened(self._uri).latest()

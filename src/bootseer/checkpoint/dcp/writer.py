@@ -42,6 +42,19 @@ class _NewFile(NamedTuple):
     items: Sequence[WriteItem]
 
 
+class _Objects:
+    """What a planner saves. Planners are not made for threads: they are asked by one at a time."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self.planner = planner
+        self._lock = threading.Lock()
+
+    def __getitem__(self, item: WriteItem) -> Any:
+        with self._lock:
+            data = self.planner.resolve_data(item)
+        return data.detach() if isinstance(data, torch.Tensor) else data
+
+
 class StripedWriter(filesystem.FileSystemWriter):
     """Writes the checkpoint into a folder: `hdfs://namenode/job/step-8`, `file:///…`, or a path.
 
@@ -72,7 +85,6 @@ class StripedWriter(filesystem.FileSystemWriter):
         self._striped = self.fs = StripedFileSystem()  # type: ignore[assignment] # as its other subclasses do
         self.path = ""
         self._move_latest = move_latest
-        self._resolving = threading.Lock()
         self.reset(uri)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -96,9 +108,10 @@ class StripedWriter(filesystem.FileSystemWriter):
         else:
             groups = [[item] for item in plan.items]
         files = [_NewFile(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}", group) for number, group in enumerate(groups)]
+        objects = _Objects(planner)
         with ThreadPoolExecutor(self.thread_count, "bootseer-dcp") as threads:
             results = [
-                one for of_file in threads.map(lambda file: self._write(file, planner), files) for one in of_file
+                one for written in threads.map(lambda file: self._write(file, objects), files) for one in written
             ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -115,22 +128,22 @@ class StripedWriter(filesystem.FileSystemWriter):
             folder, _, name = opened(self.path).path.rpartition("/")
             move_latest(target.system.files, folder, name)
 
-    def _write(self, file: _NewFile, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, file: _NewFile, objects: _Objects) -> list[WriteResult]:
         target = opened(self._striped.concat_path(self.path, file.name))
-        if not self._can_replay(file.items, planner):
+        if not self._can_replay(file.items, objects):
             with self._striped.create_stream(target.uri, "wb") as stream:
-                return [self._write_item(cast(Streamed, stream), item, file.name, planner) for item in file.items]
+                return [self._write_item(cast(Streamed, stream), item, file.name, objects) for item in file.items]
         recorded = Recorded()
-        results = [self._write_item(recorded, item, file.name, planner) for item in file.items]
+        results = [self._write_item(recorded, item, file.name, objects) for item in file.items]
         target.system.writing.write_file(target.path, RecordedSource(recorded))
         return results
 
-    def _can_replay(self, items: Sequence[WriteItem], planner: SavePlanner) -> bool:
+    def _can_replay(self, items: Sequence[WriteItem], objects: _Objects) -> bool:
         """Whether the file lies in memory, all but little: then nothing is kept on the local disk until it is written.
 
         Planners of others may make each tensor anew when it is asked for: those are written one after the other.
         """
-        kind = type(planner)
+        kind = type(objects.planner)
         if self.transforms.extensions or not (
             kind.resolve_data is DefaultSavePlanner.resolve_data
             and kind.lookup_object is DefaultSavePlanner.lookup_object  # type: ignore[attr-defined]
@@ -140,12 +153,12 @@ class StripedWriter(filesystem.FileSystemWriter):
         copied = 0
         for item in items:
             if item.type != WriteItemType.BYTE_IO:
-                tensor = cast(torch.Tensor, self._resolve(item, planner))
+                tensor = cast(torch.Tensor, objects[item])
                 copied += 0 if _is_as_saved(tensor) else tensor.nbytes
         return copied <= _MAX_COPIED_BYTES
 
-    def _write_item(self, stream: Recorded | Streamed, item: WriteItem, file: str, planner: SavePlanner) -> WriteResult:
-        data = self._resolve(item, planner)
+    def _write_item(self, stream: Recorded | Streamed, item: WriteItem, file: str, objects: _Objects) -> WriteResult:
+        data = objects[item]
         begin = stream.tell()
         to, descriptors = self.transforms.transform_save_stream(item, stream)
         if isinstance(data, torch.Tensor):
@@ -162,11 +175,6 @@ class StripedWriter(filesystem.FileSystemWriter):
         length = stream.tell() - begin
         place = filesystem._StorageInfo(file, begin, length, transform_descriptors=descriptors or None)
         return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
-
-    def _resolve(self, item: WriteItem, planner: SavePlanner) -> Any:
-        with self._resolving:  # planners are not made for threads
-            data = planner.resolve_data(item)
-        return data.detach() if isinstance(data, torch.Tensor) else data
 
     def _metadata_uri(self) -> str:
         return self._striped.concat_path(self.path, meta.name_of(None if self.use_collectives else self.rank))

@@ -9,11 +9,7 @@ What is written is synced to the disk, with the folder that names it, before any
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
-import grp
 import os
-import pwd
 import secrets
 import shutil
 import stat
@@ -22,15 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bootseer.checkpoint.places.folder_errors import mapped
+from bootseer.checkpoint.places.folder_names import FOLDER, NEW, drop, enter, rename_new, sync, write_temporary
+from bootseer.checkpoint.places.folder_owners import gid_of, group_of, owner_of, uid_of
 from bootseer.checkpoint.places.folder_reads import FolderFile, FolderReads, version_of
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError, PartWriter, TakenError, names_of
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 class FolderPlace:
@@ -94,25 +89,25 @@ class FolderPlace:
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Place.write_bytes`."""
         with self._parent(path) as (folder, name):
-            temporary = _write_temporary(folder, data, mode)
+            temporary = write_temporary(folder, data, mode)
             try:
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:
-                _drop(temporary, folder)
+                drop(temporary, folder)
                 raise
-            _sync(folder)
+            sync(folder)
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """See `Place.create_bytes`."""
         with self._parent(path) as (folder, name):
-            temporary = _write_temporary(folder, data, mode)
+            temporary = write_temporary(folder, data, mode)
             try:
-                _rename_new(temporary, folder, name, folder)
+                rename_new(temporary, folder, name, folder)
             except FileExistsError:
                 return False
             finally:
-                _drop(temporary, folder)
-            _sync(folder)
+                drop(temporary, folder)
+            sync(folder)
         return True
 
     def begin_parts(
@@ -137,9 +132,9 @@ class FolderPlace:
             if replace:
                 os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
             else:
-                _rename_new(name, old, new_name, new)
-            _sync(new)
-            _sync(old)
+                rename_new(name, old, new_name, new)
+            sync(new)
+            sync(old)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """See `Place.delete`."""
@@ -151,7 +146,7 @@ class FolderPlace:
                 shutil.rmtree(name, dir_fd=folder)
             else:
                 os.rmdir(name, dir_fd=folder)
-            _sync(folder)
+            sync(folder)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
         """See `Place.make_folder`."""
@@ -174,7 +169,7 @@ class FolderPlace:
         with self._parent(path) as (folder, name):
             os.mkdir(name, mode, dir_fd=folder)
             self._chmod(name, mode, folder)
-            _sync(folder)
+            sync(folder)
 
     def set_mode(self, path: str, mode: int) -> None:
         """See `Place.set_mode`."""
@@ -184,7 +179,7 @@ class FolderPlace:
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         """See `Place.set_owner`."""
         with self._parent(path) as (folder, name):
-            os.chown(name, _uid(owner), _gid(group), dir_fd=folder, follow_symlinks=False)
+            os.chown(name, uid_of(owner), gid_of(group), dir_fd=folder, follow_symlinks=False)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         """See `Place.set_mtime`."""
@@ -197,12 +192,12 @@ class FolderPlace:
         name = f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
             with self._parent(name) as (folder, _):
-                descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
+                descriptor = os.open(name, NEW, 0o600, dir_fd=folder)
                 try:
                     return os.fstat(descriptor).st_mtime_ns / 1e9
                 finally:
                     os.close(descriptor)
-                    _drop(name, folder)
+                    drop(name, folder)
         except AccessError:
             return time.time()  # who may not write there has no lease there
 
@@ -225,10 +220,10 @@ class FolderPlace:
         """The folder of a path, by descriptor, and the name in it, "." for the root. Errors inside are mapped."""
         *folders, name = names_of(path) or ["."]
         with self._mapping(path):
-            descriptor = os.open(self._root, _FOLDER & ~os.O_NOFOLLOW)
+            descriptor = os.open(self._root, FOLDER & ~os.O_NOFOLLOW)
             try:
                 for folder in folders:
-                    below = _enter(folder, descriptor)
+                    below = enter(folder, descriptor)
                     os.close(descriptor)
                     descriptor = below
                 yield descriptor, name
@@ -292,7 +287,7 @@ class _FolderWriter:
         self._left = part_bytes
         self._folder = -1
         with place._parent(path) as (folder, self._name):
-            self._descriptor = os.open(self._name, _NEW, mode, dir_fd=folder)
+            self._descriptor = os.open(self._name, NEW, mode, dir_fd=folder)
             os.fchmod(self._descriptor, mode)
             self._folder = os.dup(folder)
 
@@ -312,14 +307,14 @@ class _FolderWriter:
         """See `PartWriter.close`."""
         with self._place._mapping(self.path):
             os.fsync(self._descriptor)
-            _sync(self._folder)
+            sync(self._folder)
         self._release()
         return ()
 
     def abort(self) -> None:
         """See `PartWriter.abort`."""
         if self._descriptor >= 0:
-            _drop(self._name, self._folder)
+            drop(self._name, self._folder)
             self._release()
 
     def _release(self) -> None:
@@ -327,16 +322,6 @@ class _FolderWriter:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._descriptor = self._folder = -1
-
-
-def _enter(name: str, folder: int) -> int:
-    try:
-        return os.open(name, _FOLDER, dir_fd=folder)
-    except NotADirectoryError:
-        # What the kernel says of a symbolic link too.
-        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise FileNotFoundError(errno.ENOENT, name) from None
-        raise
 
 
 def _entry(path: str, status: os.stat_result) -> Entry | None:
@@ -349,103 +334,7 @@ def _entry(path: str, status: os.stat_result) -> Entry | None:
         size_bytes=0 if is_folder else status.st_size,
         mtime_ns=status.st_mtime_ns,
         mode=stat.S_IMODE(status.st_mode),
-        owner=_owner(status.st_uid),
-        group=_group(status.st_gid),
+        owner=owner_of(status.st_uid),
+        group=group_of(status.st_gid),
         version=version_of(status),
     )
-
-
-def _write_temporary(folder: int, data: bytes, mode: int) -> str:
-    name = f"{TEMPORARY}{secrets.token_hex(8)}"
-    _create(folder, name, data, mode)
-    return name
-
-
-def _rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
-    """Rename unless the new name is taken. Raises `FileExistsError`."""
-    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        try:
-            # A link is made or not in one step, which a rename that replaces nothing is not everywhere.
-            os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-        else:
-            _drop(name, folder)
-            return
-    with contextlib.suppress(FileNotFoundError):
-        os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
-        raise FileExistsError(errno.EEXIST, new_name)
-    os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
-
-
-def _create(folder: int, name: str, data: bytes, mode: int) -> None:
-    descriptor = os.open(name, _NEW, mode, dir_fd=folder)
-    try:
-        os.fchmod(descriptor, mode)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    except OSError:
-        _drop(name, folder)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _drop(name: str, folder: int) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=folder)
-
-
-def _sync(folder: int) -> None:
-    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder; there the rename is durable by itself.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-@functools.lru_cache(maxsize=1024)
-def _owner(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-@functools.lru_cache(maxsize=1024)
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def _uid(name: str | None) -> int:
-    if name is None:
-        return -1
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except KeyError:
-        return _number(name, "user")
-
-
-def _gid(name: str | None) -> int:
-    if name is None:
-        return -1
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        return _number(name, "group")
-
-
-def _number(name: str, kind: str) -> int:
-    if not name.isdecimal():
-        raise PermanentError(f"this machine knows no {kind} {name!r}")
-    return int(name)

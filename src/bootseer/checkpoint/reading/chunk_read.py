@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
-from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.means import Means, alike
 from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.checkpoint.reading.source import Want
 from bootseer.errors import BootseerError, CorruptError, TransientError
@@ -101,13 +101,6 @@ class ChunkRead:
         self.started_s = time.monotonic()
         part.then(self._part_opened)
 
-    def blame(self) -> None:
-        """Remember that the only node that has it does not give it, or not in time."""
-        part, offset = self.segment.place_of(self.chunk)
-        nodes = part.nodes(offset)
-        if len(nodes) == 1:
-            self._means.late_nodes.note(nodes[0], time.monotonic())
-
     def is_right(self, data: memoryview) -> bool:
         """Whether these are the bytes of the chunk."""
         return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
@@ -147,8 +140,8 @@ class ChunkRead:
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is not None:
             self._ask(file, frozenset(), check=False)
-        else:
-            self._own_ended(error)
+        elif error is not None:
+            self._own_ended(self._named(error))
 
     def _ask(self, file: OpenFile, avoid: frozenset[str], *, check: bool) -> None:
         """`check`: HDFS's own checksums are left out as long as the digest does the same, at less cost."""
@@ -166,7 +159,7 @@ class ChunkRead:
                 check=check, urgent=self.urgent, avoid=avoid, deadline_s=self._means.settings.deadline_s,
             )  # fmt: skip
         except BootseerError as error:
-            self._own_ended(error)
+            self._own_ended(self._named(error))
             return
         self._ticket = ticket
         if self._stopped:
@@ -175,7 +168,7 @@ class ChunkRead:
     def _arrived(self, file: OpenFile, outcome: Outcome) -> None:
         facts = self._means.facts
         if outcome.error is not None:
-            self._own_ended(outcome.error)
+            self._own_ended(self._wrong_error() if self._wrong else self._named(outcome.error))
             return
         facts.add("place_bytes", self.num_bytes)
         if self.is_right(self.into):
@@ -193,13 +186,21 @@ class ChunkRead:
             # Where nobody else has it, the same node gets a second chance, under its own checksums.
             self._ask(file, bad if others else frozenset(), check=not others)
         else:
-            self._own_ended(CorruptError(f"{self.where} has wrong bytes on {', '.join(sorted(bad)) or 'disk'}"))
+            self._own_ended(self._wrong_error())
+
+    def _wrong_error(self) -> CorruptError:
+        nodes = sorted({node for node in self._wrong if node})
+        return CorruptError(f"{self.where} has wrong bytes on {', '.join(nodes) or 'the disk'}")
+
+    def _named(self, error: BootseerError) -> BootseerError:
+        """The place's error, in words of the file."""
+        return alike(error, f"{self.where}: {error}")
 
     def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:
         if error is not None:
             self.problem = error
             if not self._stopped:
-                self.blame()
+                self._means.late_nodes.blame(*self.segment.place_of(self.chunk), time.monotonic())
         if self._row is None:
             self.finish(error, keep=keep)
         else:

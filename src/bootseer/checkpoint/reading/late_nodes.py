@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 
+from bootseer.checkpoint.reading.parts import LazyPart
+
 _FIRST_PAUSE_S = 2.0
 _MAX_PAUSE_S = 60.0
 
@@ -19,6 +21,12 @@ class LateNodes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nodes: dict[str, tuple[float, float]] = {}  # when it may be tried again, and the pause after that
+
+    def blame(self, part: LazyPart, offset: int, now: float) -> None:
+        """A read of this part was late or failed. Where several nodes have it, that is for the place to sort out."""
+        nodes = part.nodes(offset)
+        if len(nodes) == 1:
+            self.note(nodes[0], now)
 
     def note(self, node: str, now: float) -> None:
         """It was late, or gave an error."""

@@ -13,7 +13,7 @@ from bootseer.checkpoint.reading.late_nodes import LateNodes
 from bootseer.checkpoint.reading.segments import OpenSegment, Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.timer import Timer
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,3 +86,10 @@ class Means:
             self.segments.release(segment)
 
         keeper.put(segment.cached, chunk - segment.first_chunk, kept, done)
+
+
+def alike(error: BootseerError, message: str) -> BootseerError:
+    """An error that means the same, with more words."""
+    if isinstance(error, CorruptError):
+        return CorruptError(message)
+    return PermanentError(message) if isinstance(error, PermanentError) else TransientError(message)

@@ -23,14 +23,14 @@ from bootseer.checkpoint.reading.engine import Engine
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.gather import Waiting
-from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.means import Means, alike
 from bootseer.checkpoint.reading.ordinary import Ordinary
 from bootseer.checkpoint.reading.segments import Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.shared_file import SharedFile
 from bootseer.checkpoint.reading.source import Source
 from bootseer.checkpoint.reading.striped import Striped
-from bootseer.errors import BootseerError, CorruptError, PermanentError
+from bootseer.errors import BootseerError, PermanentError
 
 _FIRST_BYTES = 1 << 20
 """Most heads are smaller, and one request brings them."""
@@ -151,8 +151,7 @@ def _read_head(file: OpenFile, path: str, deadline_s: float) -> Head | None:
     try:
         return parse_head(bytes(data))
     except BootseerError as error:
-        kind = CorruptError if isinstance(error, CorruptError) else PermanentError
-        raise kind(f"{path}: {error}") from error
+        raise alike(error, f"{path}: {error}") from error
 
 
 def _read(file: OpenFile, offset: int, length: int, deadline_s: float) -> bytearray:

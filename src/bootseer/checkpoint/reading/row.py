@@ -19,13 +19,13 @@ from functools import partial
 
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.parity import xor_into
-from bootseer.checkpoint.places.place import OpenFile, Outcome
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
-from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.means import Means, alike
+from bootseer.checkpoint.reading.parity_read import ParityRead
 from bootseer.checkpoint.reading.parts import LazyPart
 from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.checkpoint.reading.source import Want
-from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.errors import BootseerError
 
 _WORTH = 1.5
 _WORTH_S = 0.05
@@ -57,13 +57,14 @@ class Row:
         self._lost: set[int] = set()  # their own parts were tried, and are of no use
         self._asked: dict[int, ChunkRead] = {}  # to be rebuilt
         self._rebuilt: dict[int, memoryview] = {}  # for when their own reads have ended
-        self._helpers: set[int] = set()
+        self._helpers: dict[int, ChunkRead] = {}
         self._parity = _Parity.NONE
-        self._parity_data = memoryview(b"")
+        self._parity_read: ParityRead | None = None
         self._why = ""
         self._rebuilding = False
         self._segment: OpenSegment | None = None
-        self._active = 0  # reads that have begun and not ended, of the chunks and for the rebuilding
+        self._num_active = 0  # chunks that have begun and not ended
+        self._num_extra = 0  # reads for the rebuilding alone that have not ended
         self._scratch_bytes = 0
         self._begun: set[int] = set()
         self._chosen: int | None = None
@@ -81,7 +82,7 @@ class Row:
         with self._lock:
             first = not self._begun
             self._begun.add(job.chunk)
-            self._active += 1
+            self._num_active += 1
             if self._segment is None:
                 self._segment = segment
                 self._means.segments.hold(segment)
@@ -102,16 +103,19 @@ class Row:
         chunk = job.chunk
         with self._lock:
             data = self._rebuilt.pop(chunk, None)
-            if error is None or data is not None:
-                self._asked.pop(chunk, None)
-            else:
+            self._asked.pop(chunk, None)
+            over = error is None or data is not None
+            if error is None:
+                self._have[chunk] = job.into
+            elif data is None:
                 self._lost.add(chunk)
-                if not job.abandoned:
+                over = job.abandoned  # looked at once: it may change at any time
+                if not over:
                     self._asked[chunk] = job
         if error is not None and data is not None:
             job.into[:] = data
             error = None
-        if error is None or job.abandoned:
+        if over:
             self._finish(job, error, keep=keep)
         self._go_on()
 
@@ -132,7 +136,7 @@ class Row:
         """Have chunks rebuilt that are late."""
         settings = self._means.settings
         with self._lock:
-            if not self._active:
+            if not self._num_active:
                 self._watching = False
                 return
             now = time.monotonic()
@@ -143,9 +147,21 @@ class Row:
                 waited_s = now - job.started_s
                 if waited_s >= max(settings.late_s, settings.late_factor * job.expected_s) and self._pays(waited_s):
                     self._asked[chunk] = job
-                    job.blame()
+                    self._means.late_nodes.blame(*job.segment.place_of(chunk), now)
+            instead = self._without_late_parity(now)
+        for job in instead:
+            job.read_own()
         self._means.timer.after(settings.late_s / 2, self._look)
         self._go_on()
+
+    def _without_late_parity(self, now: float) -> list[ChunkRead]:
+        """Chunks that parity was to be read for, when it is parity that is late."""
+        if self._parity is not _Parity.LOADING or self._parity_read is None or not self._parity_read.is_late(now):
+            return []
+        untried = [job for job in self._asked.values() if job.started_s is None]
+        for job in untried:
+            del self._asked[job.chunk]
+        return untried
 
     def _pays(self, waited_s: float) -> bool:
         """Whether reading what the rebuilding needs besides would probably take less than has been waited already."""
@@ -201,67 +217,49 @@ class Row:
                 self._waits_for_room = True
                 self._means.timer.after(_NO_ROOM_S, self._try_again)
             return None
-        self._active += 1
+        self._num_extra += 1
         self._scratch_bytes += CHUNK_BYTES
         if needs_parity:
             self._parity = _Parity.LOADING
-            return partial(self._load_parity, job.segment)
-        self._helpers.add(helpers[0])
-        return partial(self._help, job.segment, helpers[0])
+            self._parity_read = ParityRead(self._means, job.segment, self._chunks.start, self._parity_ended)
+            return self._parity_read.start
+        helper = self._helpers[helpers[0]] = self._helper(job.segment, helpers[0])
+        return partial(helper.start, urgent=True)
 
     def _try_again(self) -> None:
         with self._lock:
             self._waits_for_room = False
         self._go_on()
 
-    def _load_parity(self, segment: OpenSegment) -> None:
-        part, offset = segment.parity_of(self._chunks.start)
-        data = memoryview(bytearray(segment.index.length(self._chunks.start - segment.first_chunk)))
-
-        def arrived(outcome: Outcome) -> None:
-            if outcome.error is None:
-                self._means.facts.add("place_bytes", len(data))
-            self._parity_arrived(data, outcome.error)
-
-        def opened(file: OpenFile | None, error: BootseerError | None) -> None:
-            if file is None:
-                self._parity_arrived(data, error)
-                return
-            try:
-                # No checksums of the place: what is rebuilt has a digest.
-                file.read_into(offset, data, arrived, check=False, deadline_s=self._means.settings.deadline_s)
-            except BootseerError as refused:
-                self._parity_arrived(data, refused)
-
-        part.then(opened)
-
-    def _parity_arrived(self, data: memoryview, error: BootseerError | None) -> None:
+    def _parity_ended(self) -> None:
         with self._lock:
-            self._active -= 1
+            self._num_extra -= 1
+            error = None if self._parity_read is None else self._parity_read.error
             self._parity = _Parity.HERE if error is None else _Parity.USELESS
-            self._parity_data = data
             self._why = str(error)
         self._go_on()
 
-    def _help(self, segment: OpenSegment, chunk: int) -> None:
-        """Read a chunk that nobody asked for. It has no row: if its part is of no use either, nothing helps."""
-        start = chunk * CHUNK_BYTES
+    def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
+        """Reads a chunk that nobody asked for. It has no row: if its part is of no use either, nothing helps."""
         data = memoryview(bytearray(segment.index.length(chunk - segment.first_chunk)))
 
-        def arrived(error: BootseerError | None) -> None:
+        def ended(error: BootseerError | None) -> None:
             with self._lock:
-                self._active -= 1
+                self._num_extra -= 1
                 if error is None:
                     self._have[chunk] = data
                 else:
                     self._lost.add(chunk)
             self._go_on()
 
-        ChunkRead(self._means, Want(start, data, arrived), 0, shared=False).start(urgent=True)
+        return ChunkRead(self._means, Want(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
 
     def _rebuild(self, job: ChunkRead) -> None:
         others = [self._have[chunk] for chunk in self._chunks if chunk != job.chunk]
-        data = self._parity_data
+        parity = self._parity_read
+        if parity is None:
+            raise RuntimeError("there is no parity to rebuild from")
+        data = parity.data
         xor_into(data, *others)
         data = data[: job.num_bytes]
         right = job.is_right(data)
@@ -295,34 +293,44 @@ class Row:
         with self._lock:
             self._num_finished += 1
             if job.chunk in self._begun:
-                self._active -= 1
+                self._num_active -= 1
 
     def _tidy(self) -> None:
-        """Give back what was taken for the rebuilding when nothing is under way. What comes later begins anew."""
+        """When no chunk is under way: end what is read for the rebuilding, and then give its memory back. What comes
+        later begins anew.
+        """
         with self._lock:
-            if self._active or self._rebuilding or self._segment is None:
+            if self._num_active or self._rebuilding or self._segment is None:
                 return
-            segment, self._segment = self._segment, None
-            given, self._scratch_bytes = self._scratch_bytes, 0
-            self._parity = _Parity.NONE
-            self._parity_data = memoryview(b"")
-            for chunk in self._helpers:
-                self._have.pop(chunk, None)
-            self._lost -= self._helpers
-            self._helpers.clear()
-            if self._num_finished == len(self._jobs):
-                self._have.clear()  # the memory is its owners' again
-        self._means.segments.release(segment)
-        self._means.buffer.give(given)
+            extra: list[ChunkRead | ParityRead] = []
+            if self._num_extra:
+                extra += self._helpers.values()
+                extra += [] if self._parity_read is None else [self._parity_read]
+            else:
+                segment, self._segment = self._segment, None
+                given, self._scratch_bytes = self._scratch_bytes, 0
+                self._forget()
+        if extra:
+            for read in extra:
+                read.cancel()
+        else:
+            self._means.segments.release(segment)
+            self._means.buffer.give(given)
+
+    def _forget(self) -> None:
+        self._parity = _Parity.NONE
+        self._parity_read = None
+        for chunk in self._helpers:
+            self._have.pop(chunk, None)
+        self._lost -= self._helpers.keys()
+        self._helpers = {}
+        if self._num_finished == len(self._jobs):
+            self._have.clear()  # the memory is its owners' again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
         why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
-        message = f"{job.problem}; it cannot be rebuilt from the others of its row: {why}"
-        for kind in (CorruptError, PermanentError):
-            if isinstance(job.problem, kind):
-                return kind(message)
-        return TransientError(message)
+        return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
 
 
 def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:

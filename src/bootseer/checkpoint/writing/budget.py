@@ -1,6 +1,7 @@
 """Room on the local disk for what is not safe elsewhere yet, shared by all files of a `Writing`.
 
-Called by `file_writer`, which takes room before it writes to a spool and gives it back when a segment has ended.
+Called by `file_writer`, which takes room before it writes to a spool, and by `sending`, which gives it back when a
+segment has ended.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -36,12 +37,16 @@ class PartTask:
         """Whether a step runs or will. A part is not in a queue while it waits for bytes."""
         self.nodes: tuple[str, ...] = ()
         """Where it lies, or will lie."""
+        self.is_sent = False
+        """Whether its file has all bytes, and is complete or about to be."""
         self.result: Part | None = None
         self._segment = segment
         self._writer: PartWriter | None = None
         self._sha256 = hashlib.sha256()
         self._failures = 0
         self._rows_sent = 0
+        self._write_s = 0.0
+        self._has_left = False
 
     @property
     def is_parity(self) -> bool:
@@ -53,6 +58,13 @@ class PartTask:
         self._writer, self.nodes = writer, ()
         self._sha256 = hashlib.sha256()
         self.row = 0
+        self._write_s = 0.0
+        self.is_sent = False
+
+    @property
+    def seconds_per_row(self) -> float:
+        """How long its node takes for a chunk."""
+        return self._write_s / max(self.row, 1)
 
     def step(self) -> bool:
         """See `Stepper.step`: one chunk."""
@@ -63,7 +75,11 @@ class PartTask:
                 return False
             if self._writer is None:
                 self.begin(segment.begin_again(self))
+            elif not self._has_left and segment.is_much_slower(self):
+                self._has_left = True  # once: the next node may be no better
+                raise TransientError(f"{' '.join(self.nodes)}: much slower than the nodes of the other parts")
             if not self._write_row():
+                self.is_sent = True
                 # Ending waits for the place; the lane's next part uses the link meanwhile.
                 segment.lane.apart(self._finish)
                 return False
@@ -95,7 +111,9 @@ class PartTask:
             data = segment.read(mine, size_bytes)
             segment.set_digest(mine, blake3(data).digest())
         self._sha256.update(data)
+        began_s = time.monotonic()
         writer.write(data)
+        self._write_s += time.monotonic() - began_s
         self.nodes = writer.nodes  # known since the first bytes
         self.row += 1
         if not self.is_parity and self.row > self._rows_sent:

@@ -1,6 +1,6 @@
 """The segments of one file on their way: a few open at a time, begun in the order in which they were asked for.
 
-Called by `replayed` and `file_writer`, which differ in where the bytes come from.
+Called by `replayed` and `sending`, which differ in where the bytes come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which bytes of a file are there: ranges that do not touch each other, in order.
 
 Sequential writers have one range; one that writes all over the place has as many as it leaves gaps. Called by
-`file_writer`. Decides and touches nothing.
+`sending`. Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading back what was written: to verify it before it is shown, and for writers that come back to what was sent.
 
-Called by `publication` and `file_writer`. For reading checkpoints there is `checkpoint.reading`.
+Called by `publication` and `sending`. For reading checkpoints there is `checkpoint.reading`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,14 @@ from bootseer.checkpoint.writing.sick import SickNodes
 from bootseer.checkpoint.writing.workers import Lane
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
+_MUCH_SLOWER = 3.0
+"""A node that takes so many times longer than the others is left; one that two parts share takes twice as long."""
+_FEW = 4
+"""One part in so many may be judged by the others."""
+_JUDGED_ROWS = 2
+_WORTH_S = 1.0
+"""A slow part that is as near to its end is waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -181,6 +189,16 @@ class SegmentWriter:
         taken = [nodes[0] for nodes in siblings if nodes] if all(len(nodes) <= 1 for nodes in siblings) else []
         (writer,) = self._begin_files([part.number], sick.union(taken))
         return writer
+
+    def is_much_slower(self, part: PartTask) -> bool:
+        """Whether nearly all other parts are sent, and this one would take longer than beginning again elsewhere."""
+        if not self._is_sealed or not part.nodes or part.row < _JUDGED_ROWS:
+            return False
+        left_s = (num_chunks(self.part_size(part)) - part.row) * part.seconds_per_row
+        others = sorted(other.seconds_per_row for other in self._parts if other.is_sent)
+        if left_s < _WORTH_S or not others or len(others) < len(self._parts) - max(1, len(self._parts) // _FEW):
+            return False
+        return part.seconds_per_row > _MUCH_SLOWER * others[len(others) // 2]
 
     def part_ended(self) -> None:
         """A part is complete, or has nothing to hold."""

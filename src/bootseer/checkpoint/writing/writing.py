@@ -6,7 +6,7 @@ One `Writing` serves all files of a mount or of a job; make another one after a 
 
 from __future__ import annotations
 
-import tempfile
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +26,7 @@ from bootseer.checkpoint.writing.spool import Spool
 from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import PermanentError
 
+_SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 Verify = Literal["length", "read"]
 """How parts are checked before their file is shown: by their lengths, as the place says them, or by reading them.
 
@@ -36,7 +37,7 @@ class Writing:
     """Writes files. Safe to use from many threads.
 
     `policy_of` says how the file of a path is striped; by default the policy of its folder. `spool` is a folder on a
-    local disk with `settings.spool_bytes` of room.
+    local disk with `settings.spool_bytes` of room; by default `$TMPDIR`, or /var/tmp.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Writing:
     ) -> None:
         self._files = files
         self._policy_of = policy_of or (lambda path: files.policy(path.rpartition("/")[0]))
-        self._spool = spool or Path(tempfile.gettempdir())
+        self._spool = spool or Path(os.environ.get("TMPDIR") or _SPOOL)
         self._settings = settings or WritingSettings()
         self._workers = Workers(self._settings.max_threads)
         self._sick = SickNodes(self._settings.sick_s)
@@ -150,11 +151,11 @@ class Writing:
     def _free_some(self) -> bool:
         """Whether room in the spool will come back. When none is on its way, the file that can sends what it has."""
         with self._lock:
-            rooms = [(*writer.room_to_come(), writer) for writer in self._writers]
+            rooms = [(*writer.sending.room_to_come(), writer) for writer in self._writers]
         if any(on_the_way for on_the_way, _, _ in rooms):
             return True
         waiting = max(rooms, key=lambda room: room[1], default=None)
-        return waiting is not None and waiting[2].send_now()
+        return waiting is not None and waiting[2].sending.send_now()
 
     def _keep(self) -> None:
         """Renew leases, and end segments to which nothing is added, as long as anything is on its way."""
@@ -166,6 +167,6 @@ class Writing:
                     self._keeper = None
                     return
             for writer in writers:
-                writer.end_idle(self._settings.idle_s)
+                writer.sending.end_idle(self._settings.idle_s)
             for publication in publications:
                 publication.renew()

@@ -1,0 +1,88 @@
+"""The arms of `checkpoint` by name, and what they must reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from harness import Must
+
+
+class Names:
+    """Of the arms. Those of a layout begin with it."""
+
+    LINKS = "the links (4 plain streams)"
+    NATIVE = "hdfs-native, stream"
+    RANGES = "hdfs-native, 16 threads"
+    PYARROW = "pyarrow with libhdfs, stream"
+    WEBHDFS = "WebHDFS, stream"
+    FSSPEC = "FsspecReader, hdfs-native"
+    FSSPEC_PYARROW = "FsspecReader, pyarrow"
+    WRITE_ONE = "write: hdfs-native, 1 file"
+    WRITE_FOUR = "write: hdfs-native, 4 files"
+    FUSE_WARM = "4 stripes: FUSE, warm node cache"
+
+
+class Layouts:
+    """How a checkpoint lies in HDFS, and how the arms that read it so are called."""
+
+    ORDINARY = "ordinary"
+    REPLICAS = "ordinary, 2 replicas"
+    STRIPED = "4 stripes"
+    PARITY = "4+1 stripes"
+
+
+PLAIN = (Names.NATIVE, Names.RANGES, Names.PYARROW, Names.WEBHDFS)
+"""Readers without BootSeer."""
+PLAIN_DCP = (Names.FSSPEC, Names.FSSPEC_PYARROW)
+"""Loads without BootSeer."""
+Found = Mapping[str, Sequence[float]]
+"""MiB/s by name of the arm."""
+
+
+def unshaped(name: str) -> str:
+    """The name of an arm where the links have no limit."""
+    return f"{name}, no limit"
+
+
+def ranks(number: int) -> str:
+    """The name of the arm in which so many processes read a part each."""
+    return f"4 stripes: {number} ranks"
+
+
+def stripes(number: int) -> str:
+    """The name of the arm that reads a file of so many stripes."""
+    return f"curve: {number} stripes"
+
+
+def claims(found: Found, placement: float) -> list[Must]:
+    """All claims. `placement`: the part of the links that the ordinary file can use, as its blocks lie."""
+
+    def part(name: str, of: str) -> float:
+        return median(found[name]) / median(found[of])
+
+    def must(what: str, value: float, limit: float, unit: str = "x") -> Must:
+        return Must(what, value, limit, unit, at_least=True)
+
+    musts = []
+    for layout in (Layouts.STRIPED, Layouts.PARITY):
+        musts.append(must(f"{layout}: direct / links", part(f"{layout}: direct", Names.LINKS), 0.95))
+        musts.append(must(f"{layout}: FUSE / links", part(f"{layout}: FUSE", Names.LINKS), 0.9))
+    replicas = part(f"{Layouts.REPLICAS}: direct", Names.LINKS)
+    ordinary = part(f"{Layouts.ORDINARY}: direct", Names.LINKS) / placement
+    musts.append(must(f"{Layouts.REPLICAS}: direct / links", replicas, 0.8))
+    musts.append(must(f"{Layouts.ORDINARY}: direct / what its placement allows", ordinary, 0.8))
+    dcp = _best(found, PLAIN_DCP)
+    musts.append(must(f"{Layouts.STRIPED}: DCP / {dcp}", part(f"{Layouts.STRIPED}: DCP", dcp), 3.0))
+    for layout in (Layouts.STRIPED, Layouts.PARITY):
+        name = f"write: {layout}"
+        musts.append(must(f"{name} / links", part(name, Names.LINKS), 0.9))
+    musts.append(must(unshaped(Names.FUSE_WARM), median(found[unshaped(Names.FUSE_WARM)]), 1024, "MiB/s"))
+    direct, best = unshaped(f"{Layouts.STRIPED}: direct"), _best(found, [unshaped(name) for name in PLAIN])
+    musts.append(must(f"{direct} / {best}", part(direct, best), 1.2))
+    return musts
+
+
+def _best(found: Found, names: Sequence[str]) -> str:
+    """Of those that were measured, the fastest."""
+    return max((name for name in names if name in found), key=lambda name: median(found[name]))

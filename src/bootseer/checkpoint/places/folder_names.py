@@ -1,0 +1,86 @@
+"""Names in a folder that is known by its descriptor: no step here follows a symbolic link. Called by `folder`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+
+from bootseer.checkpoint.places.place import TEMPORARY
+
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def enter(name: str, folder: int) -> int:
+    """A descriptor of a folder in a folder. Raises `FileNotFoundError` for a symbolic link."""
+    try:
+        return os.open(name, FOLDER, dir_fd=folder)
+    except NotADirectoryError:
+        # What the kernel says of a symbolic link too.
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise FileNotFoundError(errno.ENOENT, name) from None
+        raise
+
+
+def write_temporary(folder: int, data: bytes, mode: int) -> str:
+    """Write a small hidden file, durable, and return its name."""
+    name = f"{TEMPORARY}{secrets.token_hex(8)}"
+    create(folder, name, data, mode)
+    return name
+
+
+def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
+    """Rename unless the new name is taken. Raises `FileExistsError`."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        try:
+            # A link is made or not in one step, which a rename that replaces nothing is not everywhere.
+            os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        else:
+            drop(name, folder)
+            return
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, new_name)
+    os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+
+
+def create(folder: int, name: str, data: bytes, mode: int) -> None:
+    """Write a small file, durable but for its name. Raises `FileExistsError`."""
+    descriptor = os.open(name, NEW, mode, dir_fd=folder)
+    try:
+        os.fchmod(descriptor, mode)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except OSError:
+        drop(name, folder)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def drop(name: str, folder: int) -> None:
+    """Remove a file, if that can be."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+
+
+def sync(folder: int) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; there the rename is durable by itself.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

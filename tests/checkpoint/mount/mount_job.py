@@ -1,0 +1,32 @@
+"""Mounts a place from a process of its own, as a program does: `mount_job.py URI TARGET RUNTIME CACHE [KEY=VALUE...]`.
+
+A daemon is forked from a process with one thread, which pytest is not. Prints the mount's target and the daemon's
+process, or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bootseer.checkpoint.mount.mounted import mount_checkpoint
+from bootseer.errors import BootseerError
+
+if __name__ == "__main__":
+    uri, target, runtime, cache, *rest = sys.argv[1:]
+    values: dict[str, Any] = {key: json.loads(value) for key, _, value in (one.partition("=") for one in rest)}
+    hold = values.pop("hold", False)
+    try:
+        mounted = mount_checkpoint(
+            uri, Path(target) if target else None, runtime=Path(runtime), cache=Path(cache) if cache else None, **values
+        )
+    except BootseerError as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+    else:
+        daemon = mounted.state.daemon
+        assert daemon is not None
+        print(json.dumps({"target": str(mounted.target), "pid": daemon.pid}), flush=True)
+        if hold:
+            sys.stdin.readline()

@@ -1,0 +1,250 @@
+"""Mounts with a daemon of their own: their life, their end by all means, and what is left of what was written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.checkpoint.mount.mounted import MountedCheckpoint, all_mounted, find_checkpoint, runtime_of
+from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.mounts import kernel
+from bootseer.mounts.state import Runtime
+from checkpoint.mounted_place import MIB, until
+
+pytestmark = pytest.mark.fuse
+
+JOB = Path(__file__).with_name("mount_job.py")
+DEADLINE_S = 60
+LARGE = 20 * MIB + 5
+Start = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    """Where mounts are written down; none of them is left after the test."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    (tmp_path / "place").mkdir()
+    record = runtime_of(tmp_path / "run")
+    yield record
+    for mounted in all_mounted(record):
+        try:
+            mounted.unmount(force=True)
+        except BootseerError as error:
+            pytest.fail(str(error))
+
+
+@pytest.fixture
+def start(tmp_path: Path, runtime: Runtime) -> Start:
+    """Mounts the folder `place`; what the job says."""
+
+    def run(**values: object) -> dict[str, Any]:
+        uri, target = values.pop("uri", tmp_path / "place"), values.pop("target", tmp_path / "mount")
+        cache = values.pop("cache", tmp_path / "cache")
+        options = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        argv = [sys.executable, JOB, uri, target, tmp_path / "run", cache, *options]
+        ended = subprocess.run(
+            [str(arg) for arg in argv], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert ended.stdout, ended.stderr
+        said: dict[str, Any] = json.loads(ended.stdout)
+        return said
+
+    return run
+
+
+def the(runtime: Runtime, target: Path) -> MountedCheckpoint:
+    """What is mounted there."""
+    return find_checkpoint(runtime, target)
+
+
+def test_a_place_is_mounted_used_and_taken_away(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    data = os.urandom(LARGE)
+    (target / "f").write_bytes(data)
+    assert (target / "f").read_bytes() == data
+    status = the(runtime, target).status()
+    assert status["uri"] == str(tmp_path / "place")
+    assert status["read_bytes"] >= LARGE
+    assert {"place_bytes", "cache_bytes", "same_bytes", "rebuilt", "refused", "place", "writing"} <= status.keys()
+    assert [one.health for one in all_mounted(runtime)] == ["mounted"]
+    the(runtime, target).unmount()
+    assert all_mounted(runtime) == []
+    assert not kernel.is_mount(target)
+    assert list(runtime.mounts.iterdir()) == []
+    with pytest.raises(UsageError, match="no checkpoints are mounted"):
+        the(runtime, target)
+
+
+def test_what_was_read_is_in_the_nodes_cache_for_the_next_mount(runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    data = os.urandom(LARGE)
+    (target / "f").write_bytes(data)
+    assert (target / "f").read_bytes() == data
+    the(runtime, target).unmount()
+    start()
+    assert (target / "f").read_bytes() == data
+    status = the(runtime, target).status()
+    assert status["cache_bytes"] == LARGE
+    assert status["place_bytes"] == 0
+
+
+def test_a_mount_in_use_is_left_alone_and_says_what_is_being_written(runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    with (target / "f").open("wb", buffering=0) as file:
+        file.write(b"x")
+        with pytest.raises(TransientError, match=r"being written: f; fuser"):
+            the(runtime, target).unmount()
+        file.write(b"y")
+    assert (target / "f").read_bytes() == b"xy"
+    the(runtime, target).unmount()
+
+
+def test_a_forced_end_publishes_what_was_written(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    data = os.urandom(LARGE)
+    file = (target / "f").open("wb", buffering=0)
+    file.write(data)
+    said = the(runtime, target).unmount(force=True)
+    assert (said["published"], said["lost"]) == (["f"], [])
+    with pytest.raises(OSError, match=r"not connected|abort|Input/output"):
+        file.write(b"x")
+    with pytest.raises(OSError, match=r"not connected|abort|Input/output"):
+        file.close()
+    start()
+    assert (target / "f").read_bytes() == data
+
+
+def test_a_signal_publishes_what_was_written(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    said = start()
+    target = Path(said["target"])
+    handle = os.open(target / "f", os.O_WRONLY | os.O_CREAT)
+    os.write(handle, b"written")
+    os.kill(said["pid"], signal.SIGTERM)
+    until(lambda: not kernel.is_mount(target), "unmounted")
+    until((tmp_path / "place/f").exists, "published")
+    assert (tmp_path / "place/f").read_bytes() == b"written"
+    with pytest.raises(OSError, match=r"not connected|abort|Input/output"):
+        os.close(handle)
+
+
+def test_after_the_daemons_death_users_get_errors_and_nothing_published_is_lost(
+    tmp_path: Path, runtime: Runtime, start: Start
+) -> None:
+    said = start()
+    target = Path(said["target"])
+    data = os.urandom(LARGE)
+    (target / "published").write_bytes(data)
+    handle = os.open(target / "open", os.O_WRONLY | os.O_CREAT)
+    os.write(handle, data)
+    os.kill(said["pid"], signal.SIGKILL)
+    until(lambda: the(runtime, target).health == "daemon dead", "dead")
+    for call in (lambda: list(target.iterdir()), lambda: os.write(handle, b"x"), (target / "published").read_bytes):
+        with pytest.raises(OSError) as raised:
+            call()
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+    with pytest.raises(OSError):
+        os.close(handle)
+    assert the(runtime, target).status() == {}
+    # Mounting again takes away what the dead one left.
+    start()
+    assert (target / "published").read_bytes() == data
+    assert os.listdir(target) == ["published"]  # noqa: PTH208
+    the(runtime, target).unmount()
+
+
+def test_an_unmount_cleans_up_after_a_dead_daemon(runtime: Runtime, start: Start) -> None:
+    said = start()
+    target = Path(said["target"])
+    os.kill(said["pid"], signal.SIGKILL)
+    until(lambda: the(runtime, target).health == "daemon dead", "dead")
+    the(runtime, target).unmount()
+    assert not kernel.is_mount(target)
+    assert list(runtime.mounts.iterdir()) == []
+    assert os.listdir(target) == []  # noqa: PTH208
+
+
+def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(
+    tmp_path: Path, runtime: Runtime, start: Start
+) -> None:
+    start()
+    assert start()["kind"] == "UsageError"
+    (tmp_path / "file").write_text("x")
+    assert "not a folder" in start(target=tmp_path / "file")["error"]
+    assert "lies in" in start(target=tmp_path / "place/inside")["error"]
+    assert len(all_mounted(runtime)) == 1
+
+
+def test_a_place_that_is_not_there_is_no_mount(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    assert start(uri=tmp_path / "none")["kind"] == "NotFoundError"
+    assert not kernel.is_mount(tmp_path / "mount")
+    assert list(runtime.mounts.iterdir()) == []
+
+
+def test_a_read_only_mount_changes_nothing(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    (tmp_path / "place/f").write_bytes(b"x")
+    target = Path(start(read_only=True)["target"])
+    assert (target / "f").read_bytes() == b"x"
+    with pytest.raises(OSError, match="Read-only"):
+        (target / "g").write_bytes(b"y")
+
+
+def test_stripes_of_new_files_are_those_that_were_asked_for(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start(stripes=2, parity=True)["target"])
+    (target / "f").write_bytes(bytes(LARGE))
+    the(runtime, target).unmount()
+    (parts,) = (tmp_path / "place/.stripes").iterdir()
+    assert len(list(parts.iterdir())) == 3
+
+
+def test_a_mount_for_a_job_ends_with_it_and_lies_in_a_folder_of_its_own(tmp_path: Path, runtime: Runtime) -> None:
+    argv = [
+        sys.executable,
+        str(JOB),
+        str(tmp_path / "place"),
+        "",
+        str(tmp_path / "run"),
+        "",
+        "lifeline=true",
+        "hold=true",
+    ]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        target = Path(json.loads(job.stdout.readline())["target"])
+        (target / "f").write_bytes(b"x")
+        job.kill()
+    until(lambda: not kernel.is_mount(target), "unmounted")
+    assert (tmp_path / "place/f").read_bytes() == b"x"
+
+
+def test_what_one_start_reads_is_brought_for_the_next(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start(cache="")["target"])
+    for step in (1, 2):
+        (target / f"step-{step}").mkdir()
+        for name in ("used", "unused"):
+            (target / f"step-{step}" / name).write_bytes(os.urandom(LARGE))
+    (target / "latest").write_text("step-1\n")
+    the(runtime, target).unmount()
+
+    start(slot="0 of 2")
+    assert len((target / "step-1/used").read_bytes()) == LARGE
+    assert the(runtime, target).began()["read_bytes"] >= LARGE
+    assert len((target / "step-1/unused").read_bytes()) == LARGE, "after the start"
+    the(runtime, target).unmount()
+
+    (tmp_path / "place/latest").write_text("step-2\n")
+    start(slot="0 of 2")
+    until(lambda: int(the(runtime, target).status()["place_bytes"]) >= LARGE, "brought")
+    assert len((target / "step-2/used").read_bytes()) == LARGE
+    status = the(runtime, target).status()
+    assert LARGE <= status["place_bytes"] < 2 * LARGE, "what was not used is not brought"
+    assert status["cache_bytes"] >= LARGE

@@ -1,0 +1,185 @@
+"""Random programs through the kernel, against files in memory: names, content, sizes, from here and from another mount.
+
+Every step is done to a mounted file system and to a model; at the end, and now and then, both must be the same, also as
+another mount of the same place sees it when all files are closed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoint.mount.conftest import Mounts
+from checkpoint.mounted_place import MIB, MountedPlace
+
+pytestmark = pytest.mark.fuse
+
+_NAMES = ("a", "b", "folder/a", "folder/c")
+_MOST = 5 * MIB
+"""Enough for two segments of three stripes; most lengths are small."""
+
+
+class Machine:
+    """Does the same to a mounted file system and to a dict of bytes."""
+
+    def __init__(self, one: MountedPlace, seed: int) -> None:
+        self.one = one
+        self.random = random.Random(seed)
+        self.model: dict[str, bytearray] = {}
+        self.open: dict[int, str] = {}
+        (one.target / "folder").mkdir()
+
+    def step(self) -> None:
+        """One random call."""
+        actions = (
+            [self.write_new] * 3
+            + [self.open_file, self.close_one, self.rename, self.unlink, self.truncate, self.look, self.sync]
+            + [self.write_at] * 4
+            + [self.read_at] * 4
+        )
+        self.random.choice(actions)()
+
+    def _length(self) -> int:
+        return self.random.choice((1, 100, 4096, 70_000, MIB, 2 * MIB + 1, self.random.randrange(3 * MIB)))
+
+    def _offset(self, size: int) -> int:
+        near = self.random.choice((0, MIB, 2 * MIB, 3 * MIB, size)) + self.random.randrange(-3, 3)
+        return min(max(0, self.random.choice((near, self.random.randrange(size + 1000)))), _MOST)
+
+    def _is_open(self, name: str) -> bool:
+        return name in self.open.values()
+
+    def write_new(self) -> None:
+        name, data = self.random.choice(_NAMES), self.random.randbytes(self._length())
+        (self.one.target / name).write_bytes(data)
+        self.model[name] = bytearray(data)
+
+    def open_file(self) -> None:
+        name = self.random.choice(_NAMES)
+        if len(self.open) < 4:
+            self.open[os.open(self.one.target / name, os.O_RDWR | os.O_CREAT)] = name
+            self.model.setdefault(name, bytearray())
+
+    def close_one(self) -> None:
+        if self.open:
+            handle = self.random.choice(list(self.open))
+            os.close(handle)
+            del self.open[handle]
+
+    def write_at(self) -> None:
+        if self.open:
+            handle, name = self.random.choice(list(self.open.items()))
+            offset, data = self._offset(len(self.model[name])), self.random.randbytes(self._length())
+            assert os.pwrite(handle, data, offset) == len(data)
+            held = self.model[name]
+            held.extend(bytes(max(0, offset - len(held))))
+            held[offset : offset + len(data)] = data
+
+    def read_at(self) -> None:
+        if self.open:
+            handle, name = self.random.choice(list(self.open.items()))
+            offset, length = self._offset(len(self.model[name])), self._length()
+            assert os.pread(handle, length, offset) == self.model[name][offset : offset + length]
+
+    def truncate(self) -> None:
+        name = self.random.choice(_NAMES)
+        if name in self.model:
+            size = self._offset(len(self.model[name]))
+            os.truncate(self.one.target / name, size)
+            held = self.model[name]
+            del held[size:]
+            held.extend(bytes(size - len(held)))
+
+    def rename(self) -> None:
+        source, target = self.random.sample(_NAMES, 2)
+        # A file that is open keeps its name here: what its descriptors lead to afterwards has tests of its own.
+        if source in self.model and not self._is_open(source) and not self._is_open(target):
+            try:
+                (self.one.target / source).rename(self.one.target / target)
+            except OSError:
+                assert source.count("/") != target.count("/"), "only into another folder may it be refused"
+                assert len(self.model[source]) > MIB
+            else:
+                self.model[target] = self.model.pop(source)
+
+    def unlink(self) -> None:
+        name = self.random.choice(_NAMES)
+        if name in self.model and not self._is_open(name):
+            (self.one.target / name).unlink()
+            del self.model[name]
+
+    def sync(self) -> None:
+        if self.open:
+            os.fsync(self.random.choice(list(self.open)))
+
+    def look(self) -> None:
+        self.compare(self.one)
+
+    def compare(self, mounted: MountedPlace) -> None:
+        """All names, sizes and bytes are those of the model."""
+        there = {str(path.relative_to(mounted.target)) for path in mounted.target.rglob("*") if path.is_file()}
+        assert there == set(self.model)
+        for name, data in self.model.items():
+            assert (mounted.target / name).stat().st_size == len(data)
+            assert (mounted.target / name).read_bytes() == data
+
+    def end(self) -> None:
+        """Close what is open."""
+        for handle in self.open:
+            os.close(handle)
+        self.open.clear()
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32))
+def test_random_programs_do_the_same_as_in_memory(mounts: Mounts, seed: int) -> None:
+    one = mounts()
+    machine = Machine(one, seed)
+    try:
+        for _ in range(40):
+            machine.step()
+        machine.end()
+        machine.compare(one)
+        other = mounts()
+        machine.compare(other)
+        assert one.said == []
+    finally:
+        machine.end()
+        for path in [*machine.model, "folder"]:
+            _remove(one, path)
+    parts = [path for path in one.root.rglob("*") if path.is_file() and path.name != "policy.json"]
+    assert parts == [], "nothing is left of files that were removed"
+    one.close()
+
+
+def _remove(one: MountedPlace, path: str) -> None:
+    if path == "folder":
+        (one.target / path).rmdir()
+    else:
+        (one.target / path).unlink()
+
+
+def test_many_processes_read_one_file_out_of_order(one: MountedPlace) -> None:
+    import subprocess
+    import sys
+
+    data = random.Random(1).randbytes(24 * MIB)
+    (one.target / "f").write_bytes(data)
+    (one.root.parent / "copy").write_bytes(data)
+    code = """
+import os, random, sys
+chosen = random.Random(int(sys.argv[3]))
+one, copy = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_RDONLY)
+size = os.fstat(copy).st_size
+for _ in range(60):
+    offset, length = chosen.randrange(size), chosen.choice((1, 4096, 300_000, 2_000_000))
+    assert os.pread(one, length, offset) == os.pread(copy, length, offset)
+"""
+    argv = [sys.executable, "-c", code, one.target / "f", one.root.parent / "copy"]
+    readers = [subprocess.Popen([*argv, str(number)]) for number in range(8)]
+    assert [reader.wait(120) for reader in readers] == [0] * 8
+    assert one.said == []

@@ -1,0 +1,128 @@
+"""One block on its way to its DataNodes: against real ones, and against one that says what it should not."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.hdfs.block_writer import PACKET_BYTES, BlockWriter, PipelineError
+from bootseer.hdfs.checksums import CRC32, CRC32C
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, ask_defaults
+from bootseer.hdfs.located import Block, Node
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.protobuf import delimited, field
+from hdfs.whole_files import read_all
+
+DATA = random.Random(8).randbytes(3 * PACKET_BYTES + 777)
+DEFAULTS = WriteDefaults(block_size=1 << 27, replication=1, checksum_kind=CRC32C, chunk_bytes=512)
+
+
+@pytest.mark.parametrize("kind", [CRC32, CRC32C])
+@pytest.mark.parametrize("chunk_bytes", [512, 4096])
+class TestOnACluster:
+    pytestmark = needs_hdfs
+
+    def test_a_block_is_read_back_as_it_was_written(
+        self, cluster: HdfsCluster, client: HdfsClient, folder: str, kind: int, chunk_bytes: int
+    ) -> None:
+        with closing(NameNode(client.cluster)) as namenode:
+            defaults = replace(ask_defaults(namenode), checksum_kind=kind, chunk_bytes=chunk_bytes)
+            path = f"{folder}/a"
+            lease = Lease(namenode, path, block_size=8 << 20, replication=2, mode=0o644, overwrite=False)
+            new = lease.add_block([])
+            writer = BlockWriter(new, defaults, lease.holder, by_hostname=False, setup_s=10, stall_s=10)
+            writer.write(memoryview(bytearray(DATA[: 3 * PACKET_BYTES])))
+            writer.write(memoryview(DATA[3 * PACKET_BYTES :]))
+            writer.finish()
+            writer.close()
+            lease.complete(new.block, len(DATA), 20)
+        # Its checksums are compared with the bytes here, and by the library for itself.
+        assert read_all(client, path) == DATA
+        assert cluster.where(path)[0].size_bytes == len(DATA)
+
+
+def a_block(port: int) -> NewBlock:
+    node = Node(f"127.0.0.1:{port}", "localhost", "some-uuid")
+    return NewBlock(Block(0, 0, "pool", 1, 1, b"", (node,)), (b"",), (1,), ("storage",))
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[NewBlock]:
+    """A DataNode of one connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(3)
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield a_block(server.getsockname()[1])
+        thread.join(10)
+
+
+def begin(new: NewBlock) -> BlockWriter:
+    return BlockWriter(new, DEFAULTS, "holder", by_hostname=False, setup_s=1, stall_s=1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\xff" * 20,
+        delimited(field(1, 1) + field(5, "no room")),
+        delimited(field(2, "no status")),
+        b"\xff\xff\x7f" + bytes(100_000),
+    ],
+)
+def test_an_answer_that_is_none_or_a_refusal_is_an_error_that_names_the_node(said: bytes) -> None:
+    with answering(lambda connection: connection.sendall(said)) as new:
+        with pytest.raises(PipelineError) as raised:
+            begin(new)
+        assert raised.value.node == new.block.nodes[0].host_port
+
+
+@pytest.mark.parametrize(
+    "confirmed",
+    [
+        delimited(field(1, 2 * 7) + field(2, 0)),
+        delimited(field(1, 0) + field(2, 1)),
+        delimited(b"\x08"),
+        b"\xff" * 100_000,
+        b"",
+    ],
+)
+def test_a_confirmation_of_something_else_ends_the_block(confirmed: bytes) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(delimited(field(1, 0)) + confirmed)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 20):
+            pass
+
+    with answering(answer) as new:
+        writer = begin(new)
+        with pytest.raises(PipelineError):
+            writer.write(memoryview(DATA[:1000]))
+            writer.finish()
+        writer.close()
+
+
+def test_a_node_that_cannot_be_reached_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PipelineError, match="cannot be reached") as raised:
+        begin(a_block(port))
+    assert raised.value.node == f"127.0.0.1:{port}"

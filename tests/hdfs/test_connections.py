@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("google_crc32c", reason="extra hdfs")
+
+from bootseer.hdfs.connections import Connections
+from bootseer.hdfs.faults import DataNodeError
+from bootseer.hdfs.located import Node
+from hdfs.peers import FakeDataNode
+from registry import free_port
+
+
+@pytest.fixture
+def connections() -> Iterator[Connections]:
+    kept = Connections(silent_s=1.0, by_hostname=False)
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with FakeDataNode({}) as peer:
+        yield Node(f"127.0.0.1:{peer.port}", "no.such.name", "")
+
+
+def test_a_connection_is_used_again_by_one_at_a_time(connections: Connections, node: Node) -> None:
+    assert connections.take(node) is None
+    first = connections.connect(node, 1.0)
+    first.last_used_s = time.monotonic()
+    connections.give(node, first)
+    assert connections.take(Node("127.0.0.1:1", "", "")) is None
+    assert connections.take(node) is first
+    assert connections.take(node) is None
+    first.close()
+
+
+def test_what_lies_idle_for_too_long_is_closed(connections: Connections, node: Node) -> None:
+    old = connections.connect(node, 1.0)
+    old.last_used_s = -1e9
+    connections.give(node, old)
+    assert connections.take(node) is None
+    with pytest.raises(DataNodeError):
+        old.send(b"x")
+
+
+def test_no_more_than_a_few_lie_idle(connections: Connections, node: Node) -> None:
+    made = [connections.connect(node, 1.0) for _ in range(70)]
+    for connection in made:
+        connection.last_used_s = time.monotonic()
+        connections.give(node, connection)
+    taken = []
+    while (connection := connections.take(node)) is not None:  # type: ignore[assignment]
+        taken.append(connection)
+        connection.close()
+    assert len(taken) == 64
+    assert made[0] not in taken
+
+
+def test_all_of_one_node_are_dropped(connections: Connections, node: Node) -> None:
+    for _ in range(2):
+        connection = connections.connect(node, 1.0)
+        connection.last_used_s = time.monotonic()
+        connections.give(node, connection)
+    connections.drop(node)
+    assert connections.take(node) is None
+
+
+def test_nodes_are_called_by_name_when_told_so(node: Node) -> None:
+    port = node.host_port.rpartition(":")[2]
+    named = Connections(silent_s=1.0, by_hostname=True)
+    with pytest.raises(DataNodeError, match="cannot be reached"):
+        named.connect(node, 1.0)
+    named.connect(Node(f"192.0.2.1:{port}", "localhost", ""), 1.0).close()
+
+
+def test_nobody_at_home_is_an_error(connections: Connections) -> None:
+    with pytest.raises(DataNodeError, match="cannot be reached"):
+        connections.connect(Node(f"127.0.0.1:{free_port()}", "", ""), 1.0)

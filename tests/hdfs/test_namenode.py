@@ -1,0 +1,171 @@
+"""Questions to NameNodes that answer, refuse, hang, or say what makes no sense."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("google_crc32c", reason="extra hdfs")
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.protobuf import Message, field
+from bootseer.hdfs.rpc import NotSpokenError
+from hdfs.peers import FakeNameNode, block, located
+from registry import free_port
+
+MIB = 1 << 20
+
+
+def answer(request: Message) -> bytes:
+    return located(MIB, [block(0, 1, MIB, (1,))])
+
+
+@pytest.fixture
+def peer() -> Iterator[FakeNameNode]:
+    with FakeNameNode() as running:
+        running.answers["getBlockLocations"] = answer
+        yield running
+
+
+def asked(*ports: int, call_timeout_s: float = 5.0) -> NameNode:
+    cluster = Cluster("job", tuple(("127.0.0.1", port) for port in ports), {}, False, "me")
+    return NameNode(cluster, call_timeout_s=call_timeout_s)
+
+
+def error_of(namenode: NameNode, timeout_s: float = 5.0) -> BootseerError:
+    with pytest.raises(BootseerError) as caught:
+        namenode.locate("/f", timeout_s=timeout_s)
+    namenode.close()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_one_connection_serves_many_questions(peer: FakeNameNode) -> None:
+    namenode = asked(peer.port)
+    for _ in range(5):
+        assert namenode.locate("/f").size_bytes == MIB
+    namenode.close()
+    assert peer.num_connections == 1
+
+
+def test_an_answer_in_parts_is_asked_for_to_its_end(peer: FakeNameNode) -> None:
+    def in_parts(request: Message) -> bytes:
+        number = request.number(2) // MIB
+        return located(3 * MIB, [block(number * MIB, number, MIB, (1,))])
+
+    peer.answers["getBlockLocations"] = in_parts
+    namenode = asked(peer.port)
+    assert [block.id for block in namenode.locate("/f").blocks] == [0, 1, 2]
+    namenode.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("java.io.FileNotFoundException", NotFoundError),
+        ("org.apache.hadoop.security.AccessControlException", AccessError),
+        ("org.apache.hadoop.hdfs.protocol.UnresolvedPathException", PermanentError),
+        ("java.lang.NullPointerException", TransientError),
+    ],
+)
+def test_errors_of_the_server_are_ours(peer: FakeNameNode, kind: str, expected: type[BootseerError]) -> None:
+    peer.answers["getBlockLocations"] = lambda _: (kind, "File does not exist: /f\n\tat org.apache.hadoop.Stack")
+    error = error_of(asked(peer.port))
+    assert type(error) is expected
+    assert "hdfs://job/f" in str(error)
+    assert "Stack" not in str(error)
+
+
+def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode) -> None:
+    peer.answers["getBlockLocations"] = lambda _: b""
+    assert isinstance(error_of(asked(peer.port)), NotFoundError)
+
+
+def test_a_server_that_wants_kerberos_is_not_spoken_to() -> None:
+    with FakeNameNode("secure") as peer:
+        namenode = asked(peer.port)
+        for _ in range(2):
+            assert isinstance(error_of(namenode), NotSpokenError)
+        assert peer.num_connections == 1, "it is remembered"
+
+
+def test_settings_that_want_kerberos_cost_no_question() -> None:
+    namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), {}, True, "me"))
+    assert isinstance(error_of(namenode), NotSpokenError)
+
+
+def test_a_cluster_that_encrypts_its_data_is_not_spoken_to(peer: FakeNameNode) -> None:
+    peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
+    assert isinstance(error_of(asked(peer.port)), NotSpokenError)
+
+
+def test_whether_data_are_encrypted_is_asked_once(peer: FakeNameNode) -> None:
+    namenode = asked(peer.port)
+    for _ in range(3):
+        namenode.locate("/f")
+    namenode.close()
+    assert peer.asked.count("getServerDefaults") == 1
+
+
+@pytest.mark.parametrize("spoil", ["huge", "garbage", "other call", "silent"])
+def test_a_server_that_makes_no_sense_costs_no_more_than_the_time_given(spoil: str) -> None:
+    with FakeNameNode(spoil) as peer:
+        peer.answers["getBlockLocations"] = answer
+        began_s = time.monotonic()
+        assert isinstance(error_of(asked(peer.port), timeout_s=0.6), TransientError)
+        assert time.monotonic() - began_s < 30.0
+
+
+def test_an_answer_that_makes_no_sense_is_said(peer: FakeNameNode) -> None:
+    peer.answers["getBlockLocations"] = lambda _: field(1, b"\xff\xff")
+    assert "makes no sense" in str(error_of(asked(peer.port)))
+
+
+def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None:
+    with FakeNameNode() as standby:
+        kind = "org.apache.hadoop.ipc.StandbyException"
+        standby.answers["getServerDefaults"] = lambda _: (kind, "Operation category READ is not supported")
+        namenode = asked(standby.port, peer.port)
+        for _ in range(3):
+            assert namenode.locate("/f").size_bytes == MIB
+        namenode.close()
+        assert len(standby.asked) == 1
+
+
+def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
+    with FakeNameNode("silent") as hung:
+        namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=0.3)
+        assert namenode.locate("/f").size_bytes == MIB
+        namenode.close()
+
+
+def test_none_that_is_active_is_said_in_time() -> None:
+    with FakeNameNode() as standby:
+        standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", "standby")
+        error = error_of(asked(standby.port), timeout_s=1.0)
+        assert "no NameNode is active" in str(error)
+        assert len(standby.asked) > 1, "it may become active"
+
+
+def test_a_connection_that_the_server_has_closed_is_made_anew(peer: FakeNameNode) -> None:
+    namenode = asked(peer.port)
+    namenode.locate("/f")
+    peer.hang_up()
+    assert namenode.locate("/f").size_bytes == MIB
+    namenode.close()
+    assert peer.num_connections == 2
+
+
+def test_a_file_of_a_terabyte_is_located(peer: FakeNameNode) -> None:
+    length = 128 * MIB
+    told = located(8192 * length, [block(number * length, number, length, (1, 2, 3)) for number in range(8192)])
+    peer.answers["getBlockLocations"] = lambda _: told
+    namenode = asked(peer.port)
+    file = namenode.locate("/f", timeout_s=60.0)
+    namenode.close()
+    assert file.size_bytes == 1 << 40
+    assert file.block_at((1 << 40) - 1).id == 8191

@@ -1,0 +1,56 @@
+"""What errors of hdfs-native and of NameNodes mean. The rest of `native` is tried through those who use it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
+
+native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
+
+
+class PanicException(BaseException):
+    """As the library's own: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("/a"), NotFoundError),
+        (FileExistsError("/a for client 127.0.0.1 already exists"), native.TakenError),
+        (RuntimeError('RPCError("org.apache.hadoop.security.AccessControlException", "denied")'), AccessError),
+        (RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "full")'), PermanentError),
+        (
+            RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
+            PermanentError,
+        ),
+        (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
+        (RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'), TransientError),
+        (OSError("Connection refused (os error 111)"), TransientError),
+        (PanicException("Cannot read past end of the file"), TransientError),
+        (CorruptError("one of ours"), CorruptError),
+    ],
+)
+def test_an_error_is_one_of_ours_and_says_what_it_is_about(error: BaseException, kind: type[BootseerError]) -> None:
+    with pytest.raises(BootseerError) as raised, native.mapping("hdfs://host/a"):
+        raise error
+    assert type(raised.value) is kind
+    assert "hdfs://host/a" in str(raised.value) or isinstance(error, BootseerError)
+
+
+def test_a_stack_trace_of_java_is_cut_off() -> None:
+    for text in ("gone\n\tat org.apache.hadoop.Code", 'RPCError("x", "gone\\n\\tat org.apache.hadoop.Code")'):
+        assert "org.apache.hadoop.Code" not in str(native.mapped(RuntimeError(text), "hdfs://host/a"))
+
+
+def test_what_is_no_error_passes() -> None:
+    with pytest.raises(KeyboardInterrupt), native.mapping("hdfs://host/a"):
+        raise KeyboardInterrupt

@@ -1,0 +1,184 @@
+"""Reading through hdfs-native, against a real cluster."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from bootseer.errors import NotFoundError, PermanentError, TransientError
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import Native, NativeSettings
+from bootseer.hdfs.native_reads import NativeReads
+from hdfs.whole_files import read_ranges
+
+pytestmark = needs_hdfs
+DATA = random.Random(6).randbytes(9_000_001)
+
+
+@pytest.fixture
+def reads(cluster: HdfsCluster) -> Iterator[NativeReads]:
+    native = Native(cluster.uri, NativeSettings(socket_timeout_s=5))
+    with closing(NativeReads(native)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def path(client: HdfsClient, folder: str) -> str:
+    client.put(f"{folder}/file", DATA, block_size=1 << 20)
+    return f"{folder}/file"
+
+
+def test_ranges_are_exactly_these_bytes(reads: NativeReads, path: str) -> None:
+    file = reads.open(path)
+    assert file.size_bytes == len(DATA)
+    chance = random.Random(1)
+    starts = [chance.randrange(len(DATA)) for _ in range(30)]
+    ranges = [(start, chance.randrange(len(DATA) - start + 1)) for start in starts]
+    ranges += [(0, 0), (0, len(DATA)), (len(DATA), 0), (len(DATA) - 1, 1)]
+    for (start, length), (data, outcome) in zip(ranges, read_ranges(file, ranges), strict=True):
+        assert outcome == (None, "")
+        assert data == DATA[start : start + length]
+    facts: Any = reads.facts()
+    assert facts["nodes"][""]["bytes"] == sum(length for _, length in ranges)
+    assert facts["retries"] == 0
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, len(DATA) + 1), (len(DATA), 1), (-1, 1)])
+def test_a_range_outside_of_the_file_is_an_error(reads: NativeReads, path: str, start: int, length: int) -> None:
+    ((_, outcome),) = read_ranges(reads.open(path), [(start, length)])
+    assert isinstance(outcome.error, PermanentError)
+
+
+def test_what_is_not_there_is_not_found(reads: NativeReads, folder: str) -> None:
+    with pytest.raises(NotFoundError):
+        reads.open(f"{folder}/nothing")
+    with pytest.raises(NotFoundError):
+        reads.open(folder)
+
+
+def test_a_version_is_of_the_content(reads: NativeReads, client: HdfsClient, path: str) -> None:
+    before = reads.open(path)
+    assert reads.open(path).version == before.version
+    client.put(path, DATA[::-1], overwrite=True)
+    assert reads.open(path).version != before.version
+
+
+def test_bytes_of_a_file_that_was_replaced_are_never_mixed(reads: NativeReads, client: HdfsClient, path: str) -> None:
+    file = reads.open(path)
+    client.put(path, DATA[::-1], overwrite=True)
+    ((data, outcome),) = read_ranges(file, [(0, len(DATA))], deadline_s=20)
+    # Old blocks can be read until the DataNodes have removed them.
+    assert outcome.error is not None or data == DATA
+
+
+def test_a_hung_node_is_left_for_another_replica(
+    cluster: HdfsCluster, reads: NativeReads, client: HdfsClient, folder: str
+) -> None:
+    client.put(f"{folder}/two", DATA, replication=2)
+    hung = cluster.nodes.index(cluster.where(f"{folder}/two")[0].nodes[0])
+    cluster.hang(hung)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            files = [reads.open(f"{folder}/two") for _ in range(6)]
+            answers = list(pool.map(lambda file: read_ranges(file, [(0, len(DATA))], deadline_s=30), files))
+    finally:
+        cluster.resume(hung)
+    for ((data, outcome),) in answers:
+        assert outcome.error is None
+        assert data == DATA
+    facts: Any = reads.facts()
+    assert facts["hedges"] >= facts["hedges_won"] > 0
+
+
+def test_a_read_that_nobody_serves_ends_with_its_deadline_and_leaves_the_buffer_alone(
+    cluster: HdfsCluster, reads: NativeReads, path: str
+) -> None:
+    file = reads.open(path)
+    buffer = bytearray(len(DATA))
+    outcomes: list[Any] = []
+    ended = threading.Event()
+    for number in range(4):
+        cluster.hang(number)
+    try:
+        file.read_into(
+            0, memoryview(buffer), lambda outcome: (outcomes.append(outcome), ended.set()), deadline_s=0.5
+        )  # fmt: skip
+        assert ended.wait(30)
+    finally:
+        for number in range(4):
+            cluster.resume(number)
+    assert isinstance(outcomes[0].error, TransientError)
+    # Had a fetch that was left behind the buffer, it would write to it now.
+    ((data, outcome),) = read_ranges(reads.open(path), [(0, len(DATA))])
+    assert outcome.error is None
+    assert data == DATA
+    assert bytes(buffer) == bytes(len(DATA))
+    assert len(outcomes) == 1
+
+
+def test_what_was_cancelled_ends_and_what_is_hurried_comes(reads: NativeReads, path: str) -> None:
+    file = reads.open(path)
+    outcomes: dict[int, Any] = {}
+    left = threading.Semaphore(0)
+
+    def ended(number: int, outcome: Any) -> None:
+        outcomes[number] = outcome
+        left.release()
+
+    buffers = [bytearray(len(DATA)) for _ in range(12)]
+    tickets = [
+        file.read_into(0, memoryview(buffer), lambda outcome, number=number: ended(number, outcome), urgent=False)
+        for number, buffer in enumerate(buffers)
+    ]
+    tickets[-1].hurry()
+    for ticket in tickets[1:-1]:
+        ticket.cancel()
+    for _ in tickets:
+        assert left.acquire(timeout=60)
+    assert sorted(outcomes) == list(range(12))
+    assert outcomes[11].error is None
+    assert buffers[11] == DATA
+    for number in range(1, 11):
+        assert outcomes[number].error is not None or buffers[number] == DATA
+
+
+def test_wrong_bytes_are_never_handed_out(
+    cluster: HdfsCluster, reads: NativeReads, client: HdfsClient, folder: str
+) -> None:
+    client.put(f"{folder}/bad", DATA)
+    assert cluster.corrupt(f"{folder}/bad", offset=5000) == 1
+    ((_, outcome),) = read_ranges(reads.open(f"{folder}/bad"), [(0, 10_000)], deadline_s=20)
+    assert isinstance(outcome.error, TransientError)
+
+
+def test_the_child_of_a_fork_reads_what_its_parent_has_opened(reads: NativeReads, path: str) -> None:
+    file = reads.open(path)
+    assert read_ranges(file, [(0, 1000)])[0][0] == DATA[:1000]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            ((data, outcome),) = read_ranges(file, [(1000, 5_000_000)])
+            code = 0 if outcome.error is None and data == DATA[1000:5_001_000] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert read_ranges(file, [(0, 1000)])[0][0] == DATA[:1000]
+
+
+def test_nothing_is_read_after_the_end(reads: NativeReads, path: str) -> None:
+    file = reads.open(path)
+    reads.close()
+    with pytest.raises(PermanentError):
+        read_ranges(file, [(0, 10)])

@@ -1,0 +1,112 @@
+"""Writing through hdfs-native, against a real cluster."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings, TakenError
+from hdfs.whole_files import read_all
+
+pytestmark = needs_hdfs
+DATA = random.Random(4).randbytes(3_000_001)
+
+
+def test_a_file_of_many_blocks_is_there_as_it_was_written(client: HdfsClient, folder: str) -> None:
+    writer = client.create(f"{folder}/a/b", mode=0o600, block_size=1 << 20)
+    writer.write(DATA[:10])
+    writer.write(bytearray(DATA[10:]))
+    writer.hsync()
+    writer.close()
+    writer.abort()
+    assert writer.size_bytes == len(DATA)
+    assert client.stat(f"{folder}/a/b").mode == 0o600
+    assert read_all(client, f"{folder}/a/b") == DATA
+
+
+def test_a_name_that_is_taken_is_replaced_only_when_told_so(client: HdfsClient, folder: str) -> None:
+    client.put(f"{folder}/a", b"first")
+    with pytest.raises(TakenError):
+        client.create(f"{folder}/a")
+    writer = client.create(f"{folder}/a", overwrite=True)
+    writer.close()
+    assert client.stat(f"{folder}/a").size_bytes == 0
+
+
+def test_nothing_stays_of_an_aborted_file_not_even_a_connection(client: HdfsClient, folder: str) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    for number in range(3):
+        begun = client.create(f"{folder}/{number}")
+        begun.write(DATA)
+        begun.abort()
+    before = open_files()
+    for number in range(10):
+        begun = client.create(f"{folder}/{number}")
+        begun.write(DATA)
+        begun.hsync()
+        begun.abort()
+        begun.abort()
+    gc.collect()
+    assert open_files() < before + 5
+    assert list(client.list(folder)) == []
+    with pytest.raises(UsageError):
+        begun.write(b"x")
+
+
+def test_a_file_that_somebody_removed_cannot_be_closed(client: HdfsClient, folder: str) -> None:
+    writer = client.create(f"{folder}/a")
+    writer.write(DATA)
+    client.delete(f"{folder}/a")
+    with pytest.raises(BootseerError):
+        writer.close()
+    with pytest.raises(UsageError):
+        writer.write(b"x")
+    writer.abort()
+
+
+def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluster) -> None:
+    client = HdfsClient(cluster.uri.removeprefix("hdfs://"), NativeSettings(write_s=1.0, close_s=1.0))
+    writer = client.create(f"/hung/{os.getpid()}", overwrite=True)
+    writer.write(DATA)
+    writer.hsync()
+    for number in range(4):
+        cluster.hang(number)
+    try:
+        with pytest.raises(TransientError, match="no complete answer within"):
+            for _ in range(100):
+                writer.write(DATA)
+        with pytest.raises(UsageError):
+            writer.write(b"x")
+        writer.abort()
+    finally:
+        for number in range(4):
+            cluster.resume(number)
+    with pytest.raises(NotFoundError):
+        client.stat(writer.path)
+    client.close()
+
+
+def test_dropping_a_writer_that_was_not_closed_does_not_wait_for_hdfs(cluster: HdfsCluster, folder: str) -> None:
+    client = HdfsClient(cluster.uri.removeprefix("hdfs://"))
+    writer = client.create(f"{folder}/a")
+    writer.write(DATA)
+    cluster.hang_namenode()
+    try:
+        # The library's own finalizer would close the file here, and hang.
+        del writer
+        gc.collect()
+    finally:
+        cluster.resume_namenode()
+    client.close()
