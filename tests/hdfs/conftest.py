@@ -20,7 +20,9 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     """Four DataNodes, one replica unless a file wants more."""
-    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=4) as running:
+    # A node that was hung for a test has more to do for a while, and would get no blocks.
+    settings = {"dfs.namenode.redundancy.considerLoad": "false"}
+    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=4, settings=settings) as running:
         yield running
 
 
