@@ -71,6 +71,7 @@ def test_answers_hold_for_as_long_as_is_said() -> None:
 @pytest.mark.parametrize(("keep", "flags"), [(True, 2), (False, 0)])
 def test_an_open_file_says_whether_pages_stay(keep: bool, flags: int) -> None:
     assert struct.unpack("=QII", messages.open_out(9, keep_pages=keep)) == (9, flags, 0)
+    assert struct.unpack("=QII", messages.open_out(9, keep_pages=keep, writes=False)) == (9, flags | 32, 0)
 
 
 def test_room_is_told_in_whole_blocks() -> None:

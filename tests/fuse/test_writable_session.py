@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -362,10 +363,11 @@ def test_a_session_leaves_neither_threads_nor_descriptors(tmp_path: Path) -> Non
     def threads() -> int:
         return sum(thread.name.startswith("fuse") for thread in threading.enumerate())
 
+    gc.collect()  # what earlier tests left
     before = os.listdir("/proc/self/fd")  # noqa: PTH208 - numbers, not paths
     session = mount_writable(MemoryFiles(), tmp_path)
     (tmp_path / "f").write_bytes(b"x")
     session.close()
     until(lambda: threads() == 0, "no threads left")
     del session
-    until(lambda: len(os.listdir("/proc/self/fd")) == len(before), "no descriptors left")  # noqa: PTH208
+    until(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "no descriptors left")  # noqa: PTH208

@@ -101,7 +101,7 @@ class FileSystem(Protocol):
         """Write all of `data`, which is valid until this returns."""
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
-        """A descriptor was closed; others of the same handle may still be open."""
+        """A descriptor that can write was closed; others of the same handle may still be open."""
 
     def sync(self, node: int, handle: int) -> None:
         """fsync(2)."""

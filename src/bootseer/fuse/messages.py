@@ -39,7 +39,7 @@ MAX_BACKGROUND = 64
 PREFERRED_BYTES = protocol.MAX_READ
 """st_blksize of files, as of network file systems: what Python and the C library take for their buffers."""
 
-_FOPEN_KEEP_CACHE = 1 << 1
+_FOPEN_KEEP_CACHE, _FOPEN_NOFLUSH = 1 << 1, 1 << 5
 _RENAME_NOREPLACE = 1 << 0
 
 FORGET_IN = Struct("=Q")  # count
@@ -155,9 +155,9 @@ def entry_out(found: Found | None, valid_s: int) -> bytes:
     return _ENTRY_OUT.pack(found.node, 0, valid_s, valid_s, 0, 0) + _attributes(found.attributes)
 
 
-def open_out(handle: int, *, keep_pages: bool = False) -> bytes:
-    """struct fuse_open_out."""
-    return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE if keep_pages else 0, 0)
+def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
+    """struct fuse_open_out. Of an open file that nobody `writes` to, no close is told before the last."""
+    return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
 
 
 def write_out(size: int) -> bytes:

@@ -130,7 +130,8 @@ class Requests:
     def _open(self, request: Request) -> bytes:
         flags, _ = messages.OPEN_IN.unpack_from(request.body)
         opened = self._files.open(request.node, flags, request.caller)
-        return messages.open_out(opened.handle, keep_pages=opened.keep_pages)
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        return messages.open_out(opened.handle, keep_pages=opened.keep_pages, writes=writes)
 
     def _write(self, request: Request) -> bytes:
         handle, offset, size, *_ = messages.WRITE_IN.unpack_from(request.body)

@@ -28,7 +28,8 @@ _IDLE_S: Final = 8.0
 """Servers close connections after 10 s without a question."""
 _PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 2.0
-_ELSEWHERE = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException"})
+_LATER = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"})
+"""Another NameNode may answer, or the same one when it has come up."""
 _EVERYTHING: Final = (1 << 63) - 1
 
 
@@ -141,7 +142,7 @@ class NameNode:
                 try:
                     return self._ask_one(number, method, request, until)
                 except RemoteError as error:
-                    if error.kind not in _ELSEWHERE:
+                    if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
                     problem = TransientError(f"{self._named(path)}: no NameNode is active: {error}")
                 except NotSpokenError:

@@ -101,4 +101,5 @@ class Queueing:
 
     def _leaves(self, piece: Piece, line: Line, now_s: float) -> bool:
         others = [other.name for other in piece.lines if other is not line]
-        return bool(others) and self._choice.leaves(line.name, piece.length, others, self.backlog_bytes, now_s)
+        num_bytes = line.running_bytes + piece.length
+        return bool(others) and self._choice.leaves(line.name, num_bytes, others, self.backlog_bytes, now_s)

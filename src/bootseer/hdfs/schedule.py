@@ -221,19 +221,9 @@ class Schedule:
         for ticket in self._deadlines.over(now_s):
             self.fail(ticket, overrun(ticket), at_once=True)
         self.queueing.poke_all()
-        late_s = self.choice.late_s()
-        for run in [run for run in self.runs if now_s - run.progress_s >= late_s and not run.stopped]:
-            live = [piece for piece in run.live() if piece.ticket.error is None]
-            if not live:
-                run.halt()  # nobody waits for it but those who want their memory back
-            for piece in live:
-                others = self._others(piece, run.line)
-                run.is_late = run.is_late or bool(others)
-                if others and piece.state is State.TAKEN:
-                    piece.state, piece.run = State.PARKED, None
-                    self.queueing.add(piece, others, now_s)
-                elif others and piece.hedge is None and piece.original is None:
-                    self._hedge(piece, others, now_s)
+        for run in list(self.runs):
+            if now_s - run.progress_s >= self._settings.least_late_s and not run.stopped:
+                self._relieve(run, now_s)
 
     def delay_s(self, source: Source, offset: int, length: int, now_s: float) -> float:
         """Seconds until a range would be here if it was asked for now."""
@@ -388,6 +378,30 @@ class Schedule:
         if isinstance(error, (WrongBytesError, RefusedError)):
             return False
         return self.choice.failed(line.name, now_s, at_once=isinstance(error, SilentError))
+
+    def _relieve(self, run: Run, now_s: float) -> None:
+        """Ask others for what a late run has: what it has begun twice, what it has not begun instead of it."""
+        live = [piece for piece in run.live() if piece.ticket.error is None]
+        if not live:
+            run.halt()  # nobody waits for it but those who want their memory back
+        for piece in live:
+            others = self._sooner(piece, run, now_s)
+            run.is_late = run.is_late or bool(others)
+            if others and piece.state is State.TAKEN:
+                piece.state, piece.run = State.PARKED, None
+                self.queueing.add(piece, others, now_s)
+            elif others and piece.hedge is None and piece.original is None:
+                self._hedge(piece, others, now_s)
+
+    def _sooner(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
+        """DataNodes that would probably give a piece before its run does."""
+        waited_s = now_s - run.progress_s
+        others = self._others(piece, run.line)
+        if waited_s >= self.choice.late_s():
+            return others
+        # Those who have nothing else to do are asked earlier: it costs nobody anything.
+        idle = [node for node in others if not self.queueing.backlog_bytes(node.host_port)]
+        return [node for node in idle if waited_s > 2 * self.choice.expected_s(node.host_port, piece.length, now_s)]
 
     def _hedge(self, piece: Piece, others: list[Node], now_s: float) -> None:
         if self._num_hedges >= self._settings.max_hedges:

@@ -71,7 +71,8 @@ class MountedCheckpoint:
 
     def unmount(self, *, force: bool = False) -> Mapping[str, Any]:
         """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published:
-        `published` and `lost` in what is returned are those files.
+        `published` and `lost` in what is returned are those files. Where another mount namespace has a copy of the
+        mount, the daemon goes on until that is gone.
 
         Raises `TransientError` while its files are in use, unless `force`.
         """
@@ -86,7 +87,10 @@ class MountedCheckpoint:
             try:
                 daemon.stop(timeout_s=END_S)
             except PermanentError as error:
-                raise TransientError(self._busy(str(error))) from error
+                if kernel.is_mount(self.target):
+                    raise TransientError(self._busy(str(error))) from error
+                # Another mount namespace has a copy of it, and the daemon ends with that; `clean` forgets it then.
+                return said
         self.runtime.remove(self.state)
         return said
 

@@ -1,0 +1,72 @@
+"""A mounted folder of a real HDFS: the same promises, and what faults of its nodes mean for readers and writers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
+from checkpoint.mounted_place import MIB
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytestmark = [*needs_hdfs, pytest.mark.fuse]
+
+JOB = Path(__file__).with_name("mount_job.py")
+LARGE = 32 * MIB + 77
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("hdfs"), num_datanodes=3) as running:
+        yield running
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    target, runtime = tmp_path / "m", tmp_path / "run"
+    values = ("stripes=2", "parity=true")
+    argv = [sys.executable, str(JOB), f"{cluster.uri}/", str(target), str(runtime), "", *values]
+    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout)
+    assert said["target"] == str(target), said
+    found = find_checkpoint(runtime_of(runtime), target)
+    yield found
+    found.unmount(force=True)
+
+
+def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp_path: Path) -> None:
+    root = mounted.target
+    data = os.urandom(LARGE)
+    (root / "job/step-1.tmp").mkdir(parents=True)
+    (root / "job/step-1.tmp/large").write_bytes(data)
+    (root / "job/step-1.tmp/small").write_text("small")
+    (root / "job/step-1.tmp").rename(root / "job/step-1")
+    (root / "job/latest.new").write_text("step-1\n")
+    (root / "job/latest.new").rename(root / "job/latest")
+    assert (root / "job/step-1/large").read_bytes() == data
+    assert (root / "job/step-1/small").read_text() == "small"
+    assert sorted(path.name for path in (root / "job").rglob("*")) == ["large", "latest", "small", "step-1"]
+    (root / "job/step-1/large").chmod(0o600)
+    os.utime(root / "job/step-1/large", (0, 1_000_000_000))
+    status = (root / "job/step-1/large").stat()
+    assert (status.st_mode, status.st_size, status.st_mtime) == (0o100600, LARGE, 1_000_000_000)
+    assert (root / "job/step-1/large").read_bytes() == data
+    subprocess.run(["rm", "-r", root / "job"], check=True)
+    assert not (root / "job").exists()
+
+
+def test_a_dead_node_costs_a_reader_nothing_but_time(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
+    data = os.urandom(LARGE)
+    (mounted.target / "f").write_bytes(data)
+    cluster.hang(0)
+    try:
+        assert (mounted.target / "f").read_bytes() == data
+    finally:
+        cluster.wake(0)

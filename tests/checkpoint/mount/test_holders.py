@@ -1,0 +1,47 @@
+"""Who has a file open for writing, as /proc says."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from bootseer.checkpoint.mount.holders import process_of, still_writes
+
+
+def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+    number = os.fstat(handle).st_ino
+    me = os.getpid()
+    assert still_writes(me, "f", number)
+    assert not still_writes(me, "g", number), "another name"
+    assert not still_writes(me, "f", number + 1), "another file"
+    copy = os.dup(handle)
+    os.close(handle)
+    assert still_writes(me, "f", number)
+    path.unlink()
+    assert still_writes(me, "f", number), "whatever became of its name"
+    os.close(copy)
+    assert not still_writes(me, "f", number)
+
+
+def test_readers_are_no_writers(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    with (tmp_path / "f").open("rb") as file:
+        assert not still_writes(os.getpid(), "f", os.fstat(file.fileno()).st_ino)
+
+
+def test_what_cannot_be_seen_is_not_open() -> None:
+    assert not still_writes(0, "f", 1)
+    assert not still_writes(2**22 + 1, "f", 1)
+    assert process_of(0) == 0
+    assert process_of(2**22 + 1) == 0
+
+
+def test_a_thread_belongs_to_its_process() -> None:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(process_of(threading.get_native_id())))
+    thread.start()
+    thread.join()
+    assert found == [os.getpid()]

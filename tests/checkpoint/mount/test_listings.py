@@ -1,0 +1,49 @@
+"""What listings are remembered for: a moment, and until something changes."""
+
+from __future__ import annotations
+
+from bootseer.checkpoint.files import FileInfo
+from bootseer.checkpoint.mount.listings import REMEMBERED_S, Listings
+from bootseer.checkpoint.places.place import Entry
+
+
+def info(path: str) -> FileInfo:
+    return FileInfo(Entry(path, False, 5, 0, 0o644, "o", "g", "1"), 5, is_striped=False)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_listing_is_remembered_for_a_while() -> None:
+    clock = Clock()
+    listings = Listings(clock)
+    listings.remember("f", [info("f/a")])
+    listings.remember("", [info("b")])
+    assert listings.recall("f/a") == info("f/a")
+    assert listings.recall("b") == info("b")
+    assert listings.recall("f/none") is None
+    assert listings.recall("") is None
+    clock.now += REMEMBERED_S + 0.1
+    assert listings.recall("f/a") is None
+
+
+def test_a_change_makes_a_listing_forgotten() -> None:
+    listings = Listings(Clock())
+    for folder in ("f", "g", "h"):
+        listings.remember(folder, [info(f"{folder}/a")])
+    listings.forget("f", "none")
+    assert [listings.recall(f"{folder}/a") is None for folder in ("f", "g", "h")] == [True, False, False]
+    listings.forget_all()
+    assert listings.recall("g/a") is None
+
+
+def test_only_the_latest_folders_are_remembered() -> None:
+    listings = Listings(Clock())
+    for number in range(200):
+        listings.remember(str(number), [info(f"{number}/a")])
+    assert sum(listings.recall(f"{number}/a") is not None for number in range(200)) == 64
+    assert listings.recall("199/a") is not None

@@ -1,0 +1,40 @@
+"""Errors as programs get them."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from bootseer.checkpoint.files import OtherFolderError
+from bootseer.checkpoint.mount.numbers import told_as_numbers
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.writing.budget import TooLargeError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "is_told"),
+    [
+        (OtherFolderError("x"), errno.EXDEV, False),
+        (TakenError("x"), errno.EEXIST, False),
+        (NotEmptyError("x"), errno.ENOTEMPTY, False),
+        (IsFolderError("x"), errno.EISDIR, False),
+        (NotFolderError("x"), errno.ENOTDIR, False),
+        (NoSpaceError("x"), errno.ENOSPC, True),
+        (TooLargeError("x"), errno.EFBIG, False),
+        (NotFoundError("x"), errno.ENOENT, False),
+        (AccessError("x"), errno.EACCES, True),
+        (CorruptError("x"), errno.EIO, True),
+        (TransientError("x"), errno.EIO, True),
+        (PermanentError("x"), errno.EIO, True),
+    ],
+)
+def test_each_error_has_its_number_and_the_log_tells_what_numbers_do_not(
+    error: BootseerError, number: int, is_told: bool
+) -> None:
+    said: list[str] = []
+    with pytest.raises(OSError) as raised, told_as_numbers("opening f", said.append):
+        raise error
+    assert raised.value.errno == number
+    assert said == (["opening f: x"] if is_told else [])

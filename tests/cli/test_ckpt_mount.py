@@ -1,0 +1,82 @@
+"""`bootseer ckpt mount`, `umount` and `mounted`, as people type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.fuse
+
+Ckpt = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[Ckpt]:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "place").mkdir()
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "bootseer", "ckpt", *map(str, words)]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    yield run
+    run("umount", "--force", tmp_path / "m")
+
+
+def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> None:
+    target = tmp_path / "m"
+    made = ckpt("mount", tmp_path / "place", target)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "writable" in made.stdout
+    assert f"bootseer ckpt umount {target}" in made.stdout
+    (target / "f").write_bytes(b"x")
+    listed = ckpt("mounted")
+    assert (listed.returncode, "mounted" in listed.stdout) == (0, True)
+    (row,) = json.loads(ckpt("mounted", "--json").stdout)["mounts"]
+    assert (row["target"], row["uri"], row["access"]) == (str(target), str(tmp_path / "place"), "rw")
+    assert row["daemon"]["pid"] == row["daemon_pid"]
+    gone = ckpt("umount", target)
+    assert (gone.returncode, gone.stdout, gone.stderr) == (0, "", "")
+    assert ckpt("mounted").stdout == "nothing is mounted\n"
+    assert (tmp_path / "place/f").read_bytes() == b"x"
+
+
+def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, ckpt: Ckpt) -> None:
+    for words, part in (
+        (("mount", "s3://bucket", tmp_path / "m"), "no place for checkpoints"),
+        (("mount", tmp_path / "none", tmp_path / "m"), "not there"),
+        (("mount", tmp_path / "place", tmp_path / "m", "--memory", "much"), "is no size"),
+        (("umount", tmp_path / "m"), "no checkpoints are mounted there"),
+    ):
+        ended = ckpt(*words)
+        assert ended.returncode != 0
+        assert part in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_mount_in_use_stays_unless_it_is_forced(tmp_path: Path, ckpt: Ckpt) -> None:
+    target = tmp_path / "m"
+    ckpt("mount", tmp_path / "place", target, "--no-cache", "--json")
+    handle = os.open(target / "f", os.O_WRONLY | os.O_CREAT)
+    os.write(handle, b"half")
+    refused = ckpt("umount", target)
+    assert refused.returncode == 1
+    assert "being written: f" in refused.stderr
+    forced = ckpt("umount", "--force", target)
+    assert (forced.returncode, forced.stdout) == (0, "published as it was: f\n")
+    assert (tmp_path / "place/f").read_bytes() == b"half"
+    with pytest.raises(OSError):
+        os.close(handle)
+
+
+def test_a_read_only_mount_is_told(tmp_path: Path, ckpt: Ckpt) -> None:
+    said = ckpt("mount", tmp_path / "place", tmp_path / "m", "--read-only", "--json")
+    assert json.loads(said.stdout)["access"] == "ro"
