@@ -18,6 +18,7 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 
 _LARGE = 16 * PIECE
+_PASSES = 8
 Run = Iterator[Callable[[], Any]]
 
 
@@ -52,10 +53,14 @@ def fuse_warm(job: Job) -> Run:
     """Through a new mount on a node that has it in its cache, in large reads."""
     with tempfile.TemporaryDirectory(dir=job.local) as cache:
         into = buffer(job.length)
-        # Twice: what the first one finds gone from memory before it is kept, the second one keeps.
-        for _ in range(2):
-            with _mounted(job, Path(cache)) as (folder, _):
+        for _ in range(_PASSES):
+            # What was gone from memory before it was kept is kept by the next pass.
+            with _mounted(job, Path(cache)) as (folder, status):
                 _read_file(folder / job.path.lstrip("/"), into, PIECE)
+                if not status()["chunks"]:
+                    break
+        else:
+            raise RuntimeError(f"after {_PASSES} passes the node's cache does not have all of {job.path}")
         with _mounted(job, Path(cache)) as (folder, status):
             yield lambda: _read_file(folder / job.path.lstrip("/"), into, _LARGE)
             job.facts.update(status())

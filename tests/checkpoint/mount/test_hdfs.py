@@ -69,4 +69,4 @@ def test_a_dead_node_costs_a_reader_nothing_but_time(mounted: MountedCheckpoint,
     try:
         assert (mounted.target / "f").read_bytes() == data
     finally:
-        cluster.wake(0)
+        cluster.resume(0)
