@@ -52,7 +52,7 @@ def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> No
 def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, ckpt: Ckpt) -> None:
     for words, part in (
         (("mount", "s3://bucket", tmp_path / "m"), "no place for checkpoints"),
-        (("mount", tmp_path / "none", tmp_path / "m"), "not there"),
+        (("mount", tmp_path / "none", tmp_path / "m"), "there is no file"),
         (("mount", tmp_path / "place", tmp_path / "m", "--memory", "much"), "is no size"),
         (("umount", tmp_path / "m"), "no checkpoints are mounted there"),
     ):

@@ -88,8 +88,8 @@ class Queueing:
             self.poke(line)
 
     def is_full(self, line: Line) -> bool:
-        """Whether as many threads talk to this DataNode as may."""
-        return len(line.runs) >= self._connections_per_node
+        """Whether as many threads talk to this DataNode as may: one, when it hangs, so that many of them leave some."""
+        return len(line.runs) >= (1 if self._choice.is_open(line.name) else self._connections_per_node)
 
     def backlog_bytes(self, node: str) -> int:
         """What a DataNode has to send before it could begin with another request."""

@@ -19,7 +19,7 @@ from typing import Final
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.connections import Connections
 from bootseer.hdfs.datanode import MAX_PACKETS, BlockRead, DataNodeConnection
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.outcome import ReadOutcome
@@ -118,12 +118,16 @@ class Serving:
                 if not self._threads:
                     raise
                 break
+            self._num_idle += 1  # until it has come up
         if schedule.num_pieces and self._clock is None and not self._closed:
-            self._clock = threading.Thread(target=self._tick, name="bootseer-hdfs-clock", daemon=True)
-            self._clock.start()
+            clock = threading.Thread(target=self._tick, name="bootseer-hdfs-clock", daemon=True)
+            clock.start()
+            self._clock = clock
 
     def _serve(self) -> None:
         """A thread: do what there is to do, until there has been nothing for a while."""
+        with self._lock:
+            self._num_idle -= 1
         try:
             while (job := self._next()) is not None:
                 job()
@@ -217,7 +221,7 @@ class Serving:
                 if run.stopped:
                     connection.stop()
             is_whole = self._receive(run, connection)
-        except (RefusedError, SilentError):
+        except (RefusedError, SilentError, UnevenError, WrongBytesError):
             raise
         except DataNodeError:
             if is_new or run.received or run.stopped:
