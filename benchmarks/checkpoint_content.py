@@ -20,6 +20,8 @@ class Content:
     """A folder with both forms of the same tensors."""
 
     folder: Path
+    model_bytes: int
+    """Size of the safetensors file."""
     tensor_bytes: int
     """Of all tensors together."""
     tensors_digest: str
@@ -27,10 +29,6 @@ class Content:
     @property
     def model(self) -> Path:
         return self.folder / MODEL
-
-    @property
-    def model_bytes(self) -> int:
-        return self.model.stat().st_size
 
     def digest(self, offset: int, length: int, times: int = 1) -> str:
         """Of a range of the safetensors file, so many times in a row."""
@@ -53,7 +51,7 @@ def make(folder: Path, tensor_bytes: int) -> Content:
         # It says that it saves in one process, as it shall.
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=folder / DCP)
-    return Content(folder, tensor_bytes, digest(tensors))
+    return Content(folder, (folder / MODEL).stat().st_size, tensor_bytes, digest(tensors))
 
 
 def empty(tensor_bytes: int) -> dict[str, Any]:

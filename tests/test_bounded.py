@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from bootseer.errors import TransientError
 from bootseer import bounded
 from bootseer.bounded import stream_within, within
+from bootseer.errors import TransientError
 
 
 def test_the_result_and_the_errors_of_a_call_are_passed_on() -> None:

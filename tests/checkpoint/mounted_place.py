@@ -35,6 +35,15 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+def number_of(call: Callable[[], object]) -> int | None:
+    """The error number that a call ends with."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
+
+
 class MountedPlace:
     """`root` is the folder of the place, `target` where it is mounted, `said` what went to the log."""
 

@@ -91,7 +91,8 @@ def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place,
     age(job / ".attempts/0.lease", _HOUR_S)
     collect(place, "")
     assert not (job.parent / "evil").exists()
-    for text in (b"", b"[]", b'{"target": 5}', b'{"target": "a/b"}', b'{"target": ".stripes"}'):
+    place.rename("evil", ".attempts/0.old")
+    for text in (b"", b"[]", b'{"target": 5}', b'{"target": "a/.."}', b'{"target": ".stripes"}'):
         place.write_bytes(".attempts/0.lease", text)
         age(job / ".attempts/0.lease", _HOUR_S)
         collect(place, "")

@@ -29,7 +29,7 @@ from typing import Self
 from bootseer.checkpoint.files import GONE, Files
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 LEASE_S = 600.0
 """A lease that was not renewed for so long belongs to nobody."""
@@ -41,6 +41,8 @@ _SCHEMA = "bootseer.lease/1"
 _MAX_LEASE_BYTES = 1 << 16
 _OLD = ".old"
 _LEASE = ".lease"
+_TRIES = 8
+"""How often others may replace a name between two steps of ours."""
 
 
 def lease_bytes(target: str) -> bytes:
@@ -58,6 +60,8 @@ class Attempt:
         attempts = _join(_folder(target), ATTEMPTS)
         self.path = f"{attempts}/{secrets.token_hex(8)}"
         self._over = threading.Event()
+        self._has_taken = False
+        """Whether what had the target's name may lie in our `.old`."""
         place.make_folder(attempts, parents=True)
         self._renew()
         place.make_folder(self.path)
@@ -73,6 +77,8 @@ class Attempt:
         """Remove what was not published."""
         self._over.set()
         self._thread.join(self._lease_s)
+        if self._has_taken:
+            return  # it could not be put back: `collect` will do it, and needs the lease to know its name
         for rest in (self.path, self.path + _LEASE):
             with contextlib.suppress(BootseerError):
                 self._place.delete(rest, recursive=True)
@@ -85,11 +91,18 @@ class Attempt:
         """
         self._check_lease()
         try:
-            self._show()
-        except TakenError:
-            if not replace:
+            if replace:
+                self._show_over()
+            else:
+                self._show()
+        except BaseException as error:
+            self._put_back()
+            if isinstance(error, TakenError):
                 raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
-            self._swap()
+            if isinstance(error, NotFoundError):
+                self._check_lease()
+            raise
+        self._drop_taken()
 
     def publish_file(self, name: str, *, replace: bool = False) -> None:
         """Show one file of the folder as the target, its parts first. Raises `TakenError`."""
@@ -97,46 +110,68 @@ class Attempt:
         files = Files(self._place, within=self.path)
         source = f"{self.path}/{name}"
         head = files.head(source)
-        if head is not None:
-            self._place.make_folder(_join(_folder(self._target), STRIPES), parents=True)
-            self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
         visible = Files(self._place)
         replaced = None
         if replace:
             with contextlib.suppress(NotFoundError, CorruptError):
                 replaced = visible.head(self._target)
+        if head is not None:
+            self._place.make_folder(_join(_folder(self._target), STRIPES), parents=True)
+            self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
         try:
-            self._place.rename(source, self._target, replace=replace)
+            _rename(self._place, source, self._target, replace=replace)
         except PermanentError as error:
             visible.drop_parts(self._target, head)
             if isinstance(error, TakenError):
                 raise TakenError(f"{self._what()} is there already; give another name, or replace it") from None
             raise
-        visible.drop_parts(self._target, replaced)
+        with contextlib.suppress(BootseerError):  # it is published; `collect` removes what is left
+            visible.drop_parts(self._target, replaced)
 
     def _show(self) -> None:
-        try:
-            self._place.rename(self.path, self._target, replace=False)
-        except TransientError:
-            # The answer may be lost, and not the question.
-            if _is_there(self._place, self.path) or not _is_there(self._place, self._target):
-                raise
+        _rename(self._place, self.path, self._target, replace=False)
 
-    def _swap(self) -> None:
-        old = self.path + _OLD
-        self._place.rename(self._target, old, replace=False)
-        try:
-            self._show()
-        except BaseException:
+    def _show_over(self) -> None:
+        for _ in range(_TRIES):
+            with contextlib.suppress(TakenError):
+                self._show()
+                return
+            # What we took away before was replaced by somebody else.
+            self._drop_taken()
+            self._has_taken = True
+            try:
+                self._place.rename(self._target, self.path + _OLD, replace=False)
+            except NotFoundError:  # somebody else has just taken it away
+                self._has_taken = False
+        raise TransientError(f"{self._what()}: others keep replacing it; try again")
+
+    def _put_back(self) -> None:
+        """We do not replace what was taken away: let it have its name again."""
+        if self._has_taken:
             with contextlib.suppress(BootseerError):
-                self._place.rename(old, self._target, replace=False)
-            raise
-        _delete(self._place, old)
+                try:
+                    self._place.rename(self.path + _OLD, self._target, replace=False)
+                except TakenError:
+                    self._drop_taken()
+                except NotFoundError:
+                    pass
+                self._has_taken = False
+
+    def _drop_taken(self) -> None:
+        """Something else has its name. Renamed first: a half of it must never be put back."""
+        if self._has_taken:
+            gone = f"{self.path}-{secrets.token_hex(4)}{GONE}"
+            with contextlib.suppress(BootseerError):  # `collect` can do it as well
+                self._place.rename(self.path + _OLD, gone, replace=False)
+                self._has_taken = False
+                _delete(self._place, gone)
 
     def _keep(self) -> None:
         while not self._over.wait(min(_RENEW_S, self._lease_s / 5)):
             # A place that does not answer for a while may do so again before the lease has run out.
             with contextlib.suppress(BootseerError):
+                if not _is_there(self._place, self.path + _LEASE):
+                    return  # we were taken for dead, and must not seem to live again
                 self._renew()
 
     def _renew(self) -> None:
@@ -144,7 +179,7 @@ class Attempt:
 
     def _check_lease(self) -> None:
         """A writer that was stopped for long may have been taken for dead."""
-        if not _is_there(self._place, self.path):
+        if not (_is_there(self._place, self.path) and _is_there(self._place, self.path + _LEASE)):
             raise PermanentError(
                 f"{self._what()} was not published: its writer stood still for so long that it was taken for dead"
             )
@@ -155,7 +190,10 @@ class Attempt:
 
 
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
-    """Remove what dead writers have left in a folder. Returns how many things that were."""
+    """Remove what dead writers have left in a folder. Returns how many things that were.
+
+    What may not be removed, because it belongs to somebody else, stays.
+    """
     now_s = place.now_s()
     attempts = _join(folder, ATTEMPTS)
     removed = _collect_attempts(place, attempts, now_s - lease_s)
@@ -182,13 +220,14 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
         path = f"{attempts}/{one}"
         if one + _OLD in entries:
             _put_back(place, path)
-        if one in entries:
-            # Renamed first: a writer that wakes up now publishes all of it or nothing.
-            with contextlib.suppress(NotFoundError, TakenError):
-                place.rename(path, path + GONE, replace=False)
-                removed += _delete(place, path + GONE)
+        # Before the folder: a writer that wakes up and goes on in a new folder of this name must not publish that.
         if lease is not None:
             _delete(place, path + _LEASE)
+        if one in entries:
+            # Renamed first: a writer that wakes up now publishes all of it or nothing.
+            with contextlib.suppress(NotFoundError, TakenError, AccessError):
+                place.rename(path, path + GONE, replace=False)
+                removed += _delete(place, path + GONE)
     return removed
 
 
@@ -196,13 +235,15 @@ def _put_back(place: Place, path: str) -> None:
     """A writer died between taking away what it was to replace and replacing it, or just after."""
     try:
         target = json.loads(place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))["target"]
-    except (NotFoundError, ValueError, LookupError, TypeError, RecursionError):
+    except (PermanentError, ValueError, LookupError, TypeError, RecursionError):
         return  # nobody knows what it was: it stays, for people
-    if not isinstance(target, str) or _folder(target) != _folder(_folder(path)) or is_hidden(target.rpartition("/")[2]):
+    # The name alone: the writer's place may have had its root in another folder.
+    name = target.rpartition("/")[2] if isinstance(target, str) else ""
+    if name in ("", ".", "..") or is_hidden(name):
         return
     with contextlib.suppress(NotFoundError):
         try:
-            place.rename(path + _OLD, target, replace=False)
+            place.rename(path + _OLD, _join(_folder(_folder(path)), name), replace=False)
         except TakenError:
             _delete(place, path + _OLD)
 
@@ -225,8 +266,11 @@ def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_l
     ]
     if not old:
         return 0
-    # After their ages, and twice: a head that is renamed meanwhile may be missed by one listing.
-    named = _ids_of_heads(place, place.list(folder)) | _ids_of_heads(place, place.list(folder))
+    try:
+        # After their ages, and twice: a head that is renamed meanwhile may be missed by one listing.
+        named = _ids_of_heads(place, place.list(folder)) | _ids_of_heads(place, place.list(folder))
+    except AccessError:
+        return 0  # a head that we may not read can name any of them
     return sum(_delete(place, entry.path) for entry in old if _name(entry) not in named)
 
 
@@ -257,12 +301,21 @@ def _listed(place: Place, folder: str) -> list[Entry]:
 
 
 def _delete(place: Place, path: str) -> int:
-    """Remove what another collector may be removing too: 1 if it was there."""
+    """Remove what another collector may be removing too: 1 if it was there and could be removed."""
     try:
         place.delete(path, recursive=True)
-    except NotFoundError:
+    except (NotFoundError, AccessError):
         return 0
     return 1
+
+
+def _rename(place: Place, source: str, target: str, *, replace: bool) -> None:
+    try:
+        place.rename(source, target, replace=replace)
+    except TransientError:
+        # The answer may be lost, and not the question.
+        if _is_there(place, source) or not _is_there(place, target):
+            raise
 
 
 def _is_there(place: Place, path: str) -> bool:

@@ -87,12 +87,18 @@ def newest_whole(files: Files, folder: str, *, without: str | None = None) -> st
 def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     """Remove a checkpoint, hidden first, so that nobody reads a half. Returns the bytes that it had.
 
-    Refuses the one that `latest` names: raises `UsageError`. With `force`, `latest` names the newest whole one of
-    the others afterwards.
+    Refuses the one that `latest` names, and a folder that checkpoints are put into: raises `UsageError`. With `force`
+    they go, and `latest` names the newest whole one of the others afterwards.
     """
     path = f"{folder}/{name}" if folder else name
     check_visible(path)
     found = _measured(files, files.stat(path), None)
+    if found.is_folder and not force and _is_job(files, path):
+        raise UsageError(
+            f"{files.place.uri}/{path} is a job with checkpoints of its own; nothing was removed",
+            hint="name one of its checkpoints, or --force",
+            exit_code=1,
+        )
     if _latest(files, folder) == name:
         if not force:
             raise UsageError(
@@ -113,6 +119,10 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
         files.remove(path)
     collect(files.place, folder)
     return found.size_bytes
+
+
+def _is_job(files: Files, path: str) -> bool:
+    return any(entry.path.endswith(f"/{ATTEMPTS}") for entry in files.place.list(path))
 
 
 def _latest(files: Files, folder: str) -> str | None:

@@ -46,11 +46,13 @@ def get_checkpoint(
     progress: Callable[[int, int], None] | None = None,
 ) -> Got:
     """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`."""
-    target = target.absolute()
+    target = _full(target)
     _check_free(target, replace)
+    if replace and target.is_dir():
+        _check_harmless(files, target)
     info = files.stat(path)
     infos = list(walk(files, path))
-    temporary = target.with_name(f".{target.name[:200]}.bootseer-{secrets.token_hex(6)}")
+    temporary = target.with_name(f".bootseer-get-{secrets.token_hex(8)}")
     try:
         with _local_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,22 @@ def get_checkpoint(
     finally:
         _remove(temporary)
     return Got(sum(info.size_bytes for info in infos), len(infos))
+
+
+def _full(target: Path) -> Path:
+    """A path that stays what it is when its last name is renamed. Raises `UsageError` when it has none."""
+    if target.name in ("", "..") and target != Path():
+        raise UsageError(f"{target} cannot be the name of a copy", hint="give the new folder's or file's own name")
+    return target.absolute().parent.resolve() / target.absolute().name
+
+
+def _check_harmless(files: Files, target: Path) -> None:
+    """Replacing a folder removes all that it has: never what is read from, or what the user stands in."""
+    scheme, _, root = files.place.uri.partition("://")
+    inside = [Path.cwd(), *([Path(root or "/")] if scheme == "file" else [])]
+    for one in inside:
+        if one.is_relative_to(target.resolve()):
+            raise UsageError(f"{target} contains {one}: it is not replaced", hint="give another name")
 
 
 def _folders(files: Files, path: str) -> Iterator[str]:
@@ -147,6 +165,9 @@ def _wait_for(pieces: list[Future[None]]) -> None:
 
 def _take_place(temporary: Path, target: Path, replace: bool) -> None:
     if replace and os.path.lexists(target):
+        if not temporary.is_dir() and (target.is_symlink() or not target.is_dir()):
+            temporary.replace(target)
+            return
         old = temporary.with_name(temporary.name + "-old")
         target.rename(old)
         try:

@@ -10,7 +10,7 @@ from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
-from bootseer.errors import AccessError, CorruptError, NotFoundError
+from bootseer.errors import AccessError, NotFoundError, PermanentError
 
 _BELIEVED_S = 5.0
 """So long may another machine's change go unnoticed."""
@@ -30,7 +30,7 @@ class FolderPolicies:
         self._above: tuple[float, Found] | None = None
 
     def find(self, folder: str) -> Found:
-        """What holds for new files in a folder. Raises `CorruptError` for a policy that is none."""
+        """What holds for new files in a folder. Raises `PermanentError` for a policy that cannot be read."""
         while True:
             found = self._said_by(folder)
             if found is not None:
@@ -61,8 +61,11 @@ class FolderPolicies:
             policy = parse_policy(self._place.read_bytes(_path(folder), MAX_POLICY_BYTES))
         except (NotFoundError, AccessError):
             policy = None
-        except CorruptError as error:
-            raise CorruptError(f"{self._what(_path(folder))}: {error}") from error
+        except PermanentError as error:
+            raise type(error)(
+                f"{self._what(_path(folder))}: {error}; "
+                f"`bootseer ckpt policy {self._what(folder)} --inherit` removes it"
+            ) from error
         with self._lock:
             self._own[folder] = (now_s, policy)
         return policy

@@ -16,15 +16,17 @@ import time
 from collections.abc import Iterator
 
 from bootseer.checkpoint.attempts import lease_bytes
-from bootseer.checkpoint.files import Files, check_name
+from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
 from bootseer.checkpoint.places.place import Place, TakenError
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 LATEST = "latest"
 LOCK_S = 60.0
 """A lock is held for a few small operations; one of this age belongs to nobody."""
 _MAX_BYTES = 4096
+_MAX_NAME_BYTES = 255
+"""What file systems take."""
 _POLL_S = 0.1
 # step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz
 _STEP = re.compile(r"(\d{1,18})(?:\.[A-Za-z]\w*)*$")
@@ -36,6 +38,12 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def can_be_checkpoint(name: str) -> bool:
+    """Whether a checkpoint may have this name: `latest` says it in one line, which must be read as it was written."""
+    fits = name == name.strip() and name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_NAME_BYTES
+    return fits and name not in ("", ".", "..", LATEST) and not is_hidden(name)
+
+
 def read_latest(place: Place, folder: str) -> str | None:
     """The name that `latest` says; None when there is no such file. Raises `CorruptError` when it says no name."""
     path = _path(folder, LATEST)
@@ -43,7 +51,7 @@ def read_latest(place: Place, folder: str) -> str | None:
         text = place.read_bytes(path, _MAX_BYTES).decode("utf-8", "replace").strip()
     except NotFoundError:
         return None
-    if not text or "\n" in text or "/" in text or text in (".", "..") or is_hidden(text):
+    if not can_be_checkpoint(text):
         raise CorruptError(f"{place.uri}/{path} names no checkpoint: {text[:80]!r}; `bootseer ckpt latest` sets it")
     return text
 
@@ -91,9 +99,8 @@ def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
 
 
 def _check_published(files: Files, folder: str, name: str) -> None:
-    if not name or "/" in name or name in (".", "..", LATEST):
-        raise PermanentError(f"{name!r} is no name of a checkpoint in {files.place.uri}/{folder}")
-    check_name(name)
+    if not can_be_checkpoint(name):
+        raise PermanentError(f"{name!r} is no name that `latest` can say in {files.place.uri}/{folder}".rstrip("/"))
     files.stat(_path(folder, name))
 
 
@@ -119,7 +126,8 @@ def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(NotFoundError):
+        # One that cannot be given back is taken away when it is old.
+        with contextlib.suppress(BootseerError):
             if place.read_bytes(lock, _MAX_BYTES) == mark:
                 place.delete(lock)
 

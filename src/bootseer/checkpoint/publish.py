@@ -11,19 +11,21 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
-from bootseer.checkpoint.catalog import checkpoint, missing_parts, walk
-from bootseer.checkpoint.files import Files, check_name
-from bootseer.checkpoint.latest import LATEST, move_latest
+from bootseer.checkpoint.catalog import missing_parts, walk
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, peek
+from bootseer.checkpoint.latest import can_be_checkpoint, move_latest
 from bootseer.checkpoint.places.place import Place, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
-from bootseer.errors import NotFoundError, PermanentError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
 
 _FILES_AT_ONCE = 4
 """Files that are written side by side; their parts share the threads of the `Writing`."""
@@ -73,9 +75,9 @@ def put_checkpoint(
     settings = settings or PutSettings()
     files = Files(place)
     target = f"{folder}/{name}" if folder else name
-    if not name or "/" in name or name in (".", "..", LATEST):
+    if not can_be_checkpoint(name):
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
-    check_name(target)
+    _check_apart(place, source)
     found = _files_of(source)
     place.make_folder(folder, parents=True)
     collect(place, folder, lease_s=settings.lease_s)
@@ -84,14 +86,20 @@ def put_checkpoint(
     with Attempt(place, target, lease_s=settings.lease_s) as attempt:
         inside = Files(place, within=attempt.path)
         _write_all(inside, attempt.path, found, policy, settings, progress)
-        _compare(inside, attempt.path, found)
+        num_striped = _compare(inside, attempt.path, found)
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
         else:
             attempt.publish(replace=settings.replace)
-    shown = checkpoint(files, target)
-    latest = move_latest(files, folder, name) if settings.move_latest else None
-    return Put(target, shown.size_bytes, shown.num_files, shown.num_striped, latest)
+    latest = None
+    if settings.move_latest:
+        try:
+            latest = move_latest(files, folder, name)
+        except BootseerError as error:
+            raise PermanentError(
+                f"{place.uri}/{target} is published, but `latest` does not name it: {error}"
+            ) from error
+    return Put(target, sum(file.size_bytes for file in found.files), len(found.files), num_striped, latest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +114,18 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
+    root: Path
     is_file: bool
     files: Sequence[_File]
     folders: Sequence[tuple[str, int]]
     """Paths below the source and their modes, parents first."""
+
+
+def _check_apart(place: Place, source: Path) -> None:
+    """Refuse a place inside the source: its own files would become a part of the next checkpoint."""
+    scheme, _, root = place.uri.partition("://")
+    if scheme == "file" and source.is_dir() and Path(root or "/").is_relative_to(source.resolve()):
+        raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 
 def _files_of(source: Path) -> _Source:
@@ -119,7 +135,9 @@ def _files_of(source: Path) -> _Source:
     except OSError as error:
         raise UsageError(f"{source}: {error.strerror}", hint="name a local folder or file") from error
     if stat.S_ISREG(status.st_mode):
-        return _Source(True, [_file(source.name, source)], [])
+        return _Source(source, True, [_file(source.name, source)], [])
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{source} is neither a folder nor a file", hint="name a local folder or file")
     files: list[_File] = []
     folders: list[tuple[str, int]] = []
     for at, below, names in os.walk(source, onerror=_raise):
@@ -127,27 +145,35 @@ def _files_of(source: Path) -> _Source:
         for name in sorted([*below, *names]):
             local = Path(at, name)
             path = local.relative_to(source).as_posix()
-            check_name(path)
+            if is_hidden(name):
+                raise UsageError(
+                    f"{local} is a part of BootSeer's own storage, not of a checkpoint",
+                    hint="bootseer ckpt get or a mount shows the files of a place",
+                )
             if name in names:
                 files.append(_file(path, local))
             elif local.is_symlink():
                 raise UsageError(f"{local} is a link to a folder", hint="copy what it shows, or put that folder")
             else:
-                folders.append((path, stat.S_IMODE(local.stat().st_mode)))
+                folders.append((path, stat.S_IMODE(_status(local).st_mode)))
     if not files:
         raise UsageError(f"{source} has no files", hint="name the folder of a checkpoint")
-    return _Source(False, files, folders)
+    return _Source(source, False, files, folders)
 
 
 def _raise(error: OSError) -> None:
     raise PermanentError(f"{error.filename}: {error.strerror}") from error
 
 
-def _file(name: str, local: Path) -> _File:
+def _status(local: Path) -> os.stat_result:
     try:
-        status = local.stat()
+        return local.stat()
     except OSError as error:
         raise PermanentError(f"{local}: {error.strerror}") from error
+
+
+def _file(name: str, local: Path) -> _File:
+    status = _status(local)
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{local} is no file", hint="sockets, pipes and devices cannot be put")
     return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
@@ -179,7 +205,6 @@ def _write_all(
     done: dict[str, int] = {}
     lock = threading.Lock()
     stopped = threading.Event()
-    writing = Writing(files, settings=settings.writing)
     verify: Verify = "read" if settings.read_back else "length"
 
     def write(file: _File) -> None:
@@ -192,13 +217,20 @@ def _write_all(
                     progress(sum(done.values()), total)
 
         with FileSource(file.local) as opened:
+            if is_head_size(file.size_bytes) and peek(opened.read(0, PEEK_BYTES)) is not None:
+                raise PermanentError(
+                    f"{file.local} is the head of a striped file, not its content; bootseer ckpt get reads that"
+                )
             writing.write_file(
                 f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=heard
             )
         if _file(file.name, file.local) != file:
             raise PermanentError(f"{file.local} was changed while it was written; put it again when it is complete")
 
-    with ThreadPoolExecutor(_FILES_AT_ONCE, "bootseer-put") as threads:
+    with (
+        closing(Writing(files, settings=settings.writing)) as writing,
+        ThreadPoolExecutor(_FILES_AT_ONCE, "bootseer-put") as threads,
+    ):
         tasks = [threads.submit(write, file) for file in source.files]
         try:
             wait(tasks, return_when=FIRST_EXCEPTION)
@@ -209,14 +241,16 @@ def _write_all(
             stopped.set()
             for task in tasks:
                 task.cancel()
-    writing.close()
+    if _files_of(source.root) != source:
+        raise PermanentError(f"{source.root} was changed while it was written; put it again when it is complete")
     for path, mode in reversed(source.folders):
         files.set_mode(f"{root}/{path}", mode)
 
 
-def _compare(files: Files, root: str, source: _Source) -> None:
-    """What is there is what was to be written, as far as names and lengths tell."""
-    there = {info.path[len(root) + 1 :]: info.size_bytes for info in walk(files, root)}
+def _compare(files: Files, root: str, source: _Source) -> int:
+    """What is there is what was to be written, as far as names and lengths tell. Returns how many are striped."""
+    infos = {info.path[len(root) + 1 :]: info for info in walk(files, root)}
+    there = {name: info.size_bytes for name, info in infos.items()}
     wanted = {file.name: file.size_bytes for file in source.files}
     lost = missing_parts(files, root)
     if there != wanted or lost:
@@ -224,3 +258,4 @@ def _compare(files: Files, root: str, source: _Source) -> None:
             {name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)} | set(lost)
         )
         raise PermanentError(f"{files.place.uri}/{root}: {', '.join(names[:3])} is not as it was written; put it again")
+    return sum(info.is_striped for info in infos.values())

@@ -33,11 +33,13 @@ def command(folder: str, inherit: bool, as_json: bool, **stripes: object) -> Non
 
     with files_at(folder) as files:
         list(files.names(""))  # a file has no policy
+        if inherit:
+            if any(value is not None for value in stripes.values()):
+                raise UsageError("--inherit takes back what other options set", hint="give one or the other")
+            files.set_policy("", None)
         policy, said_by = files.policy_and_folder("")
         new = changed(policy, stripes)
-        if inherit and new is not None:
-            raise UsageError("--inherit takes back what other options set", hint="give one or the other")
-        if inherit or new is not None:
+        if new is not None:
             files.set_policy("", new)
             policy, said_by = files.policy_and_folder("")
     if as_json:

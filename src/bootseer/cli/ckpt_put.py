@@ -58,7 +58,6 @@ def command(
     local = Path(source).absolute()
     began_s = time.monotonic()
     with interruptible(), files_at(job) as files, Progress("writing") as progress:
-        files.make_folder("", parents=True)
         policy: Policy | None = changed(files.policy(""), stripes)
         settings = PutSettings(replace=replace, policy=policy, move_latest=latest, read_back=read_back)
         try:

@@ -9,7 +9,11 @@ SCHEMA = "bootseer.checkpoints-removed/1"
 
 @click.command("remove", short_help="Remove checkpoints.")
 @click.argument("names", metavar="CHECKPOINT...", nargs=-1, required=True)
-@click.option("--force", is_flag=True, help="Also the one that `latest` names; it names the newest of the others then.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also the one that `latest` names, which names the newest of the others then, and a whole job.",
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
 def command(names: tuple[str, ...], force: bool, as_json: bool) -> None:
     """Remove checkpoints: each is hidden at once and deleted then. What dead writers have left beside them goes too.

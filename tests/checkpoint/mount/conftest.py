@@ -35,3 +35,9 @@ def mounts(tmp_path: Path) -> Iterator[Mounts]:
 def one(mounts: Mounts) -> MountedPlace:
     """A mounted place."""
     return mounts()
+
+
+@pytest.fixture
+def other(mounts: Mounts, one: MountedPlace) -> MountedPlace:
+    """A second mount of the same place."""
+    return mounts()

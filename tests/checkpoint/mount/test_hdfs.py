@@ -23,7 +23,7 @@ LARGE = 32 * MIB + 77
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("hdfs"), num_datanodes=3) as running:
+    with HdfsCluster(tmp_path_factory.mktemp("hdfs"), num_datanodes=3, replication=2) as running:
         yield running
 
 
@@ -62,7 +62,7 @@ def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp
     assert not (root / "job").exists()
 
 
-def test_a_dead_node_costs_a_reader_nothing_but_time(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
+def test_a_node_that_hangs_costs_a_reader_nothing_but_time(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
     data = os.urandom(LARGE)
     (mounted.target / "f").write_bytes(data)
     cluster.hang(0)

@@ -373,3 +373,39 @@ def test_verifying_by_reading_finds_what_the_place_has_lost(tmp_path: Path) -> N
         with pytest.raises(NotFoundError):
             desk.files.stat("job/file")
         assert desk.leftovers() == []
+
+
+def _full_desk(tmp_path: Path, spool_bytes: int) -> Desk:
+    return Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(spool_bytes=spool_bytes))
+
+
+def test_what_is_sent_because_the_spool_is_full_is_not_what_is_being_overwritten(tmp_path: Path) -> None:
+    policy = Policy(stripes=4, part_bytes=4 * MIB, min_bytes_per_stripe=4 * MIB)
+    desk = _full_desk(tmp_path, 9 * MIB)
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=policy)
+        writer.write_at(0, b"o" * 8 * MIB)  # too little to be sent by itself
+        writer.write_at(5 * MIB, b"n" * 5 * MIB)  # two more than the spool has room for
+        assert writer.read_at(0, 10 * MIB) == b"o" * 5 * MIB + b"n" * 5 * MIB
+        writer.commit()
+    assert desk.read("job/file") == b"o" * 5 * MIB + b"n" * 5 * MIB
+    assert desk.writing.facts()["spool_bytes"] == 0
+
+
+def test_a_file_that_is_published_whole_is_not_sent_meanwhile_to_make_room(tmp_path: Path) -> None:
+    policy = Policy(stripes=4, part_bytes=8 * MIB, min_bytes_per_stripe=4 * MIB)
+    desk = _full_desk(tmp_path, 9 * MIB)
+    with contextlib.closing(desk.writing):
+        writer = desk.writing.open("job/file", policy=policy)
+        writer.write_at(0, b"x" * 7 * MIB)  # not striped at this length
+        wait_idle = writer.sending.wait_idle
+
+        def send_and_wait(timeout_s: float) -> bool:
+            writer.sending.send_now()  # as another writer does that waits for room
+            return wait_idle(timeout_s)
+
+        writer.sending.wait_idle = send_and_wait  # type: ignore[method-assign]
+        assert not writer.sync().is_striped
+        assert desk.read("job/file") == b"x" * 7 * MIB
+        writer.commit()
+    assert desk.leftovers() == []

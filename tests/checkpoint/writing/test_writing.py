@@ -275,3 +275,24 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
     assert {name: files.stat(name).size_bytes for name in ("parent", "child", "after")} == dict.fromkeys(
         ("parent", "child", "after"), 5 * CHUNK_BYTES
     )
+
+
+@pytest.mark.parametrize("then", [TransientError("lost"), PermanentError("refused"), KeyboardInterrupt()])
+def test_a_head_that_may_be_visible_keeps_its_parts_whatever_follows(desk: Desk, then: BaseException) -> None:
+    writer = desk.writing.open("job/file", policy=SMALL)
+    writer.write_at(0, b"a" * 5 * MIB)
+    writer.sync()
+    writer.write_at(5 * MIB, b"b" * 5 * MIB)
+    write_bytes = desk.place.inner.write_bytes
+    answers: list[BaseException] = []
+
+    def lose_the_answer(path: str, data: bytes, **options: int) -> None:
+        if not answers:
+            write_bytes(path, data, **options)
+        answers.append(then if answers or isinstance(then, KeyboardInterrupt) else TransientError("lost"))
+        raise answers[-1]
+
+    desk.place.write_bytes = lose_the_answer  # type: ignore[attr-defined]
+    with pytest.raises(type(then)):
+        writer.commit()
+    assert desk.read("job/file") == b"a" * 5 * MIB + b"b" * 5 * MIB

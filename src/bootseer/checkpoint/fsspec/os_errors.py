@@ -7,16 +7,20 @@ import errno
 from collections.abc import Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.places.place import IsFolderError, NotEmptyError, NotFolderError
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.writing.budget import TooLargeError
 from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
 
 _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
+    (NotFolderError, errno.ENOTDIR),  # which is a NotFoundError too
     (NotFoundError, errno.ENOENT),
     (AccessError, errno.EACCES),
     (OtherFolderError, errno.EXDEV),
     (IsFolderError, errno.EISDIR),
-    (NotFolderError, errno.ENOTDIR),
     (NotEmptyError, errno.ENOTEMPTY),
+    (TakenError, errno.EEXIST),
+    (NoSpaceError, errno.ENOSPC),
+    (TooLargeError, errno.EFBIG),
     (UsageError, errno.EINVAL),
 )
 

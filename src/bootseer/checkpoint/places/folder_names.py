@@ -48,7 +48,12 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
         raise FileExistsError(errno.EEXIST, new_name)
-    os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+    try:
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # another one was faster
+            raise FileExistsError(errno.EEXIST, new_name) from None
+        raise
 
 
 def create(folder: int, name: str, data: bytes, mode: int) -> None:

@@ -74,7 +74,7 @@ class FolderReads:
             if self._closed:
                 raise PermanentError("this folder is not read any more: it was closed")
             (self._urgent if urgent else self._others)[read] = None
-            if self._num_idle > 0:
+            if self._num_idle >= len(self._urgent) + len(self._others):
                 self._change.notify()
             elif self._num_threads < _NUM_THREADS:
                 threading.Thread(target=self._work, name="bootseer-folder", daemon=True).start()

@@ -100,19 +100,20 @@ class FileWriter:
         with self._turn:
             self._check()
             end = offset + length
-            if end > self._size_bytes:
-                self._before_growth(offset)
-            self.sending.take_back(offset, end)
-            fresh = self.sending.missing(offset, end)
-            if fresh:
-                self._budget.take(fresh, free_some=self._free_some, stuck_s=_STUCK_S)
-            try:
-                self._spool.write(offset, data)
-            except BaseException:
-                self._budget.give_back(fresh)
-                # What it took of this must not show through when the file becomes longer.
-                self._spool.truncate(self._size_bytes)
-                raise
+            with self.sending.keeping(offset):
+                if end > self._size_bytes:
+                    self._before_growth(offset)
+                self.sending.take_back(offset, end)
+                fresh = self.sending.missing(offset, end)
+                if fresh:
+                    self._budget.take(fresh, free_some=self._free_some, stuck_s=_STUCK_S)
+                try:
+                    self._spool.write(offset, data)
+                except BaseException:
+                    self._budget.give_back(fresh)
+                    # What it took of this must not show through when the file becomes longer.
+                    self._spool.truncate(self._size_bytes)
+                    raise
             self._size_bytes = max(self._size_bytes, end)
             self._touched()
             self.sending.wrote(offset, end)
@@ -130,7 +131,8 @@ class FileWriter:
             if size_bytes > self._size_bytes:
                 self._before_growth(size_bytes)
             else:
-                self.sending.cut(size_bytes, self._size_bytes)
+                with self.sending.keeping(size_bytes):
+                    self.sending.cut(size_bytes, self._size_bytes)
             self._size_bytes = size_bytes
             self._touched()
 
@@ -187,17 +189,13 @@ class FileWriter:
             self.sending.wait_idle(self._settings.end_s)
             written = self._publication.publish(segments, verify=self._verify)
         else:
-            self.sending.take_back(0, size_bytes)
-            self.sending.wait_idle(self._settings.end_s)
-            written = write_ordinary(
-                self._files,
-                self._publication,
-                size_bytes,
-                self._spool.read,
-                policy=self._policy,
-                mode=self._mode,
-                tries=self._settings.part_tries,
-            )
+            with self.sending.keeping(0):
+                self.sending.take_back(0, size_bytes)
+                self.sending.wait_idle(self._settings.end_s)
+                written = write_ordinary(
+                    self._files, self._publication, size_bytes, self._spool.read,
+                    policy=self._policy, mode=self._mode, tries=self._settings.part_tries,
+                )  # fmt: skip
         self._written = replace(written, num_retries=written.num_retries + self.sending.num_retries)
         self._is_dirty = False
         return self._written

@@ -144,7 +144,8 @@ class PartTask:
         segment = self._segment
         writer, self._writer = self._writer, None
         if writer is not None:
-            segment.sick.add(writer.nodes)
+            if isinstance(error, TransientError):  # others are no fault of a node
+                segment.sick.add(writer.nodes)
             # A dead node may hold this for seconds.
             segment.lane.apart(lambda: _abort(writer))
         self._failures += 1

@@ -61,9 +61,8 @@ class Publication:
         self._mode = mode
         self._settings = settings
         self._workers = workers
-        self._may_be_visible = False
         self._named: frozenset[str] = frozenset()
-        """Parts that the visible head names."""
+        """Parts that the visible head names, and those of every head that may be visible."""
         # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
         self._renewed_s = time.monotonic()
         self._has_lease = False
@@ -96,13 +95,9 @@ class Publication:
         self._check_lengths(parts)
         if verify == "read":
             verify_parts(self._files.place, self.folder, parts, self._workers)
-        try:
-            self.put(lambda: self._files.place.write_bytes(self.path, data, mode=self._mode), keep=self.id)
-        except TransientError:
-            self._may_be_visible = True  # the answer may be what was lost
-            raise
-        self._may_be_visible = True
-        self._named = frozenset(part.name for part in parts)
+        names = frozenset(part.name for part in parts)
+        self.put(lambda: self._show(data, names), keep=self.id)
+        self._named = names
         self.remove_rest()
         beside = sum(_num_beside(segment) for segment in segments)
         return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_beside=beside)
@@ -116,21 +111,18 @@ class Publication:
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
             if replaced.id == self.id:
-                self._may_be_visible = False
+                self._named = frozenset()
 
     def remove_rest(self) -> None:
-        """Remove what no head names: all of it, unless a head may be visible whose answer was lost.
-
-        Then a collector decides, who can wait and look. What cannot be removed stays for it too.
-        """
+        """Remove what no head names. What cannot be removed stays for a collector."""
         with contextlib.suppress(BootseerError):
-            if not self._may_be_visible:
+            if not self._named:
                 self._files.place.delete(self.folder, recursive=True)
-            elif self._named:
-                named = self._named | {LEASE_NAME}
-                for entry in list(self._files.place.list(self.folder)):
-                    if entry.path.rpartition("/")[2] not in named:
-                        self._files.place.delete(entry.path)
+                return
+            named = self._named | {LEASE_NAME}
+            for entry in list(self._files.place.list(self.folder)):
+                if entry.path.rpartition("/")[2] not in named:
+                    self._files.place.delete(entry.path)
 
     def renew(self) -> None:
         """Say that the writer lives, if that has not been said for a while. Files of an attempt have its lease."""
@@ -152,6 +144,18 @@ class Publication:
         if renewed:
             with contextlib.suppress(BootseerError):
                 self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
+
+    def _show(self, head: bytes, names: frozenset[str]) -> None:
+        """Put a head in place. Only when that was refused, it is certain that nobody sees what it names: of all other
+        errors, and of an interrupt, just the answer may have been lost. Then a collector decides, who can wait."""
+        before, self._named = self._named, self._named | names
+        try:
+            self._files.place.write_bytes(self.path, head, mode=self._mode)
+        except TransientError:
+            raise
+        except BootseerError:
+            self._named = before
+            raise
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
         """Raises `TransientError` for parts that are not as they were written."""

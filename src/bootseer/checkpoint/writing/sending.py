@@ -9,8 +9,10 @@ Called by `file_writer`, one change at a time; workers tell when a segment has e
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bootseer.checkpoint.head import Segment
@@ -70,6 +72,8 @@ class Sending:
         self._stream_at = 0
         """Up to here everything was sent, or waits to be published because it was taken back."""
         self._num_back = 0
+        self._kept_from: int | None = None
+        """From here on nothing new is sent, because it is being changed."""
         self._error: BootseerError | None = None
         self._is_open = True
 
@@ -77,6 +81,18 @@ class Sending:
         """Raise what made sending fail: such a file cannot be published any more."""
         if self._error is not None:
             raise self._error
+
+    @contextlib.contextmanager
+    def keeping(self, start: int) -> Iterator[None]:
+        """Nothing from `start` on begins to be sent within the block: what waits for room, here or in another file,
+        would else send what is just being changed."""
+        with self._state:
+            self._kept_from = start
+        try:
+            yield
+        finally:
+            with self._state:
+                self._kept_from = None
 
     def missing(self, start: int, end: int) -> int:
         """How much of a range the spool does not have yet."""
@@ -223,7 +239,10 @@ class Sending:
         """How far a sequential writer has left whole chunks behind."""
         if self._policy.stripes == 1 or self._num_back > _MAX_BACK:
             return self._stream_at
-        return max(self._present.end_from(self._stream_at) // CHUNK_BYTES * CHUNK_BYTES, self._stream_at)
+        ready = self._present.end_from(self._stream_at)
+        if self._kept_from is not None:
+            ready = min(ready, self._kept_from)
+        return max(ready // CHUNK_BYTES * CHUNK_BYTES, self._stream_at)
 
     def _feed(self) -> None:
         ready, policy = self._ready(), self._policy

@@ -1,0 +1,149 @@
+"""What is read when others change what is there, and what the kernel's memory may keep: docs/semantics.md, "Reading".
+
+`one` and `other` are two mounts of the same place, as two machines have them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from bootseer.fuse.writable_session import VALID_S
+from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
+
+pytestmark = pytest.mark.fuse
+
+LARGE = 8 * MIB + 12_345
+"""Two segments of three stripes, and a bit."""
+
+
+def check_rest(reader: FileIO, data: bytes) -> None:
+    """The rest of an open file is `data`, all of it, or from somewhere on an error."""
+    at = 0
+    try:
+        while piece := reader.read(MIB):
+            assert piece == data[at : at + len(piece)]
+            at += len(piece)
+    except OSError as error:
+        assert error.errno in (errno.EIO, errno.ESTALE, errno.ENOENT)
+    else:
+        assert at == len(data)
+
+
+def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_what_it_was(
+    one: MountedPlace, other: MountedPlace
+) -> None:
+    old, new = b"o" * LARGE, b"n" * LARGE
+    (one.target / "f").write_bytes(old)
+    with (one.target / "f").open("rb", buffering=0) as reader:
+        assert reader.read(MIB) == old[:MIB]
+        (other.target / "f").write_bytes(new)
+        assert (one.target / "f").read_bytes() == new, "opening asks"
+        check_rest(reader, old[MIB:])
+        assert (one.target / "f").read_bytes() == new
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_another_file(
+    one: MountedPlace, other: MountedPlace
+) -> None:
+    for size in (1000, LARGE):
+        (one.target / "f").write_bytes(b"o" * size)
+        os.utime(one.target / "f", ns=(0, 10**18))
+        assert (one.target / "f").read_bytes() == b"o" * size
+        (other.target / "f.new").write_bytes(b"n" * size)
+        os.utime(other.target / "f.new", ns=(0, 10**18))
+        (other.target / "f.new").rename(other.target / "f")
+        assert (one.target / "f").read_bytes() == b"n" * size
+
+
+@pytest.mark.parametrize("size", [5, 2 * MIB])
+def test_a_file_that_became_longer_or_shorter_elsewhere_is_read_as_it_is(
+    one: MountedPlace, other: MountedPlace, size: int
+) -> None:
+    for length in (size, size + 7, size - 3):
+        (other.target / "f").write_bytes(bytes([length % 251]) * length)
+        assert (one.target / "f").read_bytes() == bytes([length % 251]) * length
+
+
+def test_what_others_make_and_remove_is_seen(one: MountedPlace, other: MountedPlace) -> None:
+    assert not (one.target / "f").exists()
+    (other.target / "f").write_bytes(b"x")
+    assert (one.target / "f").exists(), "that a name is not there is not remembered"
+    assert os.listdir(one.target) == ["f"]  # noqa: PTH208
+    (other.target / "f").unlink()
+    assert number_of((one.target / "f").read_bytes) == errno.ENOENT
+    assert VALID_S == 1
+
+
+def test_a_removed_file_that_is_open_is_read_rightly_or_not_at_all(one: MountedPlace) -> None:
+    for size in (1000, LARGE):
+        data = os.urandom(size)
+        (one.target / "f").write_bytes(data)
+        with (one.target / "f").open("rb", buffering=0) as reader:
+            (one.target / "f").unlink()
+            check_rest(reader, data)
+        assert list(one.target.iterdir()) == []
+
+
+def test_a_temporary_file_without_a_name_is_written_and_read(one: MountedPlace, other: MountedPlace) -> None:
+    with (one.target / "f").open("w+b", buffering=0) as file:
+        (one.target / "f").unlink()
+        file.write(b"scratch")
+        file.seek(0)
+        assert file.read() == b"scratch"
+    until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+    assert list(other.target.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_what_was_read_once_is_read_from_memory_also_by_later_opens(one: MountedPlace, size: int) -> None:
+    data = os.urandom(size)
+    (one.target / "f").write_bytes(data)
+    assert (one.target / "f").read_bytes() == data
+    before = one.session.reads
+    assert (one.target / "f").read_bytes() == data
+    assert one.session.reads == before
+
+
+def test_what_was_written_here_is_read_as_the_place_has_it(one: MountedPlace) -> None:
+    (one.target / "f").write_bytes(b"written")
+    until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+    before = one.session.reads
+    assert (one.target / "f").read_bytes() == b"written"
+    assert one.session.reads > before
+
+
+def in_another_process(code: str, path: Path) -> None:
+    """Run code with `path`. A page that is missing is waited for with Python's lock held: not where the server is."""
+    code = f"import mmap, os, sys; path = sys.argv[1]\n{textwrap.dedent(code)}"
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+
+
+def test_files_are_mapped_into_memory(one: MountedPlace, other: MountedPlace) -> None:
+    (one.target / "f").write_bytes(bytes(range(256)) * (LARGE // 256))
+    check = """
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert mapped[5_000_000:5_001_000] == (bytes(range(256)) * 5)[5_000_000 % 256:][:1000]
+            assert mapped[:] == bytes(range(256)) * (len(mapped) // 256)
+    """
+    in_another_process(check, other.target / "f")
+
+
+def test_a_small_file_is_changed_through_memory(one: MountedPlace, other: MountedPlace) -> None:
+    (one.target / "f").write_bytes(bytes(3 * 4096))
+    change = """
+        with open(path, "r+b") as file:
+            with mmap.mmap(file.fileno(), 0) as mapped:
+                mapped[4096:4100] = b"here"
+                mapped.flush()
+            os.fsync(file.fileno())
+    """
+    in_another_process(change, one.target / "f")
+    assert (other.target / "f").read_bytes() == bytes(4096) + b"here" + bytes(8188)

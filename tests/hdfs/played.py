@@ -1,0 +1,123 @@
+"""A schedule whose clock, DataNodes and NameNode a test plays: no thread, no socket."""
+
+from __future__ import annotations
+
+import random
+
+from bootseer.errors import BootseerError
+from bootseer.hdfs.faults import DataNodeError
+from bootseer.hdfs.located import Block, LocatedFile, Node
+from bootseer.hdfs.outcome import ReadOutcome
+from bootseer.hdfs.pieces import Source, Ticket
+from bootseer.hdfs.runs import Run
+from bootseer.hdfs.schedule import Schedule
+from bootseer.hdfs.settings import ReadSettings
+
+PIECE = 100
+BLOCK = 1000
+SMALL = ReadSettings(piece_bytes=PIECE, max_run_bytes=400, max_hedges=4)
+NODES = {name: Node(name, name, name) for name in ("a:1", "b:1", "c:1")}
+
+
+def located(replicas: list[tuple[str, ...]], *, generation: int = 1) -> LocatedFile:
+    blocks = tuple(
+        Block(number * BLOCK, BLOCK, "pool", number + 1, generation, b"", tuple(NODES[name] for name in names))
+        for number, names in enumerate(replicas)
+    )
+    return LocatedFile("/f", len(blocks) * BLOCK, blocks, "1", False, True)
+
+
+class Played:
+    """A schedule, its time, and a file whose bytes are known."""
+
+    def __init__(self, *replicas: tuple[str, ...], options: ReadSettings = SMALL) -> None:
+        self.now_s = 0.0
+        self.schedule = Schedule(options)
+        self.source = Source(located(list(replicas)), "hdfs://nn/f")
+        self.data = random.Random(1).randbytes(self.source.located.size_bytes)
+        self.ended: list[Ticket] = []
+        self.memory: dict[Ticket, bytearray] = {}
+        self.claimed: dict[Run, list[memoryview]] = {}
+
+    def read(
+        self, offset: int, length: int, *, urgent: bool = True, deadline_s: float = 60.0, avoid: tuple[str, ...] = ()
+    ) -> Ticket:
+        """Ask for a range."""
+        memory = bytearray(length)
+        ticket = Ticket(self.source, offset, memoryview(memory), self._done, True, urgent, frozenset(avoid), deadline_s)
+        self.memory[ticket] = memory
+        self.schedule.submit(ticket, self.now_s)
+        self.look()
+        return ticket
+
+    def take(self) -> Run | None:
+        return self.schedule.take(self.now_s)
+
+    def must_take(self, node: str) -> Run:
+        """The next run, which must be of this node."""
+        run = self.take()
+        assert run is not None
+        assert run.line.name == node
+        return run
+
+    def claim(self, run: Run, length: int) -> bool:
+        """Begin to receive; whether the run goes on."""
+        views = self.schedule.claim(run, length)
+        if views is None:
+            return False
+        assert sum(map(len, views)) == length
+        self.claimed[run] = views
+        return True
+
+    def receive(self, run: Run, *, right: bool = True) -> None:
+        """What was claimed arrives."""
+        at = run.pieces[0].block.start + run.pieces[0].offset + run.received
+        views = self.claimed.pop(run)
+        for view in views:
+            view[:] = self.data[at : at + len(view)] if right else bytes(len(view))
+            at += len(view)
+        if right:
+            self.schedule.received(run, sum(map(len, views)), self.now_s)
+        self.look()
+
+    def finish(self, run: Run, error: DataNodeError | None = None) -> None:
+        self.claimed.pop(run, None)
+        self.schedule.finished(run, error, self.now_s)
+        self.look()
+
+    def serve(self, run: Run) -> None:
+        """A node that is well."""
+        while run.received < run.length and self.claim(run, min(PIECE, run.length - run.received)):
+            self.receive(run)
+        self.finish(run)
+
+    def serve_all(self) -> None:
+        while (run := self.take()) is not None:
+            self.serve(run)
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.schedule.tick(self.now_s)
+        self.look()
+
+    def look(self) -> None:
+        """Take note of the tickets that have ended."""
+        for ticket in self.schedule.ended:
+            assert ticket not in self.ended, "told twice"
+            for views in self.claimed.values():
+                for view in views:
+                    assert view.obj is not self.memory[ticket], "somebody still writes to it"
+            if ticket.error is None:
+                length = len(self.memory[ticket])
+                assert self.memory[ticket] == self.data[ticket.offset : ticket.offset + length]
+            self.ended.append(ticket)
+        self.schedule.ended = []
+
+    def error(self) -> BootseerError:
+        """Of the only ticket, which has ended."""
+        (ticket,) = self.ended
+        assert ticket.error is not None
+        return ticket.error
+
+    def _done(self, outcome: ReadOutcome) -> None:
+        raise AssertionError("the schedule tells nobody")
