@@ -12,8 +12,9 @@ from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Place
-from bootseer.errors import PermanentError
+from bootseer.errors import AccessError, PermanentError, TransientError
 from checkpoint.striped_files import content_of, put_striped
+from stepwise_place import StepwisePlace
 
 _HOUR_S = 3600
 
@@ -83,6 +84,124 @@ def test_what_was_taken_away_comes_back_when_its_replacement_never_came(place: P
     collect(place, "")
     assert place.read_bytes("step-1/file", 9) == b"old"
     assert list((job / ".attempts").iterdir()) == []
+
+
+def write_attempt(place: Place, attempt: Attempt, data: bytes) -> None:
+    place.write_bytes(f"{attempt.path}/file", data)
+
+
+def test_of_two_that_replace_the_same_name_the_last_one_wins_and_nothing_is_left(place: Place, job: Path) -> None:
+    place.make_folder("step-1")
+    place.write_bytes("step-1/file", b"old")
+    stepwise = StepwisePlace(place)
+    with Attempt(stepwise, "step-1") as one, Attempt(place, "step-1") as two:  # type: ignore[arg-type]
+        write_attempt(place, one, b"one")
+        write_attempt(place, two, b"two")
+        shows: list[str] = []
+
+        def interfere(step: str, path: str) -> None:
+            shows.extend([path] if step == "rename" and path == one.path else [])
+            if len(shows) == 2:  # the old one is away, and the new one not there yet
+                stepwise.before = lambda step, path: None
+                two.publish(replace=True)
+                assert place.read_bytes("step-1/file", 9) == b"two"
+
+        stepwise.before = interfere
+        one.publish(replace=True)
+        assert len(shows) == 2
+    assert place.read_bytes("step-1/file", 9) == b"one"
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_what_another_one_has_just_taken_away_is_no_obstacle(place: Place, job: Path) -> None:
+    place.make_folder("step-1/below", parents=True)
+    stepwise = StepwisePlace(place)
+
+    def interfere(step: str, path: str) -> None:
+        if (step, path) == ("rename", "step-1"):
+            place.delete("step-1", recursive=True)
+
+    with Attempt(stepwise, "step-1") as attempt:  # type: ignore[arg-type]
+        write_attempt(place, attempt, b"new")
+        stepwise.before = interfere
+        attempt.publish(replace=True)
+    assert place.read_bytes("step-1/file", 9) == b"new"
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_what_could_not_be_put_back_at_once_comes_back_by_collecting(place: Place, job: Path) -> None:
+    place.make_folder("step-1")
+    place.write_bytes("step-1/file", b"old")
+    stepwise = StepwisePlace(place)
+
+    def fail(step: str, path: str) -> None:
+        if step == "rename" and not (job / "step-1").exists():
+            raise TransientError("no NameNode answers")
+
+    stepwise.before = fail
+    with pytest.raises(TransientError), Attempt(stepwise, "step-1") as attempt:  # type: ignore[arg-type]
+        write_attempt(place, attempt, b"new")
+        attempt.publish(replace=True)
+    assert not (job / "step-1").exists()
+    age(job / f"{attempt.path}.lease", _HOUR_S)
+    # Whoever collects may have opened the storage at another folder.
+    above = FolderPlace(job.parent)
+    collect(above, "job")
+    above.close()
+    assert place.read_bytes("step-1/file", 9) == b"old"
+    assert list((job / ".attempts").iterdir()) == []
+
+
+def test_what_was_replaced_can_never_come_back_as_a_half(place: Place, job: Path) -> None:
+    place.make_folder("step-1")
+    place.write_bytes("step-1/file", b"old")
+    stepwise = StepwisePlace(place)
+    deleted: list[str] = []
+    stepwise.before = lambda step, path: deleted.extend([path] if step == "delete" else [])
+    with Attempt(stepwise, "step-1") as attempt:  # type: ignore[arg-type]
+        write_attempt(place, attempt, b"new")
+        attempt.publish(replace=True)
+        assert [path.endswith(".gone") for path in deleted] == [True]
+
+
+def test_a_writer_that_goes_on_after_it_was_taken_for_dead_cannot_publish_the_rest(place: Place, job: Path) -> None:
+    with Attempt(place, "step-1") as attempt:
+        write_attempt(place, attempt, b"first half")
+        age(job / f"{attempt.path}.lease", _HOUR_S)
+        assert collect(place, "") == 1
+        # Beginning a part makes its folder again.
+        place.make_folder(attempt.path)
+        write_attempt(place, attempt, b"second half")
+        with pytest.raises(PermanentError, match="taken for dead"):
+            attempt.publish()
+    assert not (job / "step-1").exists()
+
+
+def test_what_belongs_to_somebody_else_does_not_keep_us_from_collecting(place: Place, job: Path) -> None:
+    for name in ("0123.gone", "4567.gone"):
+        place.make_folder(f".attempts/{name}", parents=True)
+    stepwise = StepwisePlace(place)
+
+    def refuse(step: str, path: str) -> None:
+        if step == "delete" and "0123" in path:
+            raise AccessError("not yours")
+
+    stepwise.before = refuse
+    assert collect(stepwise, "") == 1  # type: ignore[arg-type]
+    assert [path.name for path in (job / ".attempts").iterdir()] == ["0123.gone"]
+
+
+def test_parts_stay_as_long_as_there_is_a_head_that_cannot_be_read(place: Place, job: Path) -> None:
+    head = put_striped(place, "kept", content_of(2 << 20), stripes=2)
+    age(job / STRIPES / head.id, 9 * 24 * _HOUR_S)
+    stepwise = StepwisePlace(place)
+
+    def refuse(*args: object) -> bytes:
+        raise AccessError("not yours")
+
+    stepwise.read_first = refuse  # type: ignore[attr-defined]
+    assert collect(stepwise, "") == 0  # type: ignore[arg-type]
+    assert (job / STRIPES / head.id).exists()
 
 
 def test_a_lease_that_names_a_target_elsewhere_moves_nothing_there(place: Place, job: Path) -> None:

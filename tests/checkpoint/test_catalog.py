@@ -12,7 +12,7 @@ from bootseer.checkpoint.catalog import checkpoint, checkpoints, missing_parts, 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest, set_latest
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.errors import NotFoundError, UsageError
+from bootseer.errors import AccessError, NotFoundError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace
 
@@ -137,3 +137,27 @@ def test_what_latest_names_is_removed_only_by_force_and_latest_names_another_one
     remove(files, "", "step-1")
     remove(files, "", "step-2", force=True)
     assert read_latest(files.place, "") is None
+
+
+def test_a_job_is_not_removed_for_a_checkpoint(files: Files, job: Path) -> None:
+    for step in (1, 2):
+        make(job, f"moe/step-{step}", model=1)
+    remove(files, "moe", "step-1")
+    with pytest.raises(UsageError, match="job"):
+        remove(files, "", "moe")
+    assert (job / "moe" / "step-2" / "model").exists()
+    remove(files, "", "moe", force=True)
+    assert not (job / "moe").exists()
+
+
+def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, job: Path) -> None:
+    for step in (1, 2):
+        make(job, f"step-{step}", model=1)
+    place = StepwisePlace(files.place)
+
+    def refuse(step: str, path: str) -> None:
+        if (step, path) == ("list", "step-1"):
+            raise AccessError("not yours")
+
+    place.before = refuse
+    assert [found.name for found in checkpoints(Files(place), "")] == ["step-2"]  # type: ignore[arg-type]

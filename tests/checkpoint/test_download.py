@@ -97,3 +97,33 @@ def test_a_target_that_cannot_be_is_told(files: Files, reading: Reading, tmp_pat
     with pytest.raises(BootseerError, match="file"):
         get_checkpoint(files, reading, "model", tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "root"]
+
+
+@pytest.mark.parametrize("target", ["/", "..", "below/.."])
+def test_a_target_without_a_name_is_refused(files: Files, reading: Reading, target: str) -> None:
+    files.place.write_bytes("model", b"x")
+    for replace in (False, True):
+        with pytest.raises(UsageError):
+            get_checkpoint(files, reading, "model", Path(target), replace=replace)
+
+
+def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
+    files: Files, reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.place.write_bytes("model", b"x")
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for target in (tmp_path / "root", tmp_path, tmp_path / "link", tmp_path / "here", Path()):
+        with pytest.raises(UsageError, match="is not replaced"):
+            get_checkpoint(files, reading, "model", target, replace=True)
+    assert files.place.read_bytes("model", 9) == b"x"
+    get_checkpoint(files, reading, "model", Path("../new"))
+    assert (tmp_path / "here" / "new").read_bytes() == b"x"
+
+
+def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
+    name = "ü" * 127
+    files.place.write_bytes(name, b"x")
+    get_checkpoint(files, reading, name, tmp_path / name)
+    assert (tmp_path / name).read_bytes() == b"x"

@@ -245,3 +245,53 @@ def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source:
         with pytest.raises(BootseerError):
             put_checkpoint(files.place, what, "step-1")
     assert list(files.list("")) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes"])
+def test_a_name_that_latest_could_not_say_is_refused_before_anything_is_written(
+    files: Files, job: Path, source: Path, name: str
+) -> None:
+    with pytest.raises(UsageError, match="cannot be the name"):
+        put_checkpoint(files.place, source, name)
+    assert list(job.iterdir()) == []
+
+
+def test_a_file_that_comes_while_the_source_is_written_is_told(files: Files, job: Path, source: Path) -> None:
+    place = StepwisePlace(files.place)
+
+    def add(step: str, path: str) -> None:
+        if path.endswith("/.metadata"):
+            (source / "late").write_bytes(b"x")
+
+    place.before = add
+    with pytest.raises(PermanentError, match="was changed"):
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)  # type: ignore[arg-type]
+    assert not (job / "step-1").exists()
+
+
+def test_a_place_inside_the_source_is_refused(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "link").symlink_to(source)
+    place = FolderPlace(source / "job")
+    for what in (source, tmp_path / "link"):
+        with pytest.raises(UsageError, match="lies in"):
+            put_checkpoint(place, what, "step-1")
+    place.close()
+    assert not (source / "job").exists()
+
+
+def test_the_head_of_a_striped_file_is_not_taken_for_its_content(files: Files, job: Path, source: Path) -> None:
+    put_checkpoint(files.place, source / "model", "step-1.pt", settings=_STRIPED)
+    with pytest.raises(PermanentError, match="head of a striped file"):
+        put_checkpoint(files.place, job / "step-1.pt", "step-2.pt")
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    with pytest.raises(UsageError, match="own storage"):
+        put_checkpoint(files.place, job / "step-1", "step-2")
+
+
+def test_a_latest_that_cannot_be_moved_does_not_hide_that_the_checkpoint_is_there(
+    files: Files, job: Path, source: Path
+) -> None:
+    (job / "latest").mkdir()
+    with pytest.raises(PermanentError, match="step-1 is published, but"):
+        put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    assert verify(files, "step-1").problems == []

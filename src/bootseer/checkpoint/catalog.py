@@ -16,7 +16,7 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
-from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
 _AT_ONCE = 4
@@ -42,7 +42,7 @@ class Checkpoint:
 
 
 def checkpoints(files: Files, folder: str) -> list[Checkpoint]:
-    """The checkpoints in a folder, the newest last: by step, and without steps by time."""
+    """The checkpoints in a folder that may be read, the newest last: by step, and without steps by time."""
     latest = _latest(files, folder)
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info)], latest)
 
@@ -141,7 +141,7 @@ def _sorted(files: Files, infos: Sequence[FileInfo], latest: str | None) -> list
     found = []
     with ThreadPoolExecutor(_AT_ONCE, "bootseer-list") as threads:
         for measuring in [threads.submit(_measured, files, info, latest) for info in infos]:
-            with contextlib.suppress(NotFoundError):  # removed meanwhile
+            with contextlib.suppress(NotFoundError, AccessError):  # removed meanwhile, or somebody else's
                 found.append(measuring.result())
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.mtime_ns))
 

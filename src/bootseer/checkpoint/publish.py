@@ -124,7 +124,7 @@ class _Source:
 def _check_apart(place: Place, source: Path) -> None:
     """Refuse a place inside the source: its own files would become a part of the next checkpoint."""
     scheme, _, root = place.uri.partition("://")
-    if scheme == "file" and source.is_dir() and Path(root or "/").is_relative_to(source.resolve()):
+    if scheme == "file" and Path(root or "/").is_relative_to(source.resolve()):
         raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def split(uri: str) -> tuple[str, str]:
     """The address of the folder that a file or checkpoint lies in, and its name there. Raises `UsageError`."""
     scheme, separator, rest = uri.partition("://")
-    if not separator and uri:
+    if not separator and uri and not uri.startswith(("hdfs:", "file:")):
         from pathlib import Path
 
         scheme, rest = "file", str(Path(uri).absolute())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from bootseer.errors import BootseerError, Interrupted, UsageError
 
@@ -31,6 +33,18 @@ def main() -> None:
     except BrokenPipeError:  # `bootseer report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process. Threads that wait inside of a library, as after a deadline or Ctrl-C, must not come back while
+    the interpreter takes itself apart: those of hdfs-native would abort the process."""
+    threads = sys.modules.get("threading")
+    if threads is not None and any(thread.daemon for thread in threads.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # full or closed
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -158,16 +158,26 @@ class HdfsClient:
         mode: int = 0o644,
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
+        spare: frozenset[str] = frozenset(),
     ) -> Sequence[PlacedWriter | HdfsWriter]:
         """Begin files of one block of `block_size` bytes each, on different nodes as far as there are any.
 
         `avoid`: nodes that are not wanted, if there are others; those that failed lately are not wanted either.
+        `spare`: nodes that are taken only before two files would share one.
         """
         block_size = -(-block_size // _MIB) * _MIB  # no less than what clusters take
         try:
-            return self._begin_apart(paths, block_size, mode, replication, avoid=avoid).writers
+            return self._begin_apart(paths, block_size, mode, replication, avoid=avoid, spare=spare).writers
         except NotSpokenError:
             return [self.create(path, mode=mode, block_size=block_size, replication=replication) for path in paths]
+
+    @property
+    def replication(self) -> int | None:
+        """How many copies a file has unless told otherwise; None where the NameNode cannot be asked."""
+        try:
+            return self._write_defaults().replication
+        except NotSpokenError:
+            return None
 
     def nodes_of(self, path: str) -> tuple[str, ...]:
         """The DataNodes that have the first block of a file, also while it is written; nothing where nobody knows."""
@@ -211,10 +221,11 @@ class HdfsClient:
         replication: int | None,
         *,
         avoid: frozenset[str] = frozenset(),
+        spare: frozenset[str] = frozenset(),
         overwrite: bool = False,
     ) -> Apart:
         defaults = self._write_defaults()
-        settings = PlacingSettings(block_size, replication or defaults.replication, mode, avoid, overwrite)
+        settings = PlacingSettings(block_size, replication or defaults.replication, mode, avoid, spare, overwrite)
         return Apart(self._namenode, self._native, paths, settings, defaults=defaults, bad=self._bad)
 
     def _write_defaults(self) -> WriteDefaults:

@@ -51,6 +51,8 @@ class PlacingSettings:
     mode: int = 0o644
     avoid: Nodes = frozenset()
     """Nodes that are not taken as long as there are others."""
+    spare: Nodes = frozenset()
+    """Nodes that are taken only before two files would share one."""
     overwrite: bool = False
 
 
@@ -128,19 +130,22 @@ class Apart:
             self._taken.pop(lease.path, None)
             others = list(self._taken.values())
             unwanted = settings.avoid | self.bad.names() | failed
+            spare = settings.spare
             share = 1
             for draw in range(1, _MAX_DRAWS + 1):
                 used = full_nodes(others, share) if settings.replication == 1 else frozenset()
                 excluded = unwanted | used
                 last = draw == _MAX_DRAWS
-                told = [] if last else self.bad.known(excluded)
+                told = [] if last else self.bad.known(excluded | spare)
                 try:
                     new = lease.add_block(told)
                 except NoNodesError:
                     if not told:
                         raise
                     # All the others are: who was only unwanted is better than nobody, who failed just now is not.
-                    if share <= len(others):
+                    if spare:
+                        spare = frozenset()
+                    elif share <= len(others):
                         share += 1
                     else:
                         unwanted, share = (failed, 1) if unwanted != failed else (frozenset(), 1)

@@ -112,7 +112,7 @@ class FolderPlace:
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(),
+        avoid: frozenset[str] = frozenset(), spare: frozenset[str] = frozenset(),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. One folder has one disk: nothing to choose."""
         begun: list[PartWriter] = []

@@ -35,6 +35,9 @@ _READ_S = 60.0
 """For a small file."""
 _CLOCK_S = 60.0
 """So long, the difference between the cluster's clock and ours is believed."""
+_MIN_COPIES = 3
+"""Of a small file: one that cannot be read, as a head or a checkpoint's metadata, makes all others useless."""
+_MIB = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 30
 """A longer part becomes several blocks: DataNodes copy and check blocks as wholes."""
 
@@ -47,6 +50,7 @@ class HdfsPlace:
         self._root = "/".join(["", *names_of(root.strip("/"))])
         self.uri = f"{client.uri}{self._root}"
         self._clock: tuple[float, float] | None = None
+        self._may_copy = True
         self._lock = threading.Lock()
 
     def stat(self, path: str) -> Entry:
@@ -99,7 +103,7 @@ class HdfsPlace:
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(),
+        avoid: frozenset[str] = frozenset(), spare: frozenset[str] = frozenset(),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
         with place_errors():
@@ -109,6 +113,7 @@ class HdfsPlace:
                 mode=mode,
                 replication=replication,
                 avoid=avoid,
+                spare=spare,
             )
         return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
 
@@ -195,12 +200,26 @@ class HdfsPlace:
             if folder and not self._client.stat(folder).is_folder:
                 raise NotFolderError(f"{self._what(path)}: its folder is a file")
             try:
-                self._client.put(temporary, data, mode=mode)
+                self._put(temporary, data, mode)
                 yield temporary
             except BaseException:
                 with contextlib.suppress(BootseerError):
                     self._client.delete(temporary)
                 raise
+
+    def _put(self, full: str, data: bytes, mode: int) -> None:
+        # Quotas count whole blocks until a file has ended.
+        block_size = max(-(-len(data) // _MIB), 1) * _MIB
+        if self._may_copy:
+            copies = max(self._client.replication or 0, _MIN_COPIES)
+            try:
+                self._client.put(full, data, mode=mode, block_size=block_size, replication=copies)
+                return
+            except BootseerError as error:
+                if "exceeds maximum" not in str(error):
+                    raise
+                self._may_copy = False
+        self._client.put(full, data, mode=mode, block_size=block_size)
 
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:

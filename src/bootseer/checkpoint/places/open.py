@@ -21,7 +21,8 @@ def open_place(uri: str) -> Place:
     Raises `UsageError` for what is no place.
     """
     scheme, separator, rest = uri.partition("://")
-    if not uri or "\0" in uri:
+    # hdfs:/dir is not meant to be a local folder of this name.
+    if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "file:"))):
         raise UsageError(f"{uri!r} is no place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
     if any(is_hidden(name) for name in names):

@@ -80,6 +80,7 @@ class PartTask:
                 raise TransientError(f"{' '.join(self.nodes)}: much slower than the nodes of the other parts")
             if not self._write_row():
                 self.is_sent = True
+                segment.part_placed()
                 # Ending waits for the place; the lane's next part uses the link meanwhile.
                 segment.lane.apart(self._finish)
                 return False
@@ -116,6 +117,10 @@ class PartTask:
         self._write_s += time.monotonic() - began_s
         self.nodes = writer.nodes  # known since the first bytes
         self.row += 1
+        if self.row == 1:
+            if len(self.nodes) == 1:  # with replicas, readers have a choice
+                segment.use.add(self.nodes)
+            segment.part_placed()
         if not self.is_parity and self.row > self._rows_sent:
             self._rows_sent = self.row
             segment.on_sent(len(data))
@@ -146,6 +151,8 @@ class PartTask:
         if writer is not None:
             if isinstance(error, TransientError):  # others are no fault of a node
                 segment.sick.add(writer.nodes)
+            if self.row and len(self.nodes) == 1:
+                segment.use.remove(self.nodes)
             # A dead node may hold this for seconds.
             segment.lane.apart(lambda: _abort(writer))
         self._failures += 1

@@ -1,5 +1,7 @@
 """The segments of one file on their way: a few open at a time, begun in the order in which they were asked for.
 
+The next one begins when it is known where the one before lies, and goes elsewhere as far as there are other nodes.
+
 Called by `replayed` and `sending`, which differ in where the bytes come from.
 """
 
@@ -36,8 +38,9 @@ class Pipeline:
     def add(self, start: int, *, stripes: int) -> SegmentWriter:
         """A new segment, which begins as soon as there is room for it."""
         segment = SegmentWriter(
-            self._target, self._lane, start, self._read, self._ended, self._on_sent, stripes=stripes
-        )
+            self._target, self._lane, start, self._read,
+            self._ended, self._begin_next, self._on_sent, stripes=stripes,
+        )  # fmt: skip
         with self._lock:
             self._waiting.append(segment)
         self._begin_next()
@@ -68,6 +71,8 @@ class Pipeline:
         while True:
             with self._lock:
                 if not self._waiting or len(self._open) >= self._target.settings.segments_ahead:
+                    return
+                if self._open and not self._open[-1].is_placed:
                     return
                 segment = self._waiting.popleft()
                 self._open.append(segment)

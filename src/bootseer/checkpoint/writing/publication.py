@@ -21,6 +21,7 @@ from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
 from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.even import NodeUse
 from bootseer.checkpoint.writing.readback import verify_parts
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -61,6 +62,7 @@ class Publication:
         self._mode = mode
         self._settings = settings
         self._workers = workers
+        self._use = NodeUse()
         self._named: frozenset[str] = frozenset()
         """Parts that the visible head names, and those of every head that may be visible."""
         # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
@@ -81,6 +83,7 @@ class Publication:
             replication=self._policy.replication,
             mode=self._mode,
             sick=sick,
+            use=self._use,
             settings=self._settings,
         )
 

@@ -20,6 +20,7 @@ from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, part_size
 from bootseer.checkpoint.places.place import PartWriter, Place
+from bootseer.checkpoint.writing.even import NodeUse
 from bootseer.checkpoint.writing.part import PartTask
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
@@ -48,19 +49,15 @@ class Target:
     replication: int | None
     mode: int
     sick: SickNodes
+    use: NodeUse
     settings: WritingSettings
-
-    @property
-    def segment_bytes(self) -> int:
-        """The longest segment."""
-        return self.stripes * self.part_bytes
 
 
 class SegmentWriter:
     """A segment from `start` on, of `stripes` parts. `read` gives bytes of the file that are there.
 
-    `on_end` is called once, by a worker, when it has ended; `on_sent` with the length
-    of each chunk that was written for the first time.
+    `on_end` is called once, by a worker, when it has ended; `on_placed` when it is known where it lies, maybe more
+    than once; `on_sent` with the length of each chunk that was written for the first time.
     """
 
     def __init__(
@@ -70,6 +67,7 @@ class SegmentWriter:
         start: int,
         read: Callable[[int, int], bytes],
         on_end: Callable[[SegmentWriter], None],
+        on_placed: Callable[[], None],
         on_sent: Callable[[int], None],
         *,
         stripes: int,
@@ -79,6 +77,7 @@ class SegmentWriter:
         self.stripes = stripes
         self.lane = lane
         self.sick = target.sick
+        self.use = target.use
         self.settings = target.settings
         self.path = target.folder
         self.error: BootseerError | None = None
@@ -87,6 +86,7 @@ class SegmentWriter:
         self._target = target
         self._read = read
         self._on_end = on_end
+        self._on_placed = on_placed
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._size_bytes = 0
@@ -119,6 +119,17 @@ class SegmentWriter:
     def capacity(self) -> int:
         """Bytes that it can hold."""
         return self.stripes * self._target.part_bytes
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all its parts have nodes, or as many as there is a free link."""
+        parts = self._parts
+        return bool(parts) and (all(part.row for part in parts) or any(part.is_sent for part in parts))
+
+    def part_placed(self) -> None:
+        """A part has a node, or has been sent."""
+        if self.is_placed:
+            self._on_placed()
 
     def begin(self) -> None:
         """Begin its files, soon."""
@@ -250,6 +261,7 @@ class SegmentWriter:
             mode=target.mode,
             replication=target.replication,
             avoid=avoid,
+            spare=target.use.most(self.stripes + target.parity, self.sick.now()),
         )
 
     def _wake(self) -> None:
