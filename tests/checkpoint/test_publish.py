@@ -247,7 +247,9 @@ def test_what_is_nothing_to_put_is_refused(files: Files, tmp_path: Path, source:
     assert list(files.list("")) == []
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes"])
+@pytest.mark.parametrize(
+    "name", ["", "..", "a/b", "latest", "two\nlines", " space ", "bad\udcff", "x" * 256, ".stripes"]
+)
 def test_a_name_that_latest_could_not_say_is_refused_before_anything_is_written(
     files: Files, job: Path, source: Path, name: str
 ) -> None:

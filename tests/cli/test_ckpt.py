@@ -181,6 +181,22 @@ def test_help_has_an_example(ckpt: Run, verb: str) -> None:
     assert f"bootseer ckpt {verb}" in shown
 
 
+def test_a_mistyped_address_makes_no_folder(ckpt: Run, source: Path, tmp_path: Path) -> None:
+    assert "no place" in ckpt("put", str(source), "hdfs:/namenode/jobs", code=2).stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10"]
+
+
+def test_a_policy_that_is_none_is_removed_as_its_error_says(ckpt: Run, source: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "job" / ".stripes" / "policy.json"
+    policy.parent.mkdir(parents=True)
+    for text in ("nonsense", '{"schema": "bootseer.stripes/2"}'):
+        policy.write_text(text)
+        for words in (["put", str(source), "job"], ["policy", "job"], ["policy", "job", "--stripes", "2"]):
+            assert "--inherit" in ckpt(*words, code=1).stderr
+        assert "by default" in ckpt("policy", "job", "--inherit").stdout
+        assert not policy.exists()
+
+
 def test_ctrl_c_leaves_nothing_of_a_put(ckpt: Run, source: Path, tmp_path: Path, env: dict[str, str]) -> None:
     job = tmp_path / "jobs"
     for number in range(200):
@@ -212,7 +228,9 @@ def test_an_address_is_a_folder_and_a_name(uri: str, folder: str, name: str) -> 
     assert split(uri) == (folder, name)
 
 
-@pytest.mark.parametrize("uri", ["hdfs://nn", "hdfs://nn/", "hdfs:///x", "", "/", "file:///", "hdfs://nn/.."])
+@pytest.mark.parametrize(
+    "uri", ["hdfs://nn", "hdfs:/nn/a", "file:a/b", "hdfs://nn/", "hdfs:///x", "", "/", "file:///", "hdfs://nn/.."]
+)
 def test_an_address_without_a_name_is_refused(uri: str) -> None:
     with pytest.raises(UsageError):
         split(uri)

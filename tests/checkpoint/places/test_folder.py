@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Outcome, Place
+from bootseer.checkpoint.places.place import Outcome, Place, TakenError
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
 from checkpoint.places.contract import PlaceContract, opened, read
 
@@ -150,3 +151,17 @@ def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_place(uri)
     assert caught.value.hint
+
+
+def test_of_many_that_want_a_folders_name_one_gets_it_and_the_others_hear_that_it_is_taken(place: Place) -> None:
+    def rename(number: int) -> bool:
+        try:
+            place.rename(f"{number}", f"target{number // 4}", replace=False)
+        except TakenError:
+            return False
+        return True
+
+    for number in range(400):
+        place.make_folder(f"{number}/below", parents=True)
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(rename, range(400))) == 100

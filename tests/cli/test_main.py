@@ -1,0 +1,43 @@
+"""How the program ends: with its exit code and all that it said, whatever still waits in a library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_LEFT_BEHIND = """
+import sys, threading
+import click
+from bootseer.cli import ckpt_list, main
+from bootseer.errors import TransientError
+
+class TornDown:
+    def __del__(self):
+        # hdfs-native's calls that come back from now on abort the process.
+        sys.__stderr__.write("torn down")
+
+sys.torn_down = TornDown()
+if "left" in sys.argv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.argv[1:] = ["ckpt", "list", "."] if "well" in sys.argv else ["ckpt", "list", "nowhere"]
+main.main()
+"""
+
+
+def ended(tmp_path: Path, *words: str) -> tuple[int, str, str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", _LEFT_BEHIND, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def test_calls_that_were_left_behind_do_not_see_the_interpreter_end(tmp_path: Path) -> None:
+    assert ended(tmp_path, "well")[2] == "torn down"
+    code, said, errors = ended(tmp_path, "left", "well")
+    assert (code, errors) == (0, "")
+    assert said.startswith("0 checkpoints")
+    code, said, errors = ended(tmp_path, "left")
+    assert (code, said) == (1, "")
+    assert errors.startswith("bootseer: ")
+    assert "torn down" not in errors

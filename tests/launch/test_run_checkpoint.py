@@ -1,0 +1,138 @@
+"""`bootseer run --checkpoint`: checkpoints are mounted while the command runs, and what was read of them is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.mounts import kernel
+from bootseer.trace.event import Event
+from conftest_launch import BOOTSEER
+from image_node import Node
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Events = Callable[[], list[Event]]
+SIZE = 20 << 20
+
+
+@pytest.fixture
+def env(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    return {**env, "BOOTSEER_CACHE": str(tmp_path / "cache"), "BOOTSEER_RUNTIME": str(tmp_path / "runtime")}
+
+
+@pytest.fixture
+def job(run: Run, tmp_path: Path) -> Path:
+    """A job's folder with one striped checkpoint, which `latest` names."""
+    step = tmp_path / "step-1"
+    step.mkdir()
+    (step / "weights").write_bytes(os.urandom(SIZE))
+    (step / "config.json").write_text("{}")
+    assert run("ckpt", "put", str(step), str(tmp_path / "job")).returncode == 0
+    assert (tmp_path / "job/step-1/weights").stat().st_size < SIZE, "it is striped"
+    return tmp_path / "job"
+
+
+def nothing_is_mounted(tmp_path: Path) -> None:
+    assert not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]
+
+
+def the(events: list[Event], stage: str) -> Event:
+    (found,) = (event for event in events if event.stage == stage and event.phase in ("instant", "end"))
+    return found
+
+
+def test_the_command_reads_its_checkpoint_and_the_report_tells(
+    run: Run, events: Events, job: Path, tmp_path: Path
+) -> None:
+    copy = 'cat "$BOOTSEER_CHECKPOINT/$(cat $BOOTSEER_CHECKPOINT/latest)/weights" > copy'
+    ran = run("run", "-q", "--job", "j", "--checkpoint", str(job), "--", "sh", "-c", copy)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "step-1/weights").read_bytes()
+    assert the(events(), "model_initialization.checkpoint_mount").outcome == "ok"
+    told = the(events(), "checkpoint_start").attrs
+    assert (told["uri"], told["until"], told["refused"], told["fallback"]) == (str(job), "end", 0, "")
+    assert told["read_bytes"] >= SIZE
+    assert told["place_bytes"] >= SIZE
+    report = json.loads(run("report", "--json", "j").stdout)
+    assert report["checkpoints"][0]["read_bytes"] == told["read_bytes"]
+    nothing_is_mounted(tmp_path)
+
+
+def test_what_the_command_writes_is_published(run: Run, job: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    write = 'mkdir "$0/step-2" && cp step-1/weights "$0/step-2/weights" && echo step-2 > "$0/latest"'
+    ran = run("run", "-q", "--checkpoint", str(job), "--checkpoint-dir", str(folder), "--", "sh", "-c", write, folder)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert run("ckpt", "latest", str(job)).stdout == "step-2\n"
+    assert run("ckpt", "get", f"{job}/step-2", str(tmp_path / "back")).returncode == 0
+    assert (tmp_path / "back/weights").read_bytes() == (tmp_path / "step-1/weights").read_bytes()
+    nothing_is_mounted(tmp_path)
+
+
+def test_the_next_start_finds_what_this_one_read_in_the_cache(run: Run, events: Events, job: Path) -> None:
+    read = 'cat "$BOOTSEER_CHECKPOINT/step-1/weights" >/dev/null'
+    for _ in range(2):
+        assert run("run", "-q", "--job", "j", "--checkpoint", str(job), "--", "sh", "-c", read).returncode == 0
+    first, second = (event.attrs for event in events() if event.stage == "checkpoint_start")
+    assert first["place_bytes"] >= SIZE
+    assert second["place_bytes"] < SIZE / 4
+    assert second["cache_bytes"] >= SIZE
+
+
+def test_a_place_that_cannot_be_reached_is_an_error_before_the_command(run: Run, tmp_path: Path) -> None:
+    ran = run("run", "--checkpoint", str(tmp_path / "nowhere"), "--", "touch", "began")
+    assert ran.returncode not in (0, 2)
+    assert "nowhere" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "began").exists()
+    nothing_is_mounted(tmp_path)
+
+
+def test_options_of_a_checkpoint_need_one(run: Run) -> None:
+    ran = run("run", "--checkpoint-dir", "/x", "--", "true")
+    assert ran.returncode == 2
+    assert "give --checkpoint URI too" in ran.stderr
+    ran = run("run", "--checkpoint", "/x", "--checkpoint-memory", "much", "--", "true")
+    assert (ran.returncode, "is no size" in ran.stderr) == (2, True)
+
+
+def test_unmeasured_it_is_mounted_all_the_same(run: Run, job: Path, tmp_path: Path) -> None:
+    words = ["run", "--checkpoint", str(job), "--", "sh", "-c", 'cat "$BOOTSEER_CHECKPOINT/latest"']
+    ran = run(*words, more={"BOOTSEER_DISABLE": "1"})
+    assert (ran.returncode, ran.stdout) == (0, "step-1\n")
+    assert not (tmp_path / "spool").exists()
+    nothing_is_mounted(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_and_then_the_mount(
+    env: dict[str, str], job: Path, tmp_path: Path, number: int
+) -> None:
+    words = ["run", "-q", "--checkpoint", str(job), "--", "sh", "-c", "echo ready; exec sleep 600"]
+    with subprocess.Popen([*BOOTSEER, *words], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    nothing_is_mounted(tmp_path)
+
+
+def test_a_container_has_the_checkpoints_too(
+    run: Run, node: Node, env: dict[str, str], job: Path, tmp_path: Path
+) -> None:
+    more = {**node.env, "BOOTSEER_CACHE": env["BOOTSEER_CACHE"]}
+    assert run("image", "convert", node.reference, more=more).returncode == 0
+    script = 'cat "$BOOTSEER_CHECKPOINT/latest"; echo more > "$BOOTSEER_CHECKPOINT/note"'
+    ran = run(
+        "run", "-q", "--image", node.reference, "--checkpoint", str(job), "--", "sh", "-c", script, more=more
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
+    assert (job / "note").read_text() == "more\n"
