@@ -35,10 +35,11 @@ _METHOD = (
     "the cache has all of it, the mount is new). What was read is compared with what was written, after the clock. "
     "The file is a safetensors file of random bytes, the same in each layout: 'ordinary' in blocks of 16 MiB with one "
     "replica or two, as the NameNode placed them; '4 stripes' and '4+1 stripes' in parts of 64 MiB; all but the "
-    "parity on four of the DataNodes. 'The links' are four streams of hdfs-native, each of a file in one block on a "
-    "DataNode of its own. Arms that are bound to one link read the beginning of the file only. FUSE is read as "
-    "dd bs=4M does, the warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer "
-    "write from memory, and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
+    "parity on four of the DataNodes. The NameNode does not consider load when it places blocks, which is meant for "
+    "large clusters. 'The links' are four streams of hdfs-native, each of a file in one block on a DataNode of its "
+    "own. Arms that are bound to one link read the beginning of the file only. FUSE is read as dd bs=4M does, the "
+    "warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer write from memory, "
+    "and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
     "their order around every round"
 )
 
@@ -89,6 +90,7 @@ def measure(quick: bool) -> Outcome:
                             found[name].append(arm.moved_bytes / MIB / done.seconds)
                             print(f"  {name}: {found[name][-1]:.1f} MiB/s", flush=True)
             amounts, placement = storage.placement(model_in(Layouts.ORDINARY))
+            parts = {layout: storage.stripes(model_in(layout)) for layout in (Layouts.STRIPED, Layouts.PARITY)}
     return Outcome(
         parameters={
             "file_mib": content.model_bytes / MIB,
@@ -97,6 +99,7 @@ def measure(quick: bool) -> Outcome:
             "links": LINKS,
             "ordinary_mib_by_node": amounts,
             "ordinary_can_use": placement,
+            "nodes_of_parts": parts,
         },
         samples=found,
         unit="MiB/s",

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,9 @@ from checkpoint_child import MIB, Job
 from checkpoint_claims import Layouts
 from checkpoint_content import DCP, MODEL, Content
 
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import Part, part_path
+from bootseer.checkpoint.places.open import open_place
 from hdfs_cluster import HdfsCluster
 
 RATE_MBIT = 400
@@ -114,7 +117,9 @@ class Storage:
             num_datanodes=LINKS + 1,
             links=True,
             fast_detection=True,
-            settings={"dfs.webhdfs.enabled": "true"},
+            # By default a node counts as overloaded that has twice the average of connections, and gets no block: that
+            # is for large clusters, and happens among four nodes whenever one has just been written to.
+            settings={"dfs.webhdfs.enabled": "true", "dfs.namenode.redundancy.considerLoad": "false"},
         )
 
     def __enter__(self) -> Storage:
@@ -152,12 +157,26 @@ class Storage:
         return self._cluster.datanode_http[self._cluster.nodes.index(node)]
 
     def placement(self, path: str) -> tuple[list[float], float]:
-        """MiB of a file with one replica on each DataNode, and the part of the four links that it can use at most."""
+        """MiB of an ordinary file with one replica by DataNode, and the part of the four links that it can use at most.
+
+        As if all its blocks could be read at the same time.
+        """
         found: Counter[str] = Counter()
         for block in self._cluster.where(path):
             found[block.nodes[0]] += block.size_bytes
         amounts = [found[node] / MIB for node in self._cluster.nodes]
         return amounts, sum(amounts) / max(amounts) / LINKS
+
+    def stripes(self, path: str) -> list[list[int]]:
+        """The number of the DataNode of each part of a striped file, by segment."""
+        with closing(open_place(f"{self.uri}/")) as place:
+            head = Files(place).head(path.lstrip("/"))
+            assert head is not None, f"{path} is not striped"
+            return [[self._node_of(path, head.id, part) for part in segment.parts] for segment in head.segments]
+
+    def _node_of(self, path: str, head_id: str, part: Part) -> int:
+        (block,) = self._cluster.where(f"/{part_path(path.lstrip('/'), head_id, part.name)}")
+        return self._cluster.nodes.index(block.nodes[0])
 
     def remove(self, *paths: str) -> None:
         from hdfs_native import Client

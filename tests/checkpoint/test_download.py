@@ -114,6 +114,9 @@ def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
     (tmp_path / "here" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "here" / "below")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(BootseerError):
+        get_checkpoint(files, reading, "model", tmp_path / "loop" / "model", replace=True)
     for target in (tmp_path / "root", tmp_path, tmp_path / "link", tmp_path / "here", Path()):
         with pytest.raises(UsageError, match="is not replaced"):
             get_checkpoint(files, reading, "model", target, replace=True)

@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 _LEFT_BEHIND = """
-import sys, threading
-import click
-from bootseer.cli import ckpt_list, main
-from bootseer.errors import TransientError
+import atexit, sys, threading
+from bootseer.cli import main
 
-class TornDown:
-    def __del__(self):
-        # hdfs-native's calls that come back from now on abort the process.
-        sys.__stderr__.write("torn down")
-
-sys.torn_down = TornDown()
+# Calls of hdfs-native that come back after this abort the process.
+atexit.register(sys.stderr.write, "torn down")
 if "left" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 sys.argv[1:] = ["ckpt", "list", "."] if "well" in sys.argv else ["ckpt", "list", "nowhere"]

@@ -126,3 +126,24 @@ def test_an_interrupt_leaves_nothing_behind(image: str, tmp_path: Path, short: P
     assert num_running == number
     assert left(out, short) == []
     assert not any(short.iterdir())
+
+
+@needs_venv
+@pytest.mark.root
+@pytest.mark.fuse
+@pytest.mark.torch
+def test_a_resume_from_stripes_is_measured_beside_a_plain_one(tmp_path: Path, short: Path) -> None:
+    out = tmp_path / "out"
+    words = [EXAMPLES / "resume.sh", out, "40"]
+    environment = {**os.environ, "TMPDIR": str(short)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, striped = (json.loads((out / f"{name}.json").read_text()) for name in ("plain", "striped"))
+    assert plain["checkpoints"] == []
+    assert striped["checkpoints"][0]["read_bytes"] > 30_000_000
+    for report in (plain, striped):
+        assert report["startup"]["outcome"] == "training_began"
+        assert "model_initialization.checkpoint_read" in {row["stage"] for row in report["stages"]}
+    assert done.stderr.count("resumed ") == 2
+    assert "The checkpoint took" in done.stdout
+    assert left(out, short) == []

@@ -71,7 +71,7 @@ def _full(target: Path) -> Path:
     """A path that stays what it is when its last name is renamed. Raises `UsageError` when it has none."""
     if target.name in ("", "..") and target != Path():
         raise UsageError(f"{target} cannot be the name of a copy", hint="give the new folder's or file's own name")
-    return target.absolute().parent.resolve() / target.absolute().name
+    return Path(os.path.realpath(target.absolute().parent), target.absolute().name)
 
 
 def _check_harmless(files: Files, target: Path) -> None:
@@ -79,15 +79,16 @@ def _check_harmless(files: Files, target: Path) -> None:
     scheme, _, root = files.place.uri.partition("://")
     inside = [Path.cwd(), *([Path(root or "/")] if scheme == "file" else [])]
     for one in inside:
-        if one.is_relative_to(target.resolve()):
+        if one.is_relative_to(os.path.realpath(target)):
             raise UsageError(f"{target} contains {one}: it is not replaced", hint="give another name")
 
 
 def _folders(files: Files, path: str) -> Iterator[str]:
-    for entry in files.names(path):
-        if entry.is_folder:
-            yield entry.path
-            yield from _folders(files, entry.path)
+    folders = [path]
+    while folders:
+        below = [entry.path for entry in files.names(folders.pop()) if entry.is_folder]
+        yield from below
+        folders += below
 
 
 def _copy_all(

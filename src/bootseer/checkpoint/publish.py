@@ -124,7 +124,7 @@ class _Source:
 def _check_apart(place: Place, source: Path) -> None:
     """Refuse a place inside the source: its own files would become a part of the next checkpoint."""
     scheme, _, root = place.uri.partition("://")
-    if scheme == "file" and Path(root or "/").is_relative_to(source.resolve()):
+    if scheme == "file" and Path(root or "/").is_relative_to(os.path.realpath(source)):
         raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 
@@ -138,6 +138,13 @@ def _files_of(source: Path) -> _Source:
         return _Source(source, True, [_file(source.name, source)], [])
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{source} is neither a folder nor a file", hint="name a local folder or file")
+    try:
+        return _walked(source)
+    except RecursionError:
+        raise PermanentError(f"{source} has folders that are too deep") from None
+
+
+def _walked(source: Path) -> _Source:
     files: list[_File] = []
     folders: list[tuple[str, int]] = []
     for at, below, names in os.walk(source, onerror=_raise):

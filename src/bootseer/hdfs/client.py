@@ -158,12 +158,12 @@ class HdfsClient:
         mode: int = 0o644,
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
-        spare: frozenset[str] = frozenset(),
+        spare: Sequence[str] = (),
     ) -> Sequence[PlacedWriter | HdfsWriter]:
         """Begin files of one block of `block_size` bytes each, on different nodes as far as there are any.
 
         `avoid`: nodes that are not wanted, if there are others; those that failed lately are not wanted either.
-        `spare`: nodes that are taken only before two files would share one.
+        `spare`: nodes that are taken only before two files would share one, the first of them first.
         """
         block_size = -(-block_size // _MIB) * _MIB  # no less than what clusters take
         try:
@@ -221,11 +221,13 @@ class HdfsClient:
         replication: int | None,
         *,
         avoid: frozenset[str] = frozenset(),
-        spare: frozenset[str] = frozenset(),
+        spare: Sequence[str] = (),
         overwrite: bool = False,
     ) -> Apart:
         defaults = self._write_defaults()
-        settings = PlacingSettings(block_size, replication or defaults.replication, mode, avoid, spare, overwrite)
+        settings = PlacingSettings(
+            block_size, replication or defaults.replication, mode, avoid, tuple(spare), overwrite
+        )
         return Apart(self._namenode, self._native, paths, settings, defaults=defaults, bad=self._bad)
 
     def _write_defaults(self) -> WriteDefaults:

@@ -51,8 +51,8 @@ class PlacingSettings:
     mode: int = 0o644
     avoid: Nodes = frozenset()
     """Nodes that are not taken as long as there are others."""
-    spare: Nodes = frozenset()
-    """Nodes that are taken only before two files would share one."""
+    spare: tuple[str, ...] = ()
+    """Nodes that are taken only before two files would share one, the first of them first."""
     overwrite: bool = False
 
 
@@ -136,7 +136,7 @@ class Apart:
                 used = full_nodes(others, share) if settings.replication == 1 else frozenset()
                 excluded = unwanted | used
                 last = draw == _MAX_DRAWS
-                told = [] if last else self.bad.known(excluded | spare)
+                told = [] if last else self.bad.known(excluded.union(spare))
                 try:
                     new = lease.add_block(told)
                 except NoNodesError:
@@ -144,7 +144,7 @@ class Apart:
                         raise
                     # All the others are: who was only unwanted is better than nobody, who failed just now is not.
                     if spare:
-                        spare = frozenset()
+                        spare = spare[(len(spare) + 1) // 2 :]
                     elif share <= len(others):
                         share += 1
                     else:

@@ -148,6 +148,8 @@ def test_errors_are_those_that_callers_know(tmp_path: Path, system: FolderFileSy
     for call in (system.info, system.ls, system.open, system.rm_file, system.cat_file):
         with pytest.raises(FileNotFoundError):
             call(f"{tmp_path}/none")
+    with pytest.raises(NotADirectoryError):
+        system.info(f"{tmp_path}/file/below")
     with pytest.raises(IsADirectoryError):
         system.open(f"{tmp_path}/full")
     with pytest.raises(IsADirectoryError):

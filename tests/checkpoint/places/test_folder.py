@@ -153,6 +153,14 @@ def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
     assert caught.value.hint
 
 
+def test_a_root_that_is_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    place = open_place(f"{tmp_path}/loop/below")
+    with pytest.raises(NotFoundError):
+        place.list("")
+    place.close()
+
+
 def test_of_many_that_want_a_folders_name_one_gets_it_and_the_others_hear_that_it_is_taken(place: Place) -> None:
     def rename(number: int) -> bool:
         try:

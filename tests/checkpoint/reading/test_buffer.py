@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -169,3 +170,37 @@ def test_calls_are_made_in_the_order_of_their_times(timer):
         time.sleep(0.005)
     assert called == ["early", "late"]
     assert time.monotonic() - began >= 0.10
+
+
+def test_a_piece_that_is_let_go_before_its_load_has_ended_is_dropped_once(buffer):
+    load, got = Loads(), []
+    buffer.ahead([ask(0), ask(1)], load)
+    first, second = load.begun
+    let_go = buffer.hold(first)
+    buffer.drop(1)
+    let_go()
+    assert buffer.taken_bytes == 2 * MIB, "memory that is being written to was given away"
+    buffer.finish(first, None)
+    buffer.finish(second, None)
+    assert buffer.taken_bytes == 0
+    buffer.want([ask(0)], load, got.append)
+    assert len(load.begun) == 3
+
+
+def test_one_at_a_time_may_take_memory_that_there_is_not(buffer):
+    assert buffer.take(8 * MIB, demand=True)
+    assert not buffer.take(MIB, demand=True)
+    assert buffer.overdraw(3 * MIB)
+    assert not buffer.overdraw(MIB)
+    buffer.give(3 * MIB, overdrawn=True)
+    assert buffer.overdraw(MIB)
+    assert buffer.taken_bytes == 9 * MIB
+
+
+def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
+    made = threading.Semaphore(0)
+    timer.after(0.05, made.release)
+    timer.close()
+    timer.after(0.05, made.release)
+    assert made.acquire(timeout=10)
+    assert made.acquire(timeout=10)

@@ -70,6 +70,24 @@ def read_async(file, offset, length):
     return answers[0]
 
 
+def in_time(call):
+    """The error of a call, or None, in a list; nothing when the call does not end."""
+    ended = []
+
+    def run():
+        try:
+            call()
+        except BootseerError as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    return ended
+
+
 def asked(place, path=""):
     return [read for read in place.log if path in read.path]
 
@@ -321,6 +339,58 @@ def test_a_single_chunk_of_a_part_that_never_answers_is_rebuilt(place, reading, 
     bad = part_paths("parity", made.heads["parity"])[1]
     place.decide = lambda read: NEVER if read.path == bad else GOOD
     assert reading.open("parity").read(5 * MIB + 7, 100) == content[5 * MIB + 7 : 5 * MIB + 107]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_chunks_are_rebuilt_even_when_all_memory_is_held_by_such_chunks(place, reading, content, made, large):
+    bad = [path for segment in range(2) for path in part_paths("parity", made.heads["parity"])[5 * segment :][:1]]
+    place.decide = lambda read: ERROR if read.path in bad else GOOD
+    file = reading.open("parity")
+    chunks = range(0, 6 * 4 * MIB, 4 * MIB)
+    if large:
+        memory = [bytearray(MIB) for _ in chunks]
+        ended = in_time(lambda: file.read_ranges(list(zip(chunks, memory, strict=True))))
+    else:
+        chunks = [at for at in chunks for _ in range(1)]
+        memory = [b""] * len(chunks)
+        over = threading.Semaphore(0)
+
+        def answered(number, answer):
+            memory[number] = bytes(answer)
+            over.release()
+
+        def read_all():
+            for number, at in enumerate(chunks):
+                file.read_async(at, MIB, lambda answer, number=number: answered(number, answer))
+            for _ in chunks:
+                assert over.acquire(timeout=20)
+
+        ended = in_time(read_all)
+    assert ended == [None]
+    assert all(bytes(data) == content[at : at + MIB] for at, data in zip(chunks, memory, strict=True))
+
+
+def test_a_read_that_fails_does_not_wait_for_chunks_that_it_never_began(place, made):
+    paths = part_paths("parity", made.heads["parity"])
+    settings = ReadingSettings(memory_bytes=8 * MIB, direct_bytes=4 * MIB, direct_min_bytes=2 * MIB, late_s=60.0)
+    reading = Reading(place, settings=settings)
+    waits = threading.Event()
+
+    def decide(read):
+        number, row = paths.index(read.path), read.offset // MIB
+        if number == 4 and row == 1:
+            waits.set()  # the chunk 0 of row 1 is to be rebuilt, and needs chunk 1, which comes after that of row 0
+        if number == 3 and row == 0:
+            assert waits.wait(20)
+        if (number, row) in ((0, 1), (2, 0), (3, 0)):
+            return ERROR
+        return NEVER if number == 1 else GOOD
+
+    file = reading.open("parity")
+    place.decide = lambda read: decide(read) if read.path in paths else GOOD
+    (error,) = in_time(lambda: file.readinto(0, bytearray(12 * MIB)))
+    assert isinstance(error, TransientError)
+    reading.close()
 
 
 def test_a_part_of_another_length_is_no_part(place, reading, made):

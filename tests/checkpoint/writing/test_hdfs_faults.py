@@ -19,6 +19,7 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.source import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
@@ -127,6 +128,21 @@ def test_a_datanode_that_is_killed_costs_its_part_once_more(hdfs: Hdfs) -> None:
     finally:
         hdfs.cluster.restart(killed[0])
     assert read_by_format(hdfs.files, "file") == DATA
+
+
+def test_a_file_with_parity_is_read_after_the_death_of_the_datanode_that_had_its_head(hdfs: Hdfs) -> None:
+    policy = Policy(stripes=2, parity=True, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
+    hdfs.writing.write_file("file", BytesSource(DATA), policy=policy)
+    (head,) = hdfs.cluster.where("/job/file")
+    killed = hdfs.cluster.nodes.index(head.nodes[0])
+    hdfs.cluster.kill(killed)
+    try:
+        with contextlib.closing(open_place(hdfs.place.uri)) as place, contextlib.closing(Reading(place)) as reading:
+            file = reading.open("file")
+            assert file.read(0, file.size_bytes) == DATA
+            file.close()
+    finally:
+        hdfs.cluster.restart(killed)
 
 
 def test_a_datanode_that_hangs_is_left_alone(hdfs: Hdfs) -> None:

@@ -32,7 +32,7 @@ class FolderPlace:
     """A `Place` in a folder, which must be there. Links in its own path are followed: who names it decides that."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.resolve()
+        self._root = Path(os.path.realpath(root))
         self._reads = FolderReads()
         self.uri = f"file://{self._root}".removesuffix("/")
 
@@ -112,7 +112,7 @@ class FolderPlace:
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: frozenset[str] = frozenset(),
+        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. One folder has one disk: nothing to choose."""
         begun: list[PartWriter] = []
@@ -143,7 +143,10 @@ class FolderPlace:
             if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=folder)
             elif recursive:
-                shutil.rmtree(name, dir_fd=folder)
+                try:
+                    shutil.rmtree(name, dir_fd=folder)
+                except RecursionError:
+                    raise PermanentError(f"{self._what(path)} has folders that are too deep") from None
             else:
                 os.rmdir(name, dir_fd=folder)
             sync(folder)

@@ -103,18 +103,18 @@ class HdfsPlace:
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: frozenset[str] = frozenset(),
+        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
+        begun: Sequence[PlacedWriter | HdfsWriter]
+        full = [self._full(path) for path in paths]
         with place_errors():
-            begun = self._client.begin_apart(
-                [self._full(path) for path in paths],
-                block_size=min(part_bytes, _MAX_BLOCK_BYTES),
-                mode=mode,
-                replication=replication,
-                avoid=avoid,
-                spare=spare,
-            )
+            if part_bytes > _MAX_BLOCK_BYTES:
+                begun = self._begin_long(full, mode, replication)
+            else:
+                begun = self._client.begin_apart(
+                    full, block_size=part_bytes, mode=mode, replication=replication, avoid=avoid, spare=spare
+                )
         return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
@@ -188,6 +188,17 @@ class HdfsPlace:
     def close(self) -> None:
         """See `Place.close`."""
         self._client.close()
+
+    def _begin_long(self, paths: Sequence[str], mode: int, replication: int | None) -> Sequence[HdfsWriter]:
+        """Files of several blocks each, which lie where the NameNode puts them."""
+        with contextlib.ExitStack() as begun:
+            writers = []
+            for path in paths:
+                writer = self._client.create(path, mode=mode, block_size=_MAX_BLOCK_BYTES, replication=replication)
+                begun.callback(writer.abort)
+                writers.append(writer)
+            begun.pop_all()
+        return writers
 
     @contextlib.contextmanager
     def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[str]:

@@ -178,12 +178,13 @@ class Place(Protocol):
 
     def begin_parts(
         self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
-        avoid: frozenset[str] = frozenset(), spare: frozenset[str] = frozenset(),
+        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """Begin new files of at most `part_bytes` each, on different nodes as far as there are any.
 
-        `avoid`: nodes that other parts lie on, or that failed. `spare`: nodes that have more of the file than others;
-        better one of these than two parts on one node. Makes the folder when it is missing. Raises `TakenError`.
+        `avoid`: nodes that other parts lie on, or that failed. `spare`: nodes that have more of the file than others,
+        the first the least; better one of these than two parts on one node. Makes the folder when it is missing.
+        Raises `TakenError`.
         """
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:

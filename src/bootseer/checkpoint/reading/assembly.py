@@ -12,7 +12,9 @@ Answer = bytes | memoryview | BootseerError
 
 
 class Assembly:
-    """Waits for pieces, and answers when the last is there."""
+    """Waits for pieces, and answers when the last is there. Of several, none is held while others are awaited:
+    readers that hold what they have and wait for memory would wait for each other.
+    """
 
     def __init__(
         self, buffer: ChunkBuffer, offset: int, length: int, num_pieces: int, done: Callable[[Answer], None]
@@ -23,27 +25,28 @@ class Assembly:
         self._missing = num_pieces
         self._done = done
         self._lock = threading.Lock()
-        self._pieces: list[Held] = []
+        self._error: BootseerError | None = None
+        self._whole = memoryview(bytearray(length)) if num_pieces > 1 else None
 
     def arrived(self, piece: Held) -> None:
         """A piece is ready, or has failed."""
+        low, high = max(self._offset, piece.offset), min(self._end, piece.offset + piece.length)
+        part = memoryview(piece.data)[low - piece.offset : high - piece.offset]
+        if self._whole is None:
+            try:
+                self._done(piece.error or part)
+            finally:
+                self._let_go(piece)
+            return
+        if piece.error is None:
+            self._whole[low - self._offset : high - self._offset] = part
+        self._let_go(piece)
         with self._lock:
-            self._pieces.append(piece)
+            self._error = self._error or piece.error
             self._missing -= 1
             if self._missing:
                 return
-        try:
-            self._done(self._answer())
-        finally:
-            for one in self._pieces:
-                self._buffer.let_go(one, spent=self._end >= one.offset + one.length)
+        self._done(self._error or self._whole)
 
-    def _answer(self) -> Answer:
-        for piece in self._pieces:
-            if piece.error is not None:
-                return piece.error
-        views = [
-            memoryview(piece.data)[max(self._offset - piece.offset, 0) : self._end - piece.offset]
-            for piece in sorted(self._pieces, key=lambda piece: piece.offset)
-        ]
-        return views[0] if len(views) == 1 else b"".join(views)
+    def _let_go(self, piece: Held) -> None:
+        self._buffer.let_go(piece, spent=self._end >= piece.offset + piece.length)

@@ -96,6 +96,7 @@ class ChunkBuffer:
         self._spent: OrderedDict[Key, Held] = OrderedDict()
         self._queue: deque[Held] = deque()
         self._sweeping = False
+        self._overdrawn = False
         self.taken_bytes = 0
         """Memory in use now."""
         self.most_bytes = 0
@@ -106,9 +107,19 @@ class ChunkBuffer:
         with self._lock:
             return self._take(num_bytes, demand=demand)
 
-    def give(self, num_bytes: int) -> None:
-        """Give back what was taken."""
+    def overdraw(self, num_bytes: int) -> bool:
+        """Take memory whether there is any or not, for what nobody's memory comes back without: one at a time."""
         with self._lock:
+            if self._overdrawn:
+                return False
+            self._overdrawn = True
+            self._add_taken(num_bytes)
+            return True
+
+    def give(self, num_bytes: int, *, overdrawn: bool = False) -> None:
+        """Give back what was taken; `overdrawn`: some of it by `overdraw`."""
+        with self._lock:
+            self._overdrawn = self._overdrawn and not overdrawn
             self._give(num_bytes)
             served = self._serve()
         self._load(served, demand=True)
@@ -200,7 +211,8 @@ class ChunkBuffer:
         with self._lock:
             piece.users -= 1
             piece.spent = piece.spent or spent
-            if piece.users or piece.error is not None:
+            # What the cache alone holds may be let go while it is loading, as far as this knows: `finish` lays it down.
+            if piece.users or piece.state is not _State.READY or piece.error is not None:
                 return
             self._rest(piece)
             served = self._serve()
@@ -292,9 +304,12 @@ class ChunkBuffer:
             if oldest is None or (not demand and oldest.used_s > idle_before):
                 return False
             self._remove(oldest)
+        self._add_taken(num_bytes)
+        return True
+
+    def _add_taken(self, num_bytes: int) -> None:
         self.taken_bytes += num_bytes
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
-        return True
 
     def _serve(self) -> list[Held]:
         """Give room to those who wait for it, in their order."""

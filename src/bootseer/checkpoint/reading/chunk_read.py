@@ -73,7 +73,7 @@ class ChunkRead:
 
     def start(self, *, urgent: bool) -> None:
         """See `Job.start`."""
-        self.urgent = urgent
+        self.urgent = self.urgent or urgent
         self._opened = self._means.segments.acquire(self.chunk)
         self._claim()
 
@@ -87,6 +87,8 @@ class ChunkRead:
         """See `Job.cancel`."""
         self.abandoned = True
         self.stop()
+        if self._row is not None:
+            self._row.look_again()
 
     def stop(self) -> None:
         """Have its own read end soon: its row has rebuilt it."""

@@ -53,7 +53,7 @@ class Ordinary:
 class _Piece:
     """A `Job`: one range of the file."""
 
-    __slots__ = ("_deadline_s", "_facts", "_file", "_ticket", "_want", "lane", "num_bytes")
+    __slots__ = ("_cancelled", "_deadline_s", "_facts", "_file", "_ticket", "_want", "lane", "num_bytes")
 
     def __init__(self, file: OpenFile, want: Want, deadline_s: float, facts: Facts) -> None:
         self.lane: Hashable = frozenset(file.nodes(want.start))
@@ -62,17 +62,22 @@ class _Piece:
         self._want = want
         self._deadline_s = deadline_s
         self._facts = facts
+        self._cancelled = False
         self._ticket: Ticket | None = None
 
     def start(self, *, urgent: bool) -> None:
         """See `Job.start`."""
         want = self._want
         try:
-            self._ticket = self._file.read_into(
+            ticket = self._file.read_into(
                 want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s
             )
         except BootseerError as error:
             want.done(error)
+            return
+        self._ticket = ticket
+        if self._cancelled:
+            ticket.cancel()
 
     def hurry(self) -> None:
         """See `Job.hurry`."""
@@ -81,6 +86,7 @@ class _Piece:
 
     def cancel(self) -> None:
         """See `Job.cancel`."""
+        self._cancelled = True
         if self._ticket is not None:
             self._ticket.cancel()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -61,11 +61,12 @@ class Row:
         self._parity = _Parity.NONE
         self._parity_read: ParityRead | None = None
         self._why = ""
-        self._rebuilding = False
+        self._rebuilding: int | None = None  # this chunk, at this moment
         self._segment: OpenSegment | None = None
         self._num_active = 0  # chunks that have begun and not ended
         self._num_extra = 0  # reads for the rebuilding alone that have not ended
         self._scratch_bytes = 0
+        self._overdrawn = False
         self._begun: set[int] = set()
         self._chosen: int | None = None
         self._watching = False
@@ -109,14 +110,17 @@ class Row:
                 self._have[chunk] = job.into
             elif data is None:
                 self._lost.add(chunk)
-                over = job.abandoned  # looked at once: it may change at any time
-                if not over:
+                if self._rebuilding != chunk:  # else who rebuilds it also ends it
                     self._asked[chunk] = job
         if error is not None and data is not None:
             job.into[:] = data
             error = None
         if over:
             self._finish(job, error, keep=keep)
+        self._go_on()
+
+    def look_again(self) -> None:
+        """A chunk is not wanted any more: it must not wait for others of the row, which may never be started now."""
         self._go_on()
 
     def _choose(self, segment: OpenSegment) -> int | None:
@@ -187,13 +191,14 @@ class Row:
             hopeless = self._parity is _Parity.USELESS or not self._lost.isdisjoint(missing)
             contested = not self._asked.keys().isdisjoint(missing)
             untried = job.started_s is None
-            if hopeless or (contested and untried):
+            if job.abandoned or hopeless or (contested and untried):
                 del self._asked[chunk]
                 if untried:
                     return job.read_own
                 if chunk in self._lost:
-                    return partial(self._finish, job, self._error(job, missing), keep=False)
-            elif not contested and not self._rebuilding:
+                    error = self._error(job, missing) if hopeless else job.problem
+                    return partial(self._finish, job, error, keep=False)
+            elif not contested and self._rebuilding is None:
                 step = self._next_of(job, missing)
                 if step is not None:
                     return step
@@ -203,13 +208,15 @@ class Row:
         """What the rebuilding of one chunk needs next; None: to wait."""
         if self._parity is _Parity.HERE and not missing:
             del self._asked[job.chunk]
-            self._rebuilding = True
+            self._rebuilding = job.chunk
             return partial(self._rebuild, job)
         helpers = [chunk for chunk in missing if chunk not in self._jobs and chunk not in self._helpers]
         needs_parity = self._parity is _Parity.NONE
-        if not needs_parity and not helpers:
+        num_reads = len(helpers) + needs_parity
+        if not num_reads:
             return None
-        if not self._means.buffer.take(CHUNK_BYTES, demand=job.urgent):
+        # All at once: rows that have a part of what they need could wait for each other for ever.
+        if not self._take(num_reads * CHUNK_BYTES, job):
             if job.started_s is None:
                 del self._asked[job.chunk]
                 return job.read_own
@@ -217,14 +224,29 @@ class Row:
                 self._waits_for_room = True
                 self._means.timer.after(_NO_ROOM_S, self._try_again)
             return None
-        self._num_extra += 1
-        self._scratch_bytes += CHUNK_BYTES
+        self._num_extra += num_reads
+        starts: list[Callable[[], None]] = []
         if needs_parity:
             self._parity = _Parity.LOADING
             self._parity_read = ParityRead(self._means, job.segment, self._chunks.start, self._parity_ended)
-            return self._parity_read.start
-        helper = self._helpers[helpers[0]] = self._helper(job.segment, helpers[0])
-        return partial(helper.start, urgent=True)
+            starts.append(self._parity_read.start)
+        for chunk in helpers:
+            helper = self._helpers[chunk] = self._helper(job.segment, chunk)
+            starts.append(partial(helper.start, urgent=True))
+        return partial(_call_all, starts)
+
+    def _take(self, num_bytes: int, job: ChunkRead) -> bool:
+        """Whether there is memory to rebuild a chunk with."""
+        buffer = self._means.buffer
+        if not buffer.take(num_bytes, demand=job.urgent):
+            # When nothing but the rebuilding ends its read, all memory may be held by such reads. It is returned in
+            # time, because the row waits for nothing that has not begun.
+            no_other_way = job.chunk in self._lost and self._jobs.keys() <= self._begun
+            if self._overdrawn or not no_other_way or not buffer.overdraw(num_bytes):
+                return False
+            self._overdrawn = True
+        self._scratch_bytes += num_bytes
+        return True
 
     def _try_again(self) -> None:
         with self._lock:
@@ -264,7 +286,7 @@ class Row:
         data = data[: job.num_bytes]
         right = job.is_right(data)
         with self._lock:
-            self._rebuilding = False
+            self._rebuilding = None
             running = job.started_s is not None and job.chunk not in self._lost
             here = job.chunk in self._have  # by its own part, meanwhile
             self._asked.pop(job.chunk, None)
@@ -300,7 +322,7 @@ class Row:
         later begins anew.
         """
         with self._lock:
-            if self._num_active or self._rebuilding or self._segment is None:
+            if self._num_active or self._rebuilding is not None or self._segment is None:
                 return
             extra: list[ChunkRead | ParityRead] = []
             if self._num_extra:
@@ -309,13 +331,14 @@ class Row:
             else:
                 segment, self._segment = self._segment, None
                 given, self._scratch_bytes = self._scratch_bytes, 0
+                overdrawn, self._overdrawn = self._overdrawn, False
                 self._forget()
         if extra:
             for read in extra:
                 read.cancel()
         else:
             self._means.segments.release(segment)
-            self._means.buffer.give(given)
+            self._means.buffer.give(given, overdrawn=overdrawn)
 
     def _forget(self) -> None:
         self._parity = _Parity.NONE
@@ -331,6 +354,11 @@ class Row:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
         why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
         return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:

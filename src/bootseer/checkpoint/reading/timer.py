@@ -26,11 +26,9 @@ class Timer:
         self._closed = False
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it in so many seconds; not at all when this is closed before."""
+        """Call it in so many seconds."""
         at = time.monotonic() + delay_s
         with self._change:
-            if self._closed:
-                return
             heapq.heappush(self._heap, (at, next(self._order), call))
             if not self._running:
                 self._running = True
@@ -39,10 +37,9 @@ class Timer:
                 self._change.notify()
 
     def close(self) -> None:
-        """Forget all calls."""
+        """End the thread as soon as nothing is to be called: reads that are under way still need their calls."""
         with self._change:
             self._closed = True
-            self._heap.clear()
             self._change.notify()
 
     def _run(self) -> None:
@@ -57,7 +54,7 @@ class Timer:
                 if self._heap and self._heap[0][0] <= now:
                     return heapq.heappop(self._heap)[2]
                 wake_at = self._heap[0][0] if self._heap else idle_until
-                if self._closed or (not self._heap and now >= idle_until):
+                if not self._heap and (self._closed or now >= idle_until):
                     self._running = False
                     return None
                 self._change.wait(max(wake_at - now, 0.0))

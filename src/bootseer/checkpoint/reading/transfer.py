@@ -103,8 +103,9 @@ class Transfer:
             self._lanes[job.lane].in_flight -= job.num_bytes
             self._in_flight -= job.num_bytes
             self._left -= 1
+            # Once: who is cancelled ends with an error too, and nothing is started after the first.
+            running = list(self._running) if error is not None and self._error is None else []
             ended = self._give_up(error) if error is not None else not self._left
-            running = list(self._running) if error is not None else []
         for other in running:
             other.cancel()
         if ended:

@@ -27,8 +27,9 @@ class NodeUse:
         with self._lock:
             self._parts.subtract(nodes)
 
-    def most(self, num_parts: int, without: Collection[str]) -> frozenset[str]:
-        """The nodes with the most, all but as many as so many parts need; those of `without` do not count."""
+    def most(self, num_parts: int, without: Collection[str]) -> list[str]:
+        """The nodes with the most, the most last: fewer remain than so many parts need, so that at least one of these
+        goes to a node that has none, if there is one. Those of `without` are no nodes to remain."""
         with self._lock:
             counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
-        return frozenset(node for _, _, node in sorted(counts)[num_parts:])
+        return [node for _, _, node in sorted(counts)[num_parts - 1 :]]

@@ -116,10 +116,10 @@ class PartTask:
         writer.write(data)
         self._write_s += time.monotonic() - began_s
         self.nodes = writer.nodes  # known since the first bytes
+        if self.row == 0 and len(self.nodes) == 1:  # with replicas, readers have a choice
+            segment.use.add(self.nodes)
         self.row += 1
         if self.row == 1:
-            if len(self.nodes) == 1:  # with replicas, readers have a choice
-                segment.use.add(self.nodes)
             segment.part_placed()
         if not self.is_parity and self.row > self._rows_sent:
             self._rows_sent = self.row

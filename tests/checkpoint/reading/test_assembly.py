@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from bootseer.checkpoint.reading.assembly import Assembly
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.timer import Timer
+from bootseer.errors import TransientError
+
+MIB = 1 << 20
+
+
+def ask(number):
+    return Ask(Key(1, number * MIB), number * MIB, MIB)
+
+
+def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
+    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Facts())
+    begun, answers = [], []
+
+    def load(pieces, urgent):
+        for piece in pieces:
+            piece.data[:] = bytes([piece.offset // MIB]) * MIB
+        begun.extend(pieces)
+
+    def read(offset, length, *numbers):
+        assembly = Assembly(buffer, offset, length, len(numbers), answers.append)
+        buffer.want([ask(number) for number in numbers], load, assembly.arrived)
+
+    for number in range(0, 16, 2):  # all memory holds what is ready and not used yet
+        read(number * MIB, 1, number)
+        buffer.finish(begun.pop(), None)
+    answers.clear()
+    for number in range(0, 16, 2):
+        read(number * MIB + MIB // 2, MIB, number, number + 1)
+    while begun:
+        buffer.finish(begun.pop(), None)
+    assert len(answers) == 8
+    for answer in answers:
+        first = answer[0]
+        assert bytes(answer) == bytes([first]) * (MIB // 2) + bytes([first + 1]) * (MIB // 2)
+    buffer.drop(1)
+    assert buffer.taken_bytes == 0
+
+
+def test_the_error_of_any_piece_is_the_answer_when_all_have_ended():
+    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Facts())
+    begun, answers = [], []
+    asks = [ask(number) for number in range(3)]
+    buffer.want(
+        asks, lambda pieces, urgent: begun.extend(pieces), Assembly(buffer, 5, 3 * MIB - 5, 3, answers.append).arrived
+    )
+    buffer.finish(begun[1], TransientError("no"))
+    buffer.finish(begun[0], None)
+    assert answers == []
+    buffer.finish(begun[2], None)
+    assert [str(answer) for answer in answers] == ["no"]
