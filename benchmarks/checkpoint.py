@@ -37,7 +37,7 @@ _METHOD = (
     "replica or two, as the NameNode placed them; '4 stripes' and '4+1 stripes' in parts of 64 MiB; all but the "
     "parity on four of the DataNodes. The NameNode does not consider load when it places blocks, which is meant for "
     "large clusters. 'The links' are four streams of hdfs-native, each of a file in one block on a DataNode of its "
-    "own. Arms that are bound to one link read the beginning of the file only. FUSE is read as dd bs=4M does, the "
+    "own. Arms that are bound to one link read the beginning of the file, or load the first tensors. FUSE is read as dd bs=4M does, the "
     "warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer write from memory, "
     "and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
     "their order around every round"
@@ -75,8 +75,8 @@ def measure(quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory(dir=cache) as text:
         folder = Path(text)
         (folder / "content").mkdir()
-        content = make(folder / "content", tensor_bytes)
-        with Storage(folder, content, plain_bytes) as storage:
+        content = make(folder / "content", tensor_bytes, plain_bytes)
+        with Storage(folder, content) as storage:
             arms = [*_plain(storage), *_bootseer(storage, folder), *_writes(storage), *_curves(storage)]
             if not left_out:
                 arms += _pyarrow(storage, libhdfs)
@@ -111,12 +111,12 @@ def measure(quick: bool) -> Outcome:
 
 def _plain(storage: Storage) -> list[_Arm]:
     """Readers without BootSeer."""
-    content, length = storage.content, storage.plain_bytes
+    content, length = storage.content, storage.content.first_bytes
     whole = storage.job(model_in(Layouts.ORDINARY))
     part = replace(whole, length=length)
     web = replace(part, address=storage.web_address(part.path))
     links = replace(whole, paths=storage.plain, length=LINKS * length)
-    tensors = Job(uri=storage.uri, path=dcp_in(Layouts.ORDINARY), length=content.tensor_bytes)
+    tensors = Job(uri=storage.uri, path=dcp_in(Layouts.ORDINARY), length=length)
     beginning = [content.digest(0, length)]
     all_links = [content.digest(0, length, LINKS)]
     module = "checkpoint_plain"
@@ -125,20 +125,20 @@ def _plain(storage: Storage) -> list[_Arm]:
         _Arm(Names.NATIVE, module, "native_stream", [part], beginning, moved_bytes=length),
         _Arm(Names.RANGES, module, "native_ranges", [whole], _whole(content), moved_bytes=content.model_bytes),
         _Arm(Names.WEBHDFS, module, "webhdfs", [web], beginning, moved_bytes=length),
-        _Arm(Names.FSSPEC, module, "native_dcp", [tensors], [content.tensors_digest], moved_bytes=tensors.length),
+        _Arm(Names.FSSPEC, module, "native_dcp", [tensors], [content.first_digest], moved_bytes=length),
     ]
 
 
 def _pyarrow(storage: Storage, libhdfs: Libhdfs) -> list[_Arm]:
-    content, length, module = storage.content, storage.plain_bytes, "checkpoint_plain"
+    content, length, module = storage.content, storage.content.first_bytes, "checkpoint_plain"
     job = storage.job(model_in(Layouts.ORDINARY), length)
     digests = [content.digest(0, length)]
-    tensors = Job(uri=storage.uri, path=dcp_in(Layouts.ORDINARY), length=content.tensor_bytes)
-    loaded, size = [content.tensors_digest], content.tensor_bytes
+    tensors = Job(uri=storage.uri, path=dcp_in(Layouts.ORDINARY), length=length)
+    loaded = [content.first_digest]
     environment = libhdfs.environment(storage.conf)
     return [
         _Arm(Names.PYARROW, module, "pyarrow_stream", [job], digests, environment, length),
-        _Arm(Names.FSSPEC_PYARROW, module, "pyarrow_dcp", [tensors], loaded, environment, size),
+        _Arm(Names.FSSPEC_PYARROW, module, "pyarrow_dcp", [tensors], loaded, environment, length),
     ]
 
 
@@ -166,7 +166,7 @@ def _bootseer(storage: Storage, folder: Path) -> list[_Arm]:
 
 
 def _writes(storage: Storage) -> list[_Arm]:
-    content, new, one = storage.content, "/new", storage.plain_bytes
+    content, new, one = storage.content, "/new", storage.content.first_bytes
     native = Job(uri=storage.uri, paths=[f"{new}/0"], length=one)
     four = replace(native, paths=[f"{new}/{i}" for i in range(LINKS)], length=LINKS * one)
     put = Job(uri=storage.uri, path=f"{new}/put", local=str(content.model), stripes=4)
@@ -187,7 +187,7 @@ def _writes(storage: Storage) -> list[_Arm]:
 def _curves(storage: Storage) -> list[_Arm]:
     """By the number of stripes, and by the number of processes that read a part each; of limited links alone."""
     content, module, size = storage.content, "checkpoint_arms", storage.content.model_bytes
-    one = storage.job(storage.plain[0], storage.plain_bytes)
+    one = storage.job(storage.plain[0], storage.content.first_bytes)
     jobs = {stripes(1): [one], **{stripes(number): [storage.job(f"/curve-{number}")] for number in CURVE}}
     for number in _RANKS:
         ends = [size * rank // number for rank in range(number + 1)]

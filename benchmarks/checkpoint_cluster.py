@@ -107,11 +107,10 @@ def run(
 class Storage:
     """The cluster, and what lies in it. All is written at full speed; `shape` sets the limit for what comes then."""
 
-    def __init__(self, folder: Path, content: Content, plain_bytes: int) -> None:
+    def __init__(self, folder: Path, content: Content) -> None:
         self.content = content
-        self.plain_bytes = plain_bytes
         self.plain = [f"/plain/{i}" for i in range(LINKS)]
-        """Files of so many bytes, each in one block on a DataNode of its own."""
+        """Files of `content.first_bytes`, each in one block on a DataNode of its own."""
         self._cluster = HdfsCluster(
             folder,
             num_datanodes=LINKS + 1,
@@ -190,7 +189,7 @@ class Storage:
         self._cluster.wait_until_dead(_PARITY_NODE)
         model = self.content.model
         for i, path in enumerate(self.plain):
-            job = replace(self.job("", self.plain_bytes), paths=[path], local=str(model))
+            job = replace(self.job("", self.content.first_bytes), paths=[path], local=str(model))
             # A writer beside a DataNode writes there, without its link.
             run("checkpoint_plain", "native_write", [job], inside=self._cluster.inside(i, []))
         for layout, replication in ((Layouts.ORDINARY, 1), (Layouts.REPLICAS, 2)):

@@ -25,6 +25,9 @@ class Content:
     tensor_bytes: int
     """Of all tensors together."""
     tensors_digest: str
+    first_bytes: int
+    """Of the first tensors, as many as slow readers load."""
+    first_digest: str
 
     @property
     def model(self) -> Path:
@@ -38,8 +41,8 @@ class Content:
         return digest(data, times)
 
 
-def make(folder: Path, tensor_bytes: int) -> Content:
-    """Make the files; `tensor_bytes` is a multiple of 16 MiB."""
+def make(folder: Path, tensor_bytes: int, first_bytes: int) -> Content:
+    """Make the files; the numbers of bytes are multiples of 16 MiB."""
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
@@ -51,7 +54,9 @@ def make(folder: Path, tensor_bytes: int) -> Content:
         # It says that it saves in one process, as it shall.
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=folder / DCP)
-    return Content(folder, (folder / MODEL).stat().st_size, tensor_bytes, digest(tensors))
+    first = {name: tensors[name] for name in empty(first_bytes)}
+    model_bytes = (folder / MODEL).stat().st_size
+    return Content(folder, model_bytes, tensor_bytes, digest(tensors), first_bytes, digest(first))
 
 
 def empty(tensor_bytes: int) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class MemoryFiles:
             self.opened[node] = self.opened.get(node, 0) + 1
         return Opened(node, self.keep_pages)
 
-    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         assert handle == node
         data = bytes(self.nodes[node].data[offset : offset + length])
         if self.on_read is not None:
@@ -110,7 +110,7 @@ class MemoryFiles:
         reply(data)
         return None
 
-    def write(self, node: int, handle: int, offset: int, data: memoryview) -> None:
+    def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         assert handle == node
         self.before_write()
         self.sizes.append(len(data))
@@ -123,7 +123,7 @@ class MemoryFiles:
         if self.flush_error:
             raise OSError(self.flush_error, "refused")
 
-    def sync(self, node: int, handle: int) -> None:
+    def sync(self, node: int, handle: int, caller: Caller) -> None:
         self.synced.append(node)
 
     def release(self, node: int, handle: int) -> None:

@@ -100,6 +100,8 @@ def test_an_answer_that_is_none_or_a_refusal_is_an_error_that_names_the_node(sai
     [
         delimited(field(1, 2 * 7) + field(2, 0)),
         delimited(field(1, 0) + field(2, 1)),
+        b"".join(delimited(field(1, 2 * number) + field(2, 0)) for number in range(3)),
+        delimited(field(1, 1) + field(2, 0)) * 1000,
         delimited(b"\x08"),
         b"\xff" * 100_000,
         b"",
@@ -118,6 +120,39 @@ def test_a_confirmation_of_something_else_ends_the_block(confirmed: bytes) -> No
             writer.write(memoryview(DATA[:1000]))
             writer.finish()
         writer.close()
+
+
+def test_a_packet_that_not_all_nodes_have_confirmed_ends_the_block() -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(delimited(field(1, 0)) + delimited(field(1, 0)) + delimited(field(1, 2)))
+        while connection.recv(1 << 20):
+            pass
+
+    with (
+        answering(answer) as new,
+        closing(begin(new)) as writer,
+        pytest.raises(PipelineError, match="0 of 1 nodes confirm packet 0"),
+    ):
+        writer.write(memoryview(DATA[:1000]))
+        writer.finish()
+
+
+@pytest.mark.parametrize("said", [b"", delimited(field(1, 0))])
+def test_a_node_that_says_a_byte_now_and_then_has_no_more_time_than_one_that_is_silent(said: bytes) -> None:
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(said)
+        while not over.wait(0.3):
+            connection.sendall(b"\x80")
+
+    with answering(answer) as new:
+        try:
+            with pytest.raises(PipelineError, match="no sign of life"), closing(begin(new)) as writer:
+                writer.write(memoryview(DATA[:1000]))
+                writer.finish()
+        finally:
+            over.set()
 
 
 def test_a_node_that_cannot_be_reached_is_named() -> None:

@@ -242,6 +242,10 @@ def test_a_cluster_of_protected_data_is_read_and_written_through_the_library(
         for part in parts:
             part.write(DATA)
             assert part.close() == ()
+        with pytest.raises(TakenError):
+            client.begin_apart(["/protected/new", "/protected/1"], block_size=4 << 20)
+        with pytest.raises(NotFoundError):
+            client.stat("/protected/new")
         assert isinstance(client.reads().open("/protected/0"), NativeFile)
         assert read_all(client, "/protected/0") == read_all(client, "/protected/1") == DATA
         assert read_all(client, "/protected/small") == b"small"

@@ -55,6 +55,24 @@ def test_a_name_has_one_writer(namenode: NameNode, client: HdfsClient, folder: s
         begin(namenode, f"{folder}/a/b")
 
 
+def test_an_answer_that_was_lost_on_the_way_does_not_take_the_name_from_its_writer(
+    namenode: NameNode, client: HdfsClient, folder: str
+) -> None:
+    class AskedTwice(NameNode):
+        def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+            super().ask(method, request, path, timeout_s)
+            return super().ask(method, request, path, timeout_s)
+
+    with closing(AskedTwice(namenode.cluster)) as twice:
+        lease = begin(twice, f"{folder}/a")
+        with pytest.raises(TakenError):
+            begin(twice, f"{folder}/a")
+        new = lease.add_block([])
+        lease.abandon(new.block)
+        lease.complete(None, 0, 10)
+    assert client.stat(f"{folder}/a").size_bytes == 0
+
+
 def test_excluded_nodes_get_no_block_and_when_all_are_nobody_does(
     namenode: NameNode, cluster: HdfsCluster, folder: str
 ) -> None:

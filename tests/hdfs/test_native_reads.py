@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -151,6 +151,57 @@ def test_what_was_cancelled_ends_and_what_is_hurried_comes(reads: NativeReads, p
     assert buffers[11] == DATA
     for number in range(1, 11):
         assert outcomes[number].error is not None or buffers[number] == DATA
+
+
+def test_pieces_that_come_together_are_fetched_side_by_side(reads: NativeReads, path: str) -> None:
+    class Piece:
+        begun = False
+
+        def __init__(self, meet: threading.Barrier) -> None:
+            self._meet = meet
+
+        def run(self) -> None:
+            with suppress(threading.BrokenBarrierError):
+                self._meet.wait(10)
+            met.release()
+
+    met = threading.Semaphore(0)
+    for _ in range(20):
+        # After this, one worker is idle.
+        assert read_ranges(reads.open(path), [(0, 10)])[0][0] == DATA[:10]
+        meet = threading.Barrier(2)
+        for _ in range(2):
+            reads.submit(Piece(meet), True)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert met.acquire(timeout=20)
+        assert not meet.broken, "one waited for the other"
+
+
+def test_a_read_that_was_given_up_makes_room_for_others(
+    cluster: HdfsCluster, reads: NativeReads, client: HdfsClient, folder: str
+) -> None:
+    client.put(f"{folder}/hung", DATA)
+    (hung,) = (cluster.nodes.index(node) for node in cluster.where(f"{folder}/hung")[0].nodes)
+    for number in range(20):
+        client.put(f"{folder}/{number}", b"x")
+        if hung not in map(cluster.nodes.index, cluster.where(f"{folder}/{number}")[0].nodes):
+            break
+    file, other = reads.open(f"{folder}/hung"), reads.open(f"{folder}/{number}")
+    ended = threading.Semaphore(0)
+    cluster.hang(hung)
+    try:
+        tickets = [
+            file.read_into(0, memoryview(bytearray(len(DATA))), lambda _: ended.release(), deadline_s=60)
+            for _ in range(8)
+        ]
+        for ticket in tickets:
+            ticket.cancel()
+        for _ in tickets:
+            assert ended.acquire(timeout=20)
+        ((data, outcome),) = read_ranges(other, [(0, 1)], deadline_s=20)
+    finally:
+        cluster.resume(hung)
+    assert (outcome.error, data) == (None, b"x")
 
 
 def test_wrong_bytes_are_never_handed_out(

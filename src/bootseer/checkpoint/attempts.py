@@ -192,7 +192,7 @@ class Attempt:
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
     """Remove what dead writers have left in a folder. Returns how many things that were.
 
-    What may not be removed, because it belongs to somebody else, stays.
+    What cannot be removed, because it belongs to somebody else, stays.
     """
     now_s = place.now_s()
     attempts = _join(folder, ATTEMPTS)
@@ -304,7 +304,7 @@ def _delete(place: Place, path: str) -> int:
     """Remove what another collector may be removing too: 1 if it was there and could be removed."""
     try:
         place.delete(path, recursive=True)
-    except (NotFoundError, AccessError):
+    except PermanentError:
         return 0
     return 1
 

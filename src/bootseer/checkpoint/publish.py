@@ -138,38 +138,35 @@ def _files_of(source: Path) -> _Source:
         return _Source(source, True, [_file(source.name, source)], [])
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{source} is neither a folder nor a file", hint="name a local folder or file")
-    try:
-        return _walked(source)
-    except RecursionError:
-        raise PermanentError(f"{source} has folders that are too deep") from None
-
-
-def _walked(source: Path) -> _Source:
     files: list[_File] = []
     folders: list[tuple[str, int]] = []
-    for at, below, names in os.walk(source, onerror=_raise):
-        below.sort()
-        for name in sorted([*below, *names]):
-            local = Path(at, name)
+    waiting = [source]
+    while waiting:
+        for local in _listed(waiting.pop()):
             path = local.relative_to(source).as_posix()
-            if is_hidden(name):
+            if is_hidden(local.name):
                 raise UsageError(
                     f"{local} is a part of BootSeer's own storage, not of a checkpoint",
                     hint="bootseer ckpt get or a mount shows the files of a place",
                 )
-            if name in names:
+            found = _status(local)
+            if not stat.S_ISDIR(found.st_mode):
                 files.append(_file(path, local))
             elif local.is_symlink():
                 raise UsageError(f"{local} is a link to a folder", hint="copy what it shows, or put that folder")
             else:
-                folders.append((path, stat.S_IMODE(_status(local).st_mode)))
+                folders.append((path, stat.S_IMODE(found.st_mode)))
+                waiting.append(local)
     if not files:
         raise UsageError(f"{source} has no files", hint="name the folder of a checkpoint")
     return _Source(source, False, files, folders)
 
 
-def _raise(error: OSError) -> None:
-    raise PermanentError(f"{error.filename}: {error.strerror}") from error
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise PermanentError(f"{folder}: {error.strerror}") from error
 
 
 def _status(local: Path) -> os.stat_result:

@@ -93,17 +93,19 @@ class FileSystem(Protocol):
     def open(self, node: int, flags: int, caller: Caller) -> Opened:
         """Open a file. O_TRUNC is among the flags when it is to be emptied."""
 
-    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         """Begin to read. `reply` gets at most `length` bytes, fewer only at the file's end, or an error number; from
-        any thread, perhaps before this returns. Returns what to call when nobody waits any more."""
+        any thread, perhaps before this returns. `room` has `length` bytes in which an answer may lie that is given
+        before this returns. Returns what to call when nobody waits any more."""
 
-    def write(self, node: int, handle: int, offset: int, data: memoryview) -> None:
-        """Write all of `data`, which is valid until this returns."""
+    def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
+        """Write all of `data`, which is valid until this returns. `dying` tells when a long wait is for nobody, here
+        and in `flush` and `sync`."""
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
         """A descriptor that can write was closed; others of the same handle may still be open."""
 
-    def sync(self, node: int, handle: int) -> None:
+    def sync(self, node: int, handle: int, caller: Caller) -> None:
         """fsync(2)."""
 
     def release(self, node: int, handle: int) -> None:

@@ -138,7 +138,7 @@ class Requests:
         data = request.body[messages.WRITE_IN.size :]
         if size != len(data):
             raise OSError(errno.EIO, "a write of another length than its data")
-        self._files.write(request.node, handle, offset, data)
+        self._files.write(request.node, handle, offset, data, request.caller)
         return messages.write_out(size)
 
     def _flush(self, request: Request) -> bytes:
@@ -147,7 +147,8 @@ class Requests:
         return _NO_ANSWER
 
     def _sync(self, request: Request) -> bytes:
-        self._files.sync(request.node, *messages.HANDLE_IN.unpack_from(request.body))
+        (handle,) = messages.HANDLE_IN.unpack_from(request.body)
+        self._files.sync(request.node, handle, request.caller)
         return _NO_ANSWER
 
     def _release(self, request: Request) -> bytes:

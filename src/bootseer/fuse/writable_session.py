@@ -15,12 +15,12 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, messages, protocol
+from bootseer.fuse.dying import is_dying
 from bootseer.fuse.filesystem import Caller, FileSystem
 from bootseer.fuse.requests import Request, Requests
 from bootseer.fuse.tree import Cancel, Data
@@ -34,25 +34,26 @@ VALID_S = 1
 READ_DEADLINE_S = 90.0
 """A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
 request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
-_MAX_THREADS = 64
+_MAX_THREADS = 256
+"""More than the programs of a node that write or publish at the same moment: while so many wait, nobody reads."""
 _IDLE_THREADS = 4
 _JOIN_S = 5.0
 _LOOK_S = 1.0
 _MAX_ERRNO = 511
 """The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
 _GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
-_EARLY = 64
 _BODY = protocol.IN_HEADER.size
 
 
 class _Reading:
     """One read on its way: what the file system calls to answer it."""
 
-    __slots__ = ("begun", "cancel", "length", "session", "unique")
+    __slots__ = ("begun", "cancel", "length", "session", "thread", "unique")
 
-    def __init__(self, session: WritableSession, unique: int, length: int) -> None:
+    def __init__(self, session: WritableSession, unique: int, thread: int, length: int) -> None:
         self.session = session
         self.unique = unique
+        self.thread = thread
         self.length = length
         self.begun = time.monotonic()
         self.cancel: Cancel | None = None
@@ -93,9 +94,6 @@ class WritableSession:
         weakref.finalize(self, os.close, device)
         self._on_error = on_error
         self._waiting: dict[int, _Reading] = {}
-        self._early: deque[int] = deque(maxlen=_EARLY)
-        """Interrupted requests that this side did not know: one of them may be a read that another thread is about to
-        begin."""
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._threads = 0
@@ -126,7 +124,7 @@ class WritableSession:
     def start(self) -> None:
         """Begin to answer."""
         self._start_thread()
-        threading.Thread(target=self._give_up_late_reads, name=f"fuse late {self.target.name}", daemon=True).start()
+        threading.Thread(target=self._give_up_reads, name=f"fuse late {self.target.name}", daemon=True).start()
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -195,7 +193,7 @@ class WritableSession:
         body = view[_BODY:received]
         try:
             if opcode == protocol.READ:
-                self._read(unique, node, body)
+                self._read(unique, node, thread, body, view)
             elif opcode == protocol.INTERRUPT:
                 self._interrupt(*protocol.INTERRUPT_IN.unpack_from(body))
             elif opcode == protocol.DESTROY:
@@ -213,37 +211,40 @@ class WritableSession:
             self._fail(unique, errno.EIO)
         return False
 
-    def _read(self, unique: int, node: int, body: memoryview) -> None:
+    def _read(self, unique: int, node: int, thread: int, body: memoryview, room: memoryview) -> None:
         handle, offset, length = protocol.READ_IN.unpack_from(body)
         self.reads += 1
-        reading = _Reading(self, unique, length)
+        reading = _Reading(self, unique, thread, length)
         self._waiting[unique] = reading
-        reading.cancel = self._files.read(node, handle, offset, length, reading)
-        if unique in self._early:
-            self._interrupt(unique)
-            if reading.cancel is not None:  # it may have been unknown when the interrupt came
-                reading.cancel()
+        # The request was taken out of its buffer, so that the answer may lie there.
+        reading.cancel = self._files.read(node, handle, offset, length, reading, room[:length])
 
     def _interrupt(self, unique: int) -> None:
-        """A caller was killed, or hit by a signal. Only reads can be called off; all else comes to its end."""
-        # Noted first: the read may be stored between a look and a note.
-        self._early.append(unique)
-        reading = self._waiting.pop(unique, None)
-        if reading is None:
-            return
+        """A caller was hit by a signal. Reads of one that is killed are called off here, or soon, when that shows a
+        moment later; what else waits looks for itself, and all the rest comes to its end."""
+        reading = self._waiting.get(unique)
+        # Of a thread that cannot be seen any signal may be the last.
+        if reading is not None and (reading.thread == 0 or is_dying(reading.thread)):
+            self._give_up(reading, errno.EINTR)
+
+    def _give_up_reads(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            now = time.monotonic()
+            for reading in self._waiting.copy().values():
+                if reading.begun < now - READ_DEADLINE_S:
+                    if self._give_up(reading, errno.EIO):
+                        self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
+                elif reading.begun < now - _LOOK_S and is_dying(reading.thread):
+                    self._give_up(reading, errno.EINTR)
+
+    def _give_up(self, reading: _Reading, number: int) -> bool:
+        """Answer a read with an error; False when it was answered already."""
+        if self._waiting.pop(reading.unique, None) is None:
+            return False
         if reading.cancel is not None:
             reading.cancel()
-        self._send_error(unique, errno.EINTR)
-
-    def _give_up_late_reads(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            oldest = time.monotonic() - READ_DEADLINE_S
-            for unique, reading in list(self._waiting.items()):
-                if reading.begun < oldest and self._waiting.pop(unique, None) is not None:
-                    if reading.cancel is not None:
-                        reading.cancel()
-                    self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
-                    self._send_error(unique, errno.EIO)
+        self._send_error(reading.unique, number)
+        return True
 
     def _stop(self) -> None:
         """Nobody asks any more: stop what is under way, and let go of the device."""

@@ -36,7 +36,6 @@ _CREATE_STAGE: Final = 6
 _HEADER: Final = struct.Struct(">IH")
 _FIELDS: Final = struct.Struct("<BqBqBBBi")
 _SUCCESS: Final = 0
-_HEARTBEAT: Final = -1
 
 
 class PipelineError(DataNodeError):
@@ -87,13 +86,16 @@ class BlockWriter:
             packet = data[start : start + PACKET_BYTES]
             self._send([*self._head(len(packet), self._sums(packet)), packet])
             self.size_bytes += len(packet)
-        self._hear(wait=False)
+        self._hear()
 
     def finish(self) -> None:
         """Wait until all nodes have confirmed all bytes, and that these are all."""
         self._send(self._head(0, b"", last=True))
-        while self._confirmed < self._sequence:
-            self._hear(wait=True)
+        heard_s = time.monotonic()
+        while (confirmed := self._confirmed) < self._sequence:
+            self._hear(heard_s)
+            if self._confirmed > confirmed:
+                heard_s = time.monotonic()
 
     def close(self) -> None:
         """End the connection. Before `finish`, the nodes drop what they have."""
@@ -101,6 +103,7 @@ class BlockWriter:
 
     def _begin(self) -> None:
         """The answer of the first node, given when all are connected."""
+        asked_s = time.monotonic()
         while True:
             try:
                 told, at = read_delimited(bytes(self._answers), 0)
@@ -110,7 +113,7 @@ class BlockWriter:
                     raise PipelineError(
                         f"{self._nodes[0].host_port} gives no answer", self._nodes[0].host_port
                     ) from None
-            self._receive(wait=True)
+            self._receive(asked_s)
         del self._answers[:at]
         try:
             answer = Message(told)
@@ -146,7 +149,7 @@ class BlockWriter:
                 sent = self._socket.sendmsg(left)
             except BlockingIOError:
                 if self._wait(select.POLLOUT | select.POLLIN, stalled_since) & select.POLLIN:
-                    self._hear(wait=False)
+                    self._hear()
                 continue
             except OSError as error:
                 raise self._broken(error) from error
@@ -187,9 +190,9 @@ class BlockWriter:
         host, _, port = node.host_port.rpartition(":")
         return node.hostname if self._by_hostname else host.strip("[]"), int(port)
 
-    def _hear(self, *, wait: bool) -> None:
-        """Take what the nodes have confirmed."""
-        self._receive(wait=wait)
+    def _hear(self, since_s: float | None = None) -> None:
+        """Take what the nodes have confirmed; None: if there is anything."""
+        self._receive(since_s)
         answers = bytes(self._answers)
         at = 0
         try:
@@ -209,23 +212,25 @@ class BlockWriter:
     def _confirm(self, answer: Message) -> None:
         raw = answer.number(1)
         sequence = raw >> 1 ^ -(raw & 1)
-        for number, status in enumerate(answer.numbers(2)):
+        statuses = answer.numbers(2)
+        for number, status in enumerate(statuses):
             if status != _SUCCESS:
                 node = self._nodes[min(number, len(self._nodes) - 1)].host_port
                 raise PipelineError(f"{node} fails with status {status}", node)
-        if sequence == _HEARTBEAT:
-            return
-        if sequence != self._confirmed:
-            raise MalformedError(f"packet {sequence} is confirmed where {self._confirmed} had to be")
+        if len(statuses) != len(self._nodes):
+            raise MalformedError(f"{len(statuses)} of {len(self._nodes)} nodes confirm packet {sequence}")
+        # Heartbeats would have numbers of their own, but are only answered, and none is sent.
+        if sequence != self._confirmed or sequence == self._sequence:
+            raise MalformedError(f"packet {sequence} is confirmed where {self._confirmed} had to be, if it was sent")
         self._confirmed += 1
 
-    def _receive(self, *, wait: bool) -> None:
-        since_s = time.monotonic()
+    def _receive(self, since_s: float | None) -> None:
+        """Take what has come; with `since_s`, wait for something, until `stall_s` after that."""
         while True:
             try:
                 data = self._socket.recv(64 * 1024)
             except BlockingIOError:
-                if not wait:
+                if since_s is None:
                     return
                 self._wait(select.POLLIN, since_s)
                 continue

@@ -11,6 +11,7 @@ threads, and after `fork`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -169,7 +170,15 @@ class HdfsClient:
         try:
             return self._begin_apart(paths, block_size, mode, replication, avoid=avoid, spare=spare).writers
         except NotSpokenError:
-            return [self.create(path, mode=mode, block_size=block_size, replication=replication) for path in paths]
+            pass
+        writers = []
+        with contextlib.ExitStack() as begun:
+            for path in paths:
+                writer = self.create(path, mode=mode, block_size=block_size, replication=replication)
+                begun.callback(writer.abort)
+                writers.append(writer)
+            begun.pop_all()
+        return writers
 
     @property
     def replication(self) -> int | None:

@@ -1,11 +1,15 @@
 """A file that is being written, as the NameNode sees it: begun, given blocks, completed. Called by `placing`.
 
 The right to write a file is a lease; whoever holds it has a name. Each file has a holder of its own here, so that one
-whose writer was lost ends by itself: the NameNode closes it an hour after the last `renew`.
+whose writer was lost ends by itself: the NameNode closes it when nobody has renewed its lease for 20 minutes
+(`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s others may take a file over, who would have
+to want the same name. So it is enough that whoever sends renews now and then: DataNodes give up an idle writer after
+60 s anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Iterable
@@ -16,16 +20,18 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.located import Block, parse_block
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import kind_of_error
+from bootseer.hdfs.native import TakenError, kind_of_error
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError
 
 _CREATE, _OVERWRITE = 1, 2
 _RENEW_S: Final = 20.0
+_RENEW_CALL_S: Final = 5.0
 _FIRST_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.2
 _MAX_CHUNK_BYTES: Final = 64 * 1024
-_CHUNK_UNIT: Final = 512
+_NO_NODES = ("could only be written to", "could only be replicated to", "is out of space")
+_OWN_ALREADY = ("is already the current lease holder", "current leaseholder is trying to recreate")
 
 
 class NoNodesError(TransientError):
@@ -68,7 +74,8 @@ def ask_defaults(namenode: NameNode) -> WriteDefaults:
         )
     except MalformedError as error:
         raise _senseless(namenode, "/", error) from error
-    if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes % _CHUNK_UNIT:
+    if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes & (found.chunk_bytes - 1):
+        # Packets must end where the bytes of a checksum do.
         raise NotSpokenError(f"checksums of {found.chunk_bytes} bytes are not spoken here")
     # Files without checksums are nothing that this package writes.
     return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
@@ -97,7 +104,7 @@ class Lease:
             + field(7, block_size)
         )
         try:
-            status = self._ask("create", request).message(1)
+            status = self._create(request).message(1)
             self._file_id = status.number(13, 0)
         except MalformedError as error:
             raise _senseless(namenode, path, error) from error
@@ -132,7 +139,9 @@ class Lease:
         now_s = time.monotonic()
         if now_s - self._renewed_s >= _RENEW_S:
             self._renewed_s = now_s
-            self._ask("renewLease", field(1, self.holder))
+            # A NameNode that restarts is no reason to end a block that DataNodes take; there is time to try again.
+            with contextlib.suppress(TransientError):
+                self._namenode.ask("renewLease", field(1, self.holder), self.path, _RENEW_CALL_S)
 
     def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> None:
         """End the file, whose only block has so many bytes. Waits until a DataNode has told the NameNode so."""
@@ -155,6 +164,15 @@ class Lease:
         if found != size_bytes:
             raise TransientError(f"{self.path} has {found} bytes after {size_bytes} were written")
 
+    def _create(self, request: bytes) -> Message:
+        try:
+            return self._ask("create", request)
+        except TakenError as error:
+            if not any(said in str(error) for said in _OWN_ALREADY):
+                raise
+            # Nobody else has this holder's name: an answer was lost on the way, and the question asked again.
+            return self._ask("getFileInfo", field(1, self.path))
+
     def _ask(self, method: str, request: bytes) -> Message:
         try:
             return Message(self._namenode.ask(method, request, self.path, None))
@@ -175,8 +193,10 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
     """What an answer of the NameNode means for somebody who writes; None for nothing special."""
     if not isinstance(cause, RemoteError):
         return None
-    if "could only be written to" in str(cause) or "is out of space" in str(cause):
+    if any(said in str(cause) for said in _NO_NODES):
         return NoNodesError
+    if cause.kind == "UnknownCryptoProtocolVersionException":
+        return NotSpokenError  # a folder whose files are encrypted by those who write them
     return kind_of_error(f"{cause.kind}: {cause}")
 
 

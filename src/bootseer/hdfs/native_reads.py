@@ -35,6 +35,8 @@ _MAX_TRIES = 6
 """Each asks another replica by chance."""
 _LATE_S = 1.0
 """Without a byte for so long, another replica is asked too. Busy disks answer sooner."""
+_LOST_S = 0.2
+"""So soon a worker leaves a read that was given up."""
 _OPEN_S = 60.0
 
 Done: TypeAlias = Callable[[ReadOutcome], None]
@@ -76,14 +78,17 @@ class NativeReads:
             if self._closed:
                 raise PermanentError(f"{self.native.uri}: reading has ended")
             heapq.heappush(self._waiting, (not urgent, next(self._numbers), piece))
-            if self._idle:
+            # Those who were woken before and have not come yet count as idle, and have enough to do.
+            if self._idle >= len(self._waiting):
                 self._wake.notify()
             elif self._num_workers < _WORKERS:
                 self._num_workers += 1
                 threading.Thread(target=self._work, name="bootseer-hdfs-native", daemon=True).start()
 
-    def fetch(self, file: NativeFile, start: int, length: int, until: float) -> list[bytes]:
-        """The bytes, from whichever try has all of them first."""
+    def fetch(
+        self, file: NativeFile, start: int, length: int, until: float, is_lost: Callable[[], bool]
+    ) -> list[bytes]:
+        """The bytes, from whichever try has all of them first. `is_lost`: whether nobody wants them any more."""
         ends: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
         running: list[_Fetch] = []
         problem: BootseerError | None = None
@@ -92,6 +97,8 @@ class NativeReads:
                 self._begin(_Fetch(file, start, length, again=number > 0, ends=ends), running)
                 while running:
                     now = time.monotonic()
+                    if is_lost():
+                        raise TransientError(f"{file.what}: this read was given up")
                     if now >= until:
                         raise TransientError(f"{file.what}: bytes {start} to {start + length} did not come in time")
                     late_at = max(fetch.heard_at for fetch in running) + _LATE_S if number + 1 < _MAX_TRIES else until
@@ -99,7 +106,7 @@ class NativeReads:
                         self._count("hedges")
                         break
                     with suppress(queue.Empty):
-                        ended = ends.get(timeout=min(until, late_at) - now)
+                        ended = ends.get(timeout=min(min(until, late_at) - now, _LOST_S))
                         running.remove(ended)
                         if ended.error is None:
                             if ended.again and running:
@@ -308,7 +315,8 @@ class _Piece:
             error = TransientError(f"{ticket.file.what}: this read was given up, or its time is over")
         else:
             try:
-                self._fill(ticket.reads.fetch(ticket.file, self._start, len(self._into), ticket.until))
+                length = len(self._into)
+                self._fill(ticket.reads.fetch(ticket.file, self._start, length, ticket.until, lambda: ticket.is_lost))
             except BootseerError as raised:
                 error = raised
             num_bytes = 0 if error else len(self._into)

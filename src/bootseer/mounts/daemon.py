@@ -142,30 +142,26 @@ class Daemon:
         """Tell it that the startup is over: training has begun."""
         control.ask(self.folder, "began")
 
-    def stop(self, *, timeout_s: float = 30.0) -> None:
-        """Let it unmount and end; wait until it has. Raises `PermanentError` while its files are in use.
+    def stop(self, *, timeout_s: float = 30.0) -> dict[str, object]:
+        """Let it unmount, finish what was written, and end; what it says of that. Raises `PermanentError` while its
+        files are in use.
 
         A daemon that does not answer is killed after `timeout_s`: readers get an I/O error then.
         """
-        end = time.monotonic() + timeout_s
-        try:
-            control.ask(self.folder, "stop", timeout_s=timeout_s)
-        except (NotFoundError, TransientError):
-            self.process.signal(signal.SIGTERM)
-        if not self._ended(end):
-            self.process.signal(signal.SIGKILL)
-            if not self._ended(time.monotonic() + 1.0):
-                raise TransientError(f"the mount daemon {self.process.pid} does not end")
+        return self._end("stop", timeout_s)
 
     def end(self, *, timeout_s: float) -> dict[str, object]:
         """Let it unmount although its files are in use, finish what was written, and end; what it says of that.
 
         Whoever uses a file gets an error. A daemon that is not done after `timeout_s` is killed.
         """
+        return self._end("end", timeout_s)
+
+    def _end(self, how: str, timeout_s: float) -> dict[str, object]:
         deadline = time.monotonic() + timeout_s
         said: dict[str, object] = {}
         try:
-            said = control.ask(self.folder, "end", timeout_s=timeout_s)
+            said = control.ask(self.folder, how, timeout_s=timeout_s)
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):

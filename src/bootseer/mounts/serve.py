@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -52,6 +53,10 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    # Each file that somebody has open takes some, and the usual limit of 1024 is one for programs that use select.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         wake = _catch_signals()
         served = spec.open(log)
@@ -92,9 +97,7 @@ def _catch_signals() -> socket.socket:
 class _Life:
     """State of a serving daemon; all of it belongs to the main thread."""
 
-    def __init__(
-        self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: Log
-    ) -> None:
+    def __init__(self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: Log) -> None:
         self._spec = spec
         self._served = served
         self._session = mounted
@@ -153,7 +156,7 @@ class _Life:
             case "stop":
                 self._unmount(force=False)
                 self._stopping = True
-                return {"stopped": True}
+                return {"stopped": True, **self._end_service()}
             case "end":
                 self._unmount(force=True)
                 self._stopping = True

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.reading.reading import Reading
 from checkpoint.striped_files import content_of, put_striped
 
 MIB = 1 << 20
@@ -68,3 +70,20 @@ def test_a_donor_that_is_evicted_meanwhile_gives_nothing(reading_of, checkpoints
     file = other.open("step-2")
     cache.prune(to_bytes=0)
     assert file.read(0, len(new)) == new
+
+
+def test_the_cache_is_searched_once_for_all_files_of_a_checkpoint(empty, checkpoints, tmp_path):
+    class Counting(Cache):
+        num_searches = 0
+
+        def recent(self, max_files):
+            self.num_searches += 1
+            return super().recent(max_files)
+
+    cache = Counting(tmp_path / "cache")
+    reading = Reading(empty, cache=cache)
+    for name in ("step-1", "step-2", "step-1"):
+        with reading.open(name) as file:
+            file.read(0, 10)
+    reading.close()
+    assert cache.num_searches == 1

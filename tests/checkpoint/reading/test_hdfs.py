@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import threading
 import time
 
 import pytest
 
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import BootseerError, CorruptError
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.errors import BootseerError, CorruptError, TransientError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
@@ -177,3 +179,39 @@ def test_a_sick_node_costs_moments_where_there_is_parity_and_one_replica(cluster
             cluster.resume(sick)
         else:
             cluster.restart(sick)
+
+
+def test_a_hung_node_that_nothing_stands_in_for_ends_its_reads_with_an_error_and_holds_up_no_others(
+    cluster, place, content
+):
+    nodes = [only_node(cluster, place, path) for path in part_paths("file", put_striped(place, "file", content))]
+    (healthy,) = part_paths("other", put_striped(place, "other", content, stripes=1))
+    needed = {only_node(cluster, place, path) for path in ("file", "other", healthy)}
+    sick = next(number for number, node in enumerate(nodes) if node not in needed)
+    reading = Reading(place, settings=ReadingSettings(deadline_s=8.0))
+    whole(reading, "other")
+    errors = []
+
+    def fail(file, offset, length):
+        with pytest.raises(TransientError) as raised:
+            file.readinto(offset, bytearray(length))
+        errors.append(str(raised.value))
+
+    cluster.hang(nodes[sick])
+    try:
+        with reading.open("file") as file:
+            asked = [(0, SIZE), (0, 8 * MIB), *((row * 4 * MIB + sick * MIB, 1000) for row in range(8))]
+            threads = [threading.Thread(target=fail, args=(file, *each), daemon=True) for each in asked]
+            for thread in threads:
+                thread.start()
+            for _ in range(3):
+                assert whole(reading, "other") == content
+            assert errors == [], "the others had to wait until these ended"
+            for thread in threads:
+                thread.join(30)
+    finally:
+        cluster.resume(nodes[sick])
+    assert len(errors) == len(asked)
+    assert all("part .stripes/" in error and cluster.nodes[nodes[sick]] in error for error in errors)
+    assert whole(reading, "file") == content
+    reading.close()

@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from bootseer.checkpoint.reading.row import skipped
+from bootseer.checkpoint.places.place import Outcome
+from bootseer.checkpoint.reading.buffer import ChunkBuffer
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.late_nodes import LateNodes
+from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.row import Row, skipped
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.timer import Timer
+from bootseer.errors import TransientError
+
+CHUNK = b"\7" * 1000
 
 
 @pytest.mark.parametrize(
@@ -21,3 +33,94 @@ from bootseer.checkpoint.reading.row import skipped
 )
 def test_parity_is_read_for_the_chunk_that_comes_last_where_that_pays(delays, wanted, parity_s, expected):
     assert skipped(delays, frozenset(wanted), parity_s) == expected
+
+
+class OneChunk:
+    """A segment of one chunk and its parity, which is its copy: also its parts, their open files, and who holds it."""
+
+    first_chunk = 0
+
+    def __init__(self):
+        self.index = self
+
+    def length(self, block):
+        return len(CHUNK)
+
+    def place_of(self, chunk):
+        return self, 0
+
+    parity_of = place_of
+
+    def nodes(self, offset):
+        return ()
+
+    def delay_s(self, offset, length):
+        return 0.0
+
+    def then(self, call):
+        call(self, None)
+
+    def read_into(self, offset, into, done, **_):
+        into[:] = CHUNK
+        done(Outcome(None, ""))
+        return self
+
+    def cancel(self):
+        pass
+
+    def hold(self, segment):
+        pass
+
+    release = hold
+
+
+class LateChunk:
+    """A chunk whose own part says nothing until the chunk is given up, which happens while it is computed."""
+
+    chunk = 0
+    num_bytes = len(CHUNK)
+    started_s = 0.0
+    expected_s = 0.0
+    urgent = True
+    problem = TransientError("no")
+
+    def __init__(self, row, segment):
+        self.segment = segment
+        self.into = memoryview(bytearray(len(CHUNK)))
+        self.abandoned = False
+        self.ends = []
+        self.ended_early = False
+        self.ended = threading.Semaphore(0)
+        self._row = row
+
+    def read_own(self):
+        pass
+
+    def is_right(self, data):
+        self.abandoned = True
+        self._row.own_ended(self, self.problem, keep=False)
+        self.ended_early = bool(self.ends)
+        return data == CHUNK
+
+    def stop(self):
+        pass
+
+    def finish(self, error, *, keep=True):
+        self.ends.append(error)
+        self.ended.release()
+
+
+def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
+    segment, timer, facts = OneChunk(), Timer(), Facts()
+    buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
+    means = Means("file", segment, ReadingSettings(late_s=0.01), facts, timer, buffer, LateNodes(), None)
+    row = Row(means, range(1))
+    job = LateChunk(row, segment)
+    row.add(job)
+    row.begin(job)
+    assert job.ended.acquire(timeout=10)
+    assert not job.ended_early, "its memory is its owner's again, and is about to be written to"
+    assert job.ends == [None]
+    assert job.into == CHUNK
+    assert buffer.wait_empty(10)
+    timer.close()

@@ -296,3 +296,23 @@ def test_a_head_that_may_be_visible_keeps_its_parts_whatever_follows(desk: Desk,
     with pytest.raises(type(then)):
         writer.commit()
     assert desk.read("job/file") == b"a" * 5 * MIB + b"b" * 5 * MIB
+
+
+def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings())
+    is_back = threading.Event()
+    timer = threading.Timer(0.3, is_back.set)
+
+    def fail_first(step: str, path: str) -> None:
+        if step == "begin" and not is_back.is_set():
+            raise TransientError("it restarts")
+
+    desk.place.before = fail_first
+    with contextlib.closing(desk.writing):
+        timer.start()
+        written = desk.writing.write_file("job/file", BytesSource(b"x" * 9 * MIB), policy=Policy(stripes=1))
+    timer.join()
+    assert not written.is_striped
+    assert written.num_retries > 0
+    assert desk.read("job/file") == b"x" * 9 * MIB
+    assert desk.leftovers() == []

@@ -26,6 +26,12 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.tree import Cancel, Data, Reply
 
 _COPY_BYTES = 4 << 20
+Check = Callable[[], None]
+"""Raises when nobody waits any more for what is being waited for."""
+
+
+def no_check() -> None:
+    """Somebody waits."""
 
 
 class Reader(Protocol):
@@ -42,8 +48,15 @@ class Reader(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """Bytes of a range inside the file."""
 
-    def read_async(self, offset: int, length: int, done: Callable[[Data | BootseerError], None]) -> Cancel | None:
-        """Begin to read a range inside the file; `done` is called once, from any thread."""
+    def read_async(
+        self,
+        offset: int,
+        length: int,
+        done: Callable[[Data | BootseerError], None],
+        room: memoryview | None = None,
+    ) -> Cancel | None:
+        """Begin to read a range inside the file; `done` is called once, from any thread. What it gets may lie in `room`
+        when it is called before this returns."""
 
     def close(self) -> None:
         """Not read any more."""
@@ -58,8 +71,8 @@ class Writer(Protocol):
     def size_bytes(self) -> int:
         """As long as it is now."""
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write anywhere."""
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check) -> None:
+        """Write anywhere. `check` is called while this waits for long; what it raises ends that."""
 
     def read_at(self, offset: int, length: int) -> bytes:
         """What was written; fewer bytes at the end."""
@@ -67,8 +80,8 @@ class Writer(Protocol):
     def truncate(self, size_bytes: int) -> None:
         """Cut, or continue by zeros."""
 
-    def sync(self) -> object:
-        """Publish what was written so far; it may be written on."""
+    def sync(self, check: Check) -> object:
+        """Publish what was written so far; it may be written on. `check` as for `write_at`."""
 
     def commit(self) -> object:
         """Publish and end; aborted after an error."""
@@ -193,8 +206,8 @@ class Content:
             raise stale()
         return reader
 
-    def read(self, offset: int, length: int, reply: Reply) -> Cancel | None:
-        """Answer a read: from what was written, or from the node's version."""
+    def read(self, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
+        """Answer a read: from what was written, or from the node's version. See `FileSystem.read`."""
         # Without the lock: a writer that waits for room must not hold up readers.
         writer = self._writer
         while writer is not None:
@@ -202,13 +215,14 @@ class Content:
                 reply(writer.read_at(offset, length))
                 return None
             except BootseerError:
-                # It may have ended meanwhile: then the published version has it all.
-                if writer is self._writer:
-                    raise
-                writer = self._writer
+                # It may just have ended: then the published version has it all.
+                with self.lock:
+                    if writer is self._writer:
+                        raise
+                    writer = self._writer
         reader = self._open_reader()
         if reader is None:
-            return self.read(offset, length, reply)
+            return self.read(offset, length, reply, room)
         wanted = min(length, reader.size_bytes - offset)
         if wanted <= 0:
             reply(b"")
@@ -223,7 +237,7 @@ class Content:
                 # A shorter answer would tell the kernel that the file ends there.
                 reply(result if len(result) == wanted else errno.EIO)
 
-        return reader.read_async(offset, wanted, done)
+        return reader.read_async(offset, wanted, done, room[:wanted])
 
     def begin_empty(self) -> None:
         """New content from nothing. What the place has stays until it is published."""
@@ -234,11 +248,11 @@ class Content:
                 self._begin()
             self._changed()
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: memoryview, check: Check) -> None:
         """Write anywhere; a published file is written anew first, if it is small."""
         with self.lock:
-            writer = self._writer or self._rewrite(self.size_bytes)
-            writer.write_at(offset, data)
+            writer = self._writer or self._rewrite(self.size_bytes, check)
+            writer.write_at(offset, data, check)
             self._changed()
 
     def truncate(self, size_bytes: int) -> None:
@@ -256,11 +270,11 @@ class Content:
             self._mtime_ns = self._mtime_ns if mtime_ns is None else mtime_ns
             self._is_dirty = True
 
-    def publish(self) -> None:
+    def publish(self, check: Check = no_check) -> None:
         """Make what was written durable, verified, and visible to all. After an error it may be tried again."""
         with self.lock:
             if self.is_dirty and self._writer is not None:
-                self._writer.sync()
+                self._writer.sync(check)
                 self._settle()
                 self._is_dirty = False
 
@@ -321,7 +335,7 @@ class Content:
             self._reader = None
         return self._writer
 
-    def _rewrite(self, keep_bytes: int) -> Writer:
+    def _rewrite(self, keep_bytes: int, check: Check = no_check) -> Writer:
         """Begin with the first `keep_bytes` of what is published."""
         self._check_small(keep_bytes)
         if keep_bytes == 0:
@@ -332,7 +346,8 @@ class Content:
             writer = self._begin()
             try:
                 for offset in range(0, keep_bytes, _COPY_BYTES):
-                    writer.write_at(offset, base.read(offset, min(_COPY_BYTES, keep_bytes - offset)))
+                    check()
+                    writer.write_at(offset, base.read(offset, min(_COPY_BYTES, keep_bytes - offset)), check)
             except BaseException:
                 self._writer = None
                 writer.abort()

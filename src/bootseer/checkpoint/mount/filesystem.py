@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -19,17 +20,20 @@ from dataclasses import dataclass, field, replace
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount import owners
-from bootseer.checkpoint.mount.content import Sources
+from bootseer.checkpoint.mount.content import Check, Sources
 from bootseer.checkpoint.mount.listings import Listings
 from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.mount.numbers import refusal, stale, told_as_numbers
 from bootseer.checkpoint.mount.open_files import OpenFiles
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.fuse.dying import is_dying
 from bootseer.fuse.filesystem import Caller, Changes, Found, Listed, Opened, Space
 from bootseer.fuse.tree import Attributes, Cancel, Reply
 
 _MAX_NAME = 255
+_MAX_TOLD = 100
+"""Names in one answer to whoever asks what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
 """Told of names whose node nobody has asked for: numbers of nodes do not come so far."""
 
@@ -55,6 +59,8 @@ class CheckpointFiles:
         self._open = OpenFiles(self._nodes, sources)
         self._folders: dict[int, _Listing] = {}
         self._numbers = itertools.count(1)
+        self._lost: deque[str] = deque(maxlen=_MAX_TOLD)
+        """Files that could not be published when nobody waited for it any more."""
 
     # Names
 
@@ -183,7 +189,11 @@ class CheckpointFiles:
                 if flags & os.O_EXCL:
                     raise refusal(errno.EEXIST)
                 found = self._told(path, self._files.stat(path))
-                return found, self.open(found.node, flags, caller)
+                try:
+                    return found, self.open(found.node, flags, caller)
+                except BaseException:
+                    self._nodes.forget(found.node, 1)  # the kernel does not hear of it
+                    raise
             owner, group = owners.owner_of(caller.uid), owners.group_of(caller.gid)
             if caller.uid == os.geteuid():
                 owner = group = ""  # as the place has it
@@ -221,25 +231,32 @@ class CheckpointFiles:
                     self._listings.forget(_folder(path))
                 raise
 
-    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         with self._telling(f"reading {self._open.node(handle).path}"):
-            return self._open.read(handle, offset, length, reply)
+            return self._open.read(handle, offset, length, reply, room)
 
-    def write(self, node: int, handle: int, offset: int, data: memoryview) -> None:
+    def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         with self._telling(f"writing {self._open.node(handle).path}"):
-            self._open.write(handle, offset, data)
+            self._open.write(handle, offset, data, _for(caller))
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
         with self._publishing(self._open.node(handle)):
-            self._open.flush(handle, caller.thread)
+            self._open.flush(handle, caller.thread, _for(caller))
 
-    def sync(self, node: int, handle: int) -> None:
+    def sync(self, node: int, handle: int, caller: Caller) -> None:
         with self._publishing(self._open.node(handle)):
-            self._open.sync(handle)
+            self._open.sync(handle, _for(caller))
 
     def release(self, node: int, handle: int) -> None:
-        with self._publishing(self._open.node(handle)):
-            self._open.close(handle)
+        opened = self._open.node(handle)
+        path = opened.path
+        try:
+            with self._publishing(opened):
+                self._open.close(handle)
+        except OSError as error:
+            self._sources.on_error(f"{path} was not published: {error}")
+            self._lost.append(path or "")
+            raise
 
     @contextmanager
     def _publishing(self, node: Node) -> Iterator[None]:
@@ -307,8 +324,12 @@ class CheckpointFiles:
             with _held(node), _held(replaced if replaced is not node else None):
                 content = None if node is None else node.content
                 if content is not None:
-                    # A writer's parts lie beside its file.
-                    content.publish() if _folder(source) == _folder(target) else content.end_writing()
+                    content.publish()
+                    if _folder(source) != _folder(target):
+                        # A writer's parts lie beside its file. It goes on with them when the file cannot be moved.
+                        if self._files.stat(source).is_striped:
+                            raise refusal(errno.EXDEV)
+                        content.end_writing()
                 self._files.rename(source, target)
                 if content is not None:
                     content.renamed(target)
@@ -346,8 +367,9 @@ class CheckpointFiles:
         return [self._listed(info, attributes=attributes) for info in part]
 
     def _list(self, path: str) -> list[FileInfo]:
+        changes = self._listings.num_changes
         infos = {info.path: info for info in self._files.list(path)}
-        self._listings.remember(path, infos.values())
+        self._listings.remember(path, infos.values(), since=changes)
         for node in self._nodes.live_in(path):
             infos[node.info.path] = node.info
         return [infos[key] for key in sorted(infos)]
@@ -355,10 +377,11 @@ class CheckpointFiles:
     def _listed(self, info: FileInfo, *, attributes: bool) -> Listed:
         name = os.fsencode(info.path.rpartition("/")[2])
         mode = stat.S_IFDIR if info.is_folder else stat.S_IFREG
-        if attributes:
+        node = self._nodes.at(info.path)
+        # What the listing says of a name may be older than what is known of its node: then the kernel asks.
+        if attributes and (node is None or node.is_live or is_same(node.info, info)):
             found = self._told(info.path, info)
             return Listed(name, found.attributes.inode, mode, found)
-        node = self._nodes.at(info.path)
         return Listed(name, _UNKNOWN_INODE if node is None else node.number, mode)
 
     def release_folder(self, handle: int) -> None:
@@ -371,13 +394,18 @@ class CheckpointFiles:
             return Space(*self._files.place.space())
 
     def unpublished(self) -> list[str]:
-        """The files that somebody is writing."""
+        """The files that somebody is writing; the first hundred."""
         live = self._nodes.live_below("")
-        return sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
+        names = sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
+        return names[:_MAX_TOLD]
+
+    def lost(self) -> list[str]:
+        """The files that could not be published when nobody waited for it any more; the latest hundred."""
+        return sorted(self._lost)
 
     def publish_all(self) -> tuple[list[str], list[str]]:
-        """Publish all files that are being written, as they are: those that were, and those that could not be."""
-        done, lost = [], []
+        """Publish all files that are being written, as they are: those that were, and all that could not be."""
+        done = []
         for node in self._nodes.live_below(""):
             content = node.content
             if content is not None and content.is_dirty:
@@ -386,8 +414,8 @@ class CheckpointFiles:
                     done.append(node.info.path)
                 except (BootseerError, OSError) as error:
                     self._sources.on_error(f"{node.info.path} was not published: {error}")
-                    lost.append(node.info.path)
-        return done, lost
+                    self._lost.append(node.info.path)
+        return done[:_MAX_TOLD], self.lost()
 
     def facts(self) -> dict[str, int]:
         """Figures for `status`."""
@@ -407,6 +435,16 @@ def _changed(info: FileInfo, changes: Changes) -> FileInfo:
         group=entry.group if changes.gid is None else owners.group_of(changes.gid),
     )
     return replace(info, entry=entry)
+
+
+def _for(caller: Caller) -> Check:
+    """Raises when the caller is being killed."""
+
+    def check() -> None:
+        if is_dying(caller.thread):
+            raise refusal(errno.EINTR)
+
+    return check
 
 
 def _folder(path: str) -> str:

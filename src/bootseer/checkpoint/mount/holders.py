@@ -1,8 +1,8 @@
-"""Whether a process still has a file open for writing, when one of its descriptors was closed.
+"""How many descriptors a process still has that can write to a file, when one of them was closed.
 
 A shell opens the file of `{ a; b; } > file` once; each program in it gets a copy of the descriptor and closes it when
 it ends. The kernel tells a file system of each of these closes, and not which one is the last before the file is to be
-complete. /proc tells. Called by `filesystem`.
+complete. /proc tells. Called by `open_files`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 _PROC = Path("/proc")
+_SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
 def process_of(thread: int) -> int:
@@ -25,16 +26,28 @@ def process_of(thread: int) -> int:
     return 0
 
 
-def still_writes(process: int, name: str, inode: int) -> bool:
-    """Whether `process` has a file of this name and inode number open for writing. What cannot be seen is not open."""
-    if process <= 0:
+def was_killed(process: int) -> bool:
+    """Whether a process ends, or has ended, by a signal. What cannot be seen was not killed."""
+    try:
+        fields = (_PROC / str(process) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return bool(int(fields[6]) & _SIGNALED)
+    except (OSError, ValueError, IndexError):
         return False
+
+
+def num_writing(process: int, name: str, inode: int) -> int:
+    """How many descriptors of `process` can write to a file of this name and inode number; 0 for what cannot be seen.
+
+    Descriptors of several openings of one file look the same.
+    """
+    if process <= 0:
+        return 0
     folder = _PROC / str(process)
     try:
         numbers = os.listdir(folder / "fd")  # noqa: PTH208 - numbers, not paths
     except OSError:
-        return False
-    return any(_is_open_at(folder, number, name, inode) for number in numbers)
+        return 0
+    return sum(_is_open_at(folder, number, name, inode) for number in numbers)
 
 
 def _is_open_at(folder: Path, number: str, name: str, inode: int) -> bool:

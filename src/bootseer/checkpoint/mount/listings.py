@@ -24,11 +24,16 @@ class Listings:
         self._clock = clock
         self._lock = threading.Lock()
         self._folders: OrderedDict[str, tuple[float, dict[str, FileInfo]]] = OrderedDict()
+        self.num_changes = 0
+        """How often something has changed. To be asked before a listing begins."""
 
-    def remember(self, folder: str, infos: Iterable[FileInfo]) -> None:
-        """What a listing said that has just come to its end."""
+    def remember(self, folder: str, infos: Iterable[FileInfo], *, since: int) -> None:
+        """What a listing said that has just come to its end; `since`: `num_changes` at its beginning. It may not have
+        seen what has changed meanwhile."""
         by_path = {info.path: info for info in infos}
         with self._lock:
+            if self.num_changes != since:
+                return
             self._folders[folder] = (self._clock(), by_path)
             self._folders.move_to_end(folder)
             if len(self._folders) > _MAX_FOLDERS:
@@ -49,10 +54,12 @@ class Listings:
     def forget(self, *folders: str) -> None:
         """Something in these folders has changed."""
         with self._lock:
+            self.num_changes += 1
             for folder in folders:
                 self._folders.pop(folder, None)
 
     def forget_all(self) -> None:
         """A folder has another name, and what lies below it."""
         with self._lock:
+            self.num_changes += 1
             self._folders.clear()

@@ -25,6 +25,8 @@ from bootseer.mounts.state import MountState, Runtime
 END_S = 600.0
 """How long an unmount waits for what is still being sent to the place."""
 _START_S = 60.0
+_WINDOW_S = 1800.0
+"""A start reads its checkpoint for so long at most; whoever knows says earlier that it is over."""
 _FOLDER = "checkpoints"
 
 
@@ -70,9 +72,11 @@ class MountedCheckpoint:
         self.unmount()
 
     def unmount(self, *, force: bool = False) -> Mapping[str, Any]:
-        """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published:
-        `published` and `lost` in what is returned are those files. Where another mount namespace has a copy of the
-        mount, the daemon goes on until that is gone.
+        """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published.
+
+        In what is returned, `published` are the files that were published by this, as they were, and `lost` those that
+        could not be when nobody waited for it, now or earlier. Where another mount namespace has a copy of the mount,
+        the daemon goes on until that is gone.
 
         Raises `TransientError` while its files are in use, unless `force`.
         """
@@ -85,7 +89,7 @@ class MountedCheckpoint:
             said = daemon.end(timeout_s=END_S)
         else:
             try:
-                daemon.stop(timeout_s=END_S)
+                said = daemon.stop(timeout_s=END_S)
             except PermanentError as error:
                 if kernel.is_mount(self.target):
                     raise TransientError(self._busy(str(error))) from error
@@ -141,7 +145,7 @@ def mount_checkpoint(
     if target is not None:
         _make_room(record, request, target)
     folder = record.new_folder()
-    spec = DaemonSpec(folder, Serving(request), label=_label(uri), at=target, lifeline=lifeline)
+    spec = DaemonSpec(folder, Serving(request), label=_label(uri), window_s=_WINDOW_S, at=target, lifeline=lifeline)
     try:
         daemon = start_daemon(spec, deadline_s=_START_S)
     except BaseException:
@@ -165,23 +169,30 @@ def mount_checkpoint(
     return MountedCheckpoint(record, state)
 
 
-def _make_room(runtime: Runtime, request: MountRequest, target: Path) -> None:
+def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
     """Make the folder that is mounted on, and take away what a dead daemon left there."""
     if kernel.is_mount(target):
-        there = runtime.find(target)
-        if there is None or runtime.health(there) != "daemon dead":
+        there = record.find(target)
+        if there is None or record.health(there) != "daemon dead":
             raise UsageError(f"{target}: something is mounted there", hint=f"bootseer ckpt umount {target}")
-        MountedCheckpoint(runtime, there).unmount()
+        MountedCheckpoint(record, there).unmount()
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: not a folder", hint="name a folder to mount on")
+    # Its daemon would meet its own mount, and wait for itself.
     place = request.uri.removeprefix("file://")
-    if "://" not in place and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(place)):
-        # Its daemon would meet its own mount, and wait for itself.
+    if "://" not in place and _lies_in(target, place):
         raise UsageError(f"{target} lies in {place}", hint="mount it outside of what is mounted")
+    for own in (None if "://" in place else place, request.cache, request.spool, record.root):
+        if own is not None and _lies_in(own, target):
+            raise UsageError(f"{own} lies in {target}", hint="mount it beside what the mount itself needs")
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PermanentError(f"{target}: {error.strerror}") from error
+
+
+def _lies_in(path: Path | str, folder: Path | str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _label(uri: str) -> str:

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bootseer.checkpoint.mount.content import Content, Sources
-from bootseer.checkpoint.mount.holders import process_of, still_writes
+from bootseer.checkpoint.mount.content import Check, Content, Sources, no_check
+from bootseer.checkpoint.mount.holders import num_writing, process_of, was_killed
 from bootseer.checkpoint.mount.nodes import Node, Nodes
 from bootseer.checkpoint.mount.numbers import bad_handle
 from bootseer.fuse.filesystem import Opened
@@ -84,7 +84,7 @@ class OpenFiles:
         handle.is_done = True
         try:
             yield handle.content
-            self._publish_if_last(handle)
+            self._publish_if_last(handle.content)
         finally:
             self.close(number)
 
@@ -98,44 +98,54 @@ class OpenFiles:
             raise bad_handle()
         return handle
 
-    def read(self, handle: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+    def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         """See `FileSystem.read`."""
-        return self._get(handle).content.read(offset, length, reply)
+        return self._get(handle).content.read(offset, length, reply, room)
 
-    def write(self, handle: int, offset: int, data: memoryview) -> None:
+    def write(self, handle: int, offset: int, data: memoryview, check: Check) -> None:
         """See `FileSystem.write`."""
         opened = self._get(handle)
         opened.is_done = False
-        opened.content.write(offset, data)
+        opened.content.write(offset, data, check)
 
-    def sync(self, handle: int) -> None:
+    def sync(self, handle: int, check: Check) -> None:
         """See `FileSystem.sync`."""
-        self._get(handle).content.publish()
+        self._get(handle).content.publish(check)
 
-    def flush(self, handle: int, thread: int) -> None:
+    def flush(self, handle: int, thread: int, check: Check) -> None:
         """A descriptor was closed by `thread`: publish, if no other one is left that can write."""
         opened = self._get(handle)
         if not opened.writes:
             return
+        process = process_of(thread)
+        if was_killed(process):
+            return  # nobody can be told, and it could not end before: `close` publishes
         with opened.content.lock:
-            if opened.content.is_live:
-                name = (opened.node.path or "").rpartition("/")[2]
-                processes = {opened.opener, process_of(thread)}
-                if any(still_writes(process, name, opened.node.number) for process in processes):
-                    return
+            if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
+                return
             opened.is_done = True
-            self._publish_if_last(opened)
+            self._publish_if_last(opened.content, check)
 
-    def _publish_if_last(self, handle: _Handle) -> None:
-        content = handle.content
+    def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
+        """Whether these have more descriptors that can write to the file than its other open handles explain."""
+        name = (opened.node.path or "").rpartition("/")[2]
+        others = sum(
+            other is not opened and other.writes and not other.is_done and other.opener in processes
+            for other in self._handles_of(opened.content)
+        )
+        return sum(num_writing(process, name, opened.node.number) for process in processes) > others
+
+    def _handles_of(self, content: Content) -> list[_Handle]:
+        with self._lock:
+            return [self._handles[number] for number in content.handles]
+
+    def _publish_if_last(self, content: Content, check: Check = no_check) -> None:
         with content.lock:
-            with self._lock:
-                others = [self._handles[number] for number in content.handles]
-            if all(other.is_done or not other.writes for other in others):
-                content.publish()
+            if all(handle.is_done or not handle.writes for handle in self._handles_of(content)):
+                content.publish(check)
 
     def close(self, handle: int) -> None:
-        """The last descriptor of a handle is gone; with the last handle of a file what was not published is."""
+        """The last descriptor of a handle is gone; with the last one that writes, what was not published is."""
         opened = self._get(handle)
         content = opened.content
         with content.lock:
@@ -144,6 +154,8 @@ class OpenFiles:
                 content.handles.discard(handle)
                 is_last = not content.handles
             if not is_last:
+                if opened.writes:
+                    self._publish_if_last(content)
                 return
             try:
                 content.close()

@@ -104,6 +104,7 @@ class _Source:
         return {
             "uri": self._request.uri,
             "unpublished": self.shown.unpublished(),
+            "lost": self.shown.lost(),
             **{name: reading[theirs] for name, theirs in _FIGURES.items()},
             **reading,
             "writing": self._writing.facts(),

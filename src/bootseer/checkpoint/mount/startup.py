@@ -19,7 +19,7 @@ from bootseer.checkpoint.hot import MAX_BYTES, Range, Recorder, decode, encode, 
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import BootseerError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.mounts.daemon import OnError
 
 _FOLDER = "checkpoints"
@@ -45,7 +45,7 @@ class Startup:
         self._recorder: Recorder | None = Recorder()
         self._ranges: list[Range] = []
         self._checkpoint = ""
-        self._ahead: list[CheckpointFile] = []
+        self._ahead: dict[str, CheckpointFile] = {}
 
     def note(self, path: str, offset: int, length: int) -> None:
         """A reader asked for this."""
@@ -58,12 +58,33 @@ class Startup:
         self._checkpoint = read_latest(self._files.place, "") or ""
         files = list(self._walk(self._checkpoint, _MAX_DEPTH if self._checkpoint else 0))
         for one in plan(files, self._known(), alone=not self._slot, budget_bytes=self._budget_bytes()):
-            with self._lock:
-                if self._recorder is None:
+            try:
+                file = self._opened(one.path)
+                if file is None:
                     return
-            file = self._reading.open(one.path)
-            self._ahead.append(file)
-            file.prefetch(one.offset, one.length)
+                file.prefetch(one.offset, one.length)
+            except (NotFoundError, AccessError) as error:
+                self._on_error(f"{one.path} is not brought: {error}")
+            except PermanentError:
+                if not self._is_over:  # else it was closed a moment ago
+                    raise
+
+    @property
+    def _is_over(self) -> bool:
+        with self._lock:
+            return self._recorder is None
+
+    def _opened(self, path: str) -> CheckpointFile | None:
+        """A file that stays open while it is brought; None when the start is over."""
+        if self._is_over or path in self._ahead:
+            return self._ahead.get(path)
+        file = self._reading.open(path)
+        with self._lock:
+            if self._recorder is not None:
+                self._ahead[path] = file
+                return file
+        file.close()
+        return None
 
     def end(self) -> None:
         """The start is over: nothing that is read from now on belongs to it."""
@@ -84,7 +105,9 @@ class Startup:
     def drop(self) -> None:
         """Bring nothing any more."""
         self.end()
-        for file in self._ahead:
+        with self._lock:
+            files = list(self._ahead.values())
+        for file in files:
             file.close()
 
     def _walk(self, folder: str, depth: int) -> Iterator[tuple[str, int]]:

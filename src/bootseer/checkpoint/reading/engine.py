@@ -8,6 +8,7 @@ import time
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
+from bootseer.checkpoint.reading.donors import Donors
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.keeper import Keeper
 from bootseer.checkpoint.reading.late_nodes import LateNodes
@@ -33,6 +34,7 @@ class Engine:
         self.workers = Workers(_OPENING, "bootseer-open")
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
         self.keeper = Keeper(facts) if cache is not None else None
+        self.donors = Donors(cache, settings.max_donors, settings.donors_s) if cache is not None else None
         self.late_nodes = LateNodes()
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[float, int]] = {}

@@ -67,11 +67,14 @@ class CheckpointFile:
                 )
         _wait_for(lambda waiting: self._shared.read_ranges(views, waiting.ended))
 
-    def read_async(self, offset: int, length: int, done: Callable[[Answer], None]) -> None:
+    def read_async(
+        self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
+    ) -> None:
         """Read a range, cut at the end of the file, without waiting: `done` is called once, from any thread.
 
-        It gets the bytes, which nobody changes, or the error, and must return soon. What will probably be read next is
-        brought meanwhile.
+        It gets the bytes, which nobody changes, or the error, and must return soon. With `room`, of `length` bytes,
+        they may lie there when `done` is called before this returns. What will probably be read next is brought
+        meanwhile.
         """
         try:
             length = self._length(offset, length)
@@ -79,7 +82,7 @@ class CheckpointFile:
             done(error)
             return
         if length:
-            self._shared.read_async(offset, length, done)
+            self._shared.read_async(offset, length, done, room)
         else:
             done(b"")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
 from bootseer.checkpoint.reading.timer import Timer
@@ -36,7 +37,8 @@ class Prefetch:
         """`is_wanted`: asked before a piece is brought. `has_room`: whether so much could be kept now. `spent`: pieces
         are kept elsewhere, and their memory is of no more use.
         """
-        self._left = deque(asks)
+        self._coming = iter(asks)
+        self._left: deque[Ask] = deque()  # the next of them
         self._buffer = buffer
         self._timer = timer
         self._load = load
@@ -68,13 +70,14 @@ class Prefetch:
     def cancel(self) -> None:
         """Bring nothing more."""
         with self._lock:
+            self._coming = iter(())
             self._left.clear()
 
     def _next(self) -> list[Ask] | None:
         """The next pieces; None when there is no room for any, or none is left. Several at once belong to one row."""
         batch: list[Ask] = []
         with self._lock:
-            while self._left and len(batch) < _AT_ONCE and not self._pausing:
+            while self._has_more() and len(batch) < _AT_ONCE and not self._pausing:
                 ask = self._left[0]
                 if self._in_flight + ask.length > self._max_bytes or not self._has_room(self._in_flight + ask.length):
                     break
@@ -92,6 +95,11 @@ class Prefetch:
         if over:
             self._ended(self)
         return None
+
+    def _has_more(self) -> bool:
+        if not self._left:
+            self._left.extend(islice(self._coming, _AT_ONCE))
+        return bool(self._left)
 
     def _pause(self) -> None:
         if not self._pausing:

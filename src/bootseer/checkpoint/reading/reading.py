@@ -18,7 +18,6 @@ from itertools import count
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, is_head_size, parse_head, peek
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
-from bootseer.checkpoint.reading.donors import Donors
 from bootseer.checkpoint.reading.engine import Engine
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.file import CheckpointFile
@@ -54,7 +53,7 @@ class Reading:
     def open(self, path: str) -> CheckpointFile:
         """Begin to read a file as it is now; `close` it. Raises `NotFoundError` and other `BootseerError`s."""
         if self._closed:
-            raise PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
+            raise self._after_close(path)
         file = self._place.open(path)
         try:
             head = _read_head(file, path, self._settings.deadline_s)
@@ -69,6 +68,10 @@ class Reading:
             make = partial(self._striped, path, head)
             key = (path, head.id)
         with self._lock:
+            if self._closed:  # since it was looked at, and with it all files
+                if head is None:
+                    file.close()
+                raise self._after_close(path)
             shared, users = self._files.get(key, (None, 0))
             if shared is None:
                 shared = SharedFile(next(self._numbers), path, self._engine, make)
@@ -122,6 +125,9 @@ class Reading:
             del self._files[key]
         shared.close()
 
+    def _after_close(self, path: str) -> PermanentError:
+        return PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
+
     def _ordinary(self, file: OpenFile, engine: Engine) -> Source:
         return Ordinary(file, self._settings, engine.facts)
 
@@ -133,10 +139,7 @@ class Reading:
         means = Means(
             path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.late_nodes, engine.keeper
         )
-        donors = None
-        if engine.cache is not None:
-            donors = Donors(engine.cache, self._settings.max_donors, self._settings.donors_s)
-        return Striped(head, means, donors)
+        return Striped(head, means, engine.donors)
 
 
 def _read_head(file: OpenFile, path: str, deadline_s: float) -> Head | None:

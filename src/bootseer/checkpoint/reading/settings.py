@@ -44,4 +44,4 @@ class ReadingSettings:
     max_donors: int = 1024
     """Cached segments that are searched for equal chunks: 256 GiB of the latest checkpoints."""
     donors_s: float = 1.0
-    """... and how long that search may take when a file is opened."""
+    """... and how long that search may take when a file is opened, once a minute at most."""

@@ -7,7 +7,7 @@ Made by `reading`; `file` has what callers see.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, pairwise
 
@@ -55,7 +55,9 @@ class SharedFile:
         """Look for what this node has of it. Not needed, and takes a moment."""
         self._source.prepare()
 
-    def read_async(self, offset: int, length: int, done: Callable[[Answer], None]) -> None:
+    def read_async(
+        self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
+    ) -> None:
         """See `CheckpointFile.read_async`; the range lies inside the file and is not empty."""
         engine = self._engine
         engine.facts.add("reads")
@@ -63,7 +65,7 @@ class SharedFile:
         if length >= self.direct_min_bytes:
             whole = memoryview(bytearray(length))
             self.read_ranges([(offset, whole)], lambda error: done(error or whole))
-        elif not self._read_local(offset, length, done):
+        elif not self._read_local(offset, length, done, room):
             asks = self._asks(offset, length)
             if not (advice.sequential or self._source.whole_units or any(engine.buffer.holds(ask.key) for ask in asks)):
                 asks = [Ask(Key(self.number, -next(self._alone)), offset, length)]
@@ -114,7 +116,7 @@ class SharedFile:
         if keeper is None:  # memory is all there is, and it is for what comes soon
             length = min(length, engine.settings.memory_bytes // 2)
         run = Prefetch(
-            self._asks(offset, length),
+            self._units(offset, length),
             buffer=engine.buffer,
             timer=engine.timer,
             load=self._load,
@@ -164,22 +166,24 @@ class SharedFile:
                 self._ahead.refused(advice, max(start, advice.start), min(end, advice.end))
 
     def _asks(self, offset: int, length: int) -> list[Ask]:
-        """The units of a range."""
+        return list(self._units(offset, length))
+
+    def _units(self, offset: int, length: int) -> Iterator[Ask]:
+        """The units of a range: a million where it is a terabyte."""
         unit = self._source.unit_bytes
         end = min(offset + length, self._source.size_bytes)
         first = offset // unit * unit
-        return [
-            Ask(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
-            for start in range(first, end, unit)
-        ]
+        for start in range(first, end, unit):
+            yield Ask(Key(self.number, start), start, min(unit, self._source.size_bytes - start))
 
-    def _read_local(self, offset: int, length: int, done: Callable[[Answer], None]) -> bool:
+    def _read_local(self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None) -> bool:
         """Answer from this node's disk, if all of it is there."""
         source, unit, end = self._source, self._source.unit_bytes, offset + length
         starts = range(offset // unit * unit, end, unit)
         if not all(source.is_local(start) for start in starts):
             return False
-        data = memoryview(bytearray(length))
+        # Fresh memory costs as much as reading into it.
+        data = memoryview(bytearray(length)) if room is None else room[:length]
         for start in starts:
             low, high = max(start, offset), min(start + unit, end)
             if not source.read_local(low, data[low - offset : high - offset]):

@@ -35,7 +35,7 @@ class Striped:
     def prepare(self) -> None:
         """See `Source.prepare`."""
         if self._donors is not None:
-            self._donors.search(self._head)
+            self._donors.search()
 
     def is_local(self, start: int) -> bool:
         """See `Source.is_local`."""
@@ -95,4 +95,4 @@ class Striped:
         """See `Source.close`."""
         self._means.segments.close()
         if self._donors is not None:
-            self._donors.close()
+            self._donors.give_back()

@@ -30,6 +30,12 @@ from bootseer.errors import PermanentError
 
 _STUCK_S = 300.0
 """A writer that waits for room in the spool fails when for so long none comes back."""
+Check = Callable[[], None]
+"""Called now and then while something waits; what it raises ends the waiting."""
+
+
+def _wait_on() -> None:
+    """Whoever waits does so to the end."""
 
 
 class FileWriter:
@@ -88,7 +94,7 @@ class FileWriter:
         with self._turn:
             self._publication.path = path
 
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check = _wait_on) -> None:
         """Write bytes. Gaps are zeros. Waits while the spool is full of what is being sent.
 
         Raises what sending raised meanwhile, `NoSpaceError` when the local disk is full, `TooLargeError` for what does
@@ -97,6 +103,11 @@ class FileWriter:
         length = memoryview(data).nbytes
         if length == 0:
             return
+
+        def free_some() -> bool:
+            check()
+            return self._free_some()
+
         with self._turn:
             self._check()
             end = offset + length
@@ -106,7 +117,7 @@ class FileWriter:
                 self.sending.take_back(offset, end)
                 fresh = self.sending.missing(offset, end)
                 if fresh:
-                    self._budget.take(fresh, free_some=self._free_some, stuck_s=_STUCK_S)
+                    self._budget.take(fresh, free_some=free_some, stuck_s=_STUCK_S)
                 try:
                     self._spool.write(offset, data)
                 except BaseException:
@@ -136,11 +147,12 @@ class FileWriter:
             self._size_bytes = size_bytes
             self._touched()
 
-    def sync(self) -> Written:
-        """Make what was written so far durable, verified and visible. The file may be written on."""
+    def sync(self, check: Check = _wait_on) -> Written:
+        """Make what was written so far durable, verified and visible. The file may be written on, also when this was
+        ended by `check`."""
         with self._turn:
             self._check()
-            return self._publish()
+            return self._publish(check)
 
     def commit(self) -> Written:
         """`sync`, and end. After an error the writer is aborted: what was visible before is visible still."""
@@ -179,12 +191,12 @@ class FileWriter:
         if size_bytes % CHUNK_BYTES:
             self.sending.take_back(size_bytes - 1, size_bytes)
 
-    def _publish(self) -> Written:
+    def _publish(self, check: Check = _wait_on) -> Written:
         if self._written is not None and not self._is_dirty:
             return self._written
         size_bytes = self._size_bytes
         if self._policy.is_striped(size_bytes):
-            segments = self.sending.send_all(size_bytes, tail_apart=self._goes_on)
+            segments = self.sending.send_all(size_bytes, tail_apart=self._goes_on, check=check)
             # Parts that were taken back are removed when nothing makes them any more.
             self.sending.wait_idle(self._settings.end_s)
             written = self._publication.publish(segments, verify=self._verify)
@@ -194,7 +206,7 @@ class FileWriter:
                 self.sending.wait_idle(self._settings.end_s)
                 written = write_ordinary(
                     self._files, self._publication, size_bytes, self._spool.read,
-                    policy=self._policy, mode=self._mode, tries=self._settings.part_tries,
+                    policy=self._policy, mode=self._mode,
                 )  # fmt: skip
         self._written = replace(written, num_retries=written.num_retries + self.sending.num_retries)
         self._is_dirty = False

@@ -1,7 +1,7 @@
 """Files that are not striped: too small to gain anything, or of a folder whose policy says so.
 
 Small ones are one call of the place. Larger ones are written under a hidden name beside the target, checked, and
-renamed. Called by `replayed` and `file_writer`.
+renamed. Called by `writing` and `file_writer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import TEMPORARY
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
 
 _WHOLE_BYTES = 8 << 20
 """Up to here a file is held in memory."""
@@ -29,7 +29,6 @@ def write_ordinary(
     *,
     policy: Policy,
     mode: int,
-    tries: int,
     progress: Progress | None = None,
 ) -> Written:
     """Write a file as one file of the place, and show it. `read` gives its bytes."""
@@ -41,21 +40,21 @@ def write_ordinary(
             progress(size_bytes, size_bytes)
         return Written(path, size_bytes, is_striped=False)
     failed_on: set[str] = set()
-    for failures in range(tries):
-        temporary = f"{path.rpartition('/')[0]}/{TEMPORARY}{secrets.token_hex(8)}".lstrip("/")
-        try:
-            _write(files, temporary, size_bytes, read, policy, mode, progress, failed_on)
-            break
-        except TransientError:
-            if failures == tries - 1:
-                raise
+    names: list[str] = []
+
+    def write() -> None:
+        names.append(f"{path.rpartition('/')[0]}/{TEMPORARY}{secrets.token_hex(8)}".lstrip("/"))
+        _write(files, names[-1], size_bytes, read, policy, mode, progress, failed_on)
+
+    publication.again(write)
+    temporary = names[-1]
     try:
         publication.put(lambda: _rename(files, temporary, path, size_bytes))
     except PermanentError:
         with contextlib.suppress(BootseerError):
             files.place.delete(temporary)
         raise
-    return Written(path, size_bytes, is_striped=False, num_retries=failures)
+    return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
 
 
 def _write(

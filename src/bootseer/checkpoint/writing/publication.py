@@ -8,7 +8,6 @@ Called by `replayed` and `file_writer`.
 from __future__ import annotations
 
 import contextlib
-import random
 import secrets
 import threading
 import time
@@ -108,7 +107,7 @@ class Publication:
     def put(self, step: Callable[[], None], *, keep: str = "") -> None:
         """Do the step that shows the file, and remove the parts of what it replaces, unless their id is `keep`."""
         replaced = self._replaced()
-        self._again(step)
+        self.again(step)
         if replaced is not None and replaced.id != keep:
             # Nobody can find it any more. Rests cost room, and no error of a file that is safe.
             with contextlib.suppress(BootseerError):
@@ -148,6 +147,15 @@ class Publication:
             with contextlib.suppress(BootseerError):
                 self._files.place.delete(f"{self.folder}/{LEASE_NAME}")
 
+    def again(self, step: Callable[[], T]) -> T:
+        """What `step` returns, tried several times, with longer pauses each time."""
+        for failures in range(1, self._settings.part_tries):
+            try:
+                return step()
+            except TransientError as error:
+                time.sleep(self._settings.pause_s(failures, error))
+        return step()
+
     def _show(self, head: bytes, names: frozenset[str]) -> None:
         """Put a head in place. Only when that was refused, it is certain that nobody sees what it names: of all other
         errors, and of an interrupt, just the answer may have been lost. Then a collector decides, who can wait."""
@@ -162,7 +170,7 @@ class Publication:
 
     def _check_lengths(self, parts: Sequence[Part]) -> None:
         """Raises `TransientError` for parts that are not as they were written."""
-        entries = self._again(lambda: list(self._files.place.list(self.folder)))
+        entries = self.again(lambda: list(self._files.place.list(self.folder)))
         there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
         for part in parts:
             if there.get(part.name) != part.size_bytes:
@@ -182,16 +190,6 @@ class Publication:
             raise
         except BootseerError:
             return None
-
-    def _again(self, step: Callable[[], T]) -> T:
-        """What `step` returns, tried several times."""
-        for failures in range(1, self._settings.part_tries):
-            try:
-                return step()
-            except TransientError as error:
-                wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
-                time.sleep(min(wait_s, self._settings.retry_s))
-        return step()
 
 
 def check_target(files: Files, path: str) -> None:

@@ -10,7 +10,6 @@ another try would most likely end the same, and readers go by the recorded place
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -186,11 +185,10 @@ class SegmentWriter:
             return part.queued
 
     def pause(self, failures: int, error: TransientError) -> None:
-        """Wait before another try, longer each time, never at the same moment as all others."""
+        """Wait before another try."""
         with self._lock:
             self.num_retries += 1
-        wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
-        self._over.wait(min(wait_s, self.settings.retry_s))
+        self._over.wait(self.settings.pause_s(failures, error))
 
     def begin_again(self, part: PartTask) -> PartWriter:
         """A new file for a part: not on a node that failed, and not on a sibling's if there is another one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bootseer.checkpoint.head import Segment
@@ -28,6 +28,7 @@ from bootseer.checkpoint.writing.spool import Spool
 from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 
+_LOOK_S = 0.5
 _MAX_BACK = 4
 """A file whose segments were taken back so often is sent when it is published, not before."""
 
@@ -166,11 +167,11 @@ class Sending:
             if size_bytes == 0:
                 self._num_back = 0
 
-    def send_all(self, size_bytes: int, *, tail_apart: bool) -> list[Segment]:
+    def send_all(self, size_bytes: int, *, tail_apart: bool, check: Callable[[], None]) -> list[Segment]:
         """Send what was not sent yet of a file of so many bytes, and wait for it: all segments, in their order.
 
         `tail_apart`: send the last chunk as a segment of its own if it is short, because the file is likely to go on;
-        otherwise its whole segment would have to be taken back then.
+        otherwise its whole segment would have to be taken back then. `check` is called now and then while this waits.
         """
         with self._state:
             end = size_bytes
@@ -183,7 +184,10 @@ class Sending:
                 self._tail.writer.grow(size_bytes, seal=True)
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
             # Every step has a deadline and every retry a bound, so that this ends.
-            self._state.wait_for(lambda: self._error is not None or all(sent.segment is not None for sent in every))
+            while not self._state.wait_for(
+                lambda: self._error is not None or all(sent.segment is not None for sent in every), _LOOK_S
+            ):
+                check()
         self.check()
         return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+
+from bootseer.errors import TransientError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,8 @@ class WritingSettings:
     """How often the lease of an unfinished file is renewed."""
     end_s: float = 30.0
     """How long dropping a file waits for what is on its way."""
+
+    def pause_s(self, failures: int, error: TransientError) -> float:
+        """How long to wait after so many failures: longer each time, never to the same moment as all others."""
+        wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        return min(wait_s, self.retry_s)

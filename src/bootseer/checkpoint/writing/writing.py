@@ -30,7 +30,8 @@ _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many 
 Verify = Literal["length", "read"]
 """How parts are checked before their file is shown: by their lengths, as the place says them, or by reading them.
 
-Places acknowledge what they have stored; whoever does not believe them reads."""
+Places acknowledge what they have stored; whoever does not believe them reads. Files that are not striped have no
+digests to compare with: always by their length."""
 
 
 class Writing:
@@ -86,7 +87,7 @@ class Writing:
                 )  # fmt: skip
             return write_ordinary(
                 self._files, publication, source.size_bytes, source.read,
-                policy=policy, mode=mode, tries=self._settings.part_tries, progress=progress,
+                policy=policy, mode=mode, progress=progress,
             )  # fmt: skip
         finally:
             self._end(publication)
