@@ -38,6 +38,8 @@ debootstrap debootstrap the image of the demo job
 buildah buildah the image of the demo job
 ip iproute2 the network links of the benchmarks
 curl curl the plain pull that lazy images are compared with
+fio fio the tests of mounted checkpoints
+rsync rsync the tests of mounted checkpoints
 containerd containerd the full pull that lazy images are compared with
 java default-jre-headless the HDFS that the tests start
 slurmctld slurm-wlm the test that runs jobs under a real Slurm

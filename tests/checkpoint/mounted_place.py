@@ -17,6 +17,7 @@ from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError
 from bootseer.fuse.writable_session import WritableSession, mount_writable
@@ -47,7 +48,15 @@ def number_of(call: Callable[[], object]) -> int | None:
 class MountedPlace:
     """`root` is the folder of the place, `target` where it is mounted, `said` what went to the log."""
 
-    def __init__(self, root: Path, target: Path, *, rewrite_bytes: int = 64 * MIB, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        target: Path,
+        *,
+        rewrite_bytes: int = 64 * MIB,
+        place: Place | None = None,
+        settings: WritingSettings | None = None,
+    ) -> None:
         target.mkdir(exist_ok=True)
         self.root = root
         self.target = target
@@ -55,7 +64,9 @@ class MountedPlace:
         self.place = place or FolderPlace(root)
         self.files = Files(self.place)
         self.reading = Reading(self.place)
-        self.writing = Writing(self.files, policy_of=lambda path: STRIPED, spool=target.parent / "spool")
+        self.writing = Writing(
+            self.files, policy_of=lambda path: STRIPED, spool=target.parent / "spool", settings=settings
+        )
         self.shown = CheckpointFiles(
             Sources(
                 files=self.files,

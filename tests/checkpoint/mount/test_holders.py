@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
-from bootseer.checkpoint.mount.holders import process_of, still_writes
+from bootseer.checkpoint.mount.holders import num_writing, process_of, was_killed
 
 
 def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) -> None:
@@ -14,27 +16,28 @@ def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) ->
     handle = os.open(path, os.O_WRONLY | os.O_CREAT)
     number = os.fstat(handle).st_ino
     me = os.getpid()
-    assert still_writes(me, "f", number)
-    assert not still_writes(me, "g", number), "another name"
-    assert not still_writes(me, "f", number + 1), "another file"
+    assert num_writing(me, "f", number)
+    assert not num_writing(me, "g", number), "another name"
+    assert not num_writing(me, "f", number + 1), "another file"
     copy = os.dup(handle)
+    assert num_writing(me, "f", number) == 2
     os.close(handle)
-    assert still_writes(me, "f", number)
+    assert num_writing(me, "f", number)
     path.unlink()
-    assert still_writes(me, "f", number), "whatever became of its name"
+    assert num_writing(me, "f", number), "whatever became of its name"
     os.close(copy)
-    assert not still_writes(me, "f", number)
+    assert not num_writing(me, "f", number)
 
 
 def test_readers_are_no_writers(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     with (tmp_path / "f").open("rb") as file:
-        assert not still_writes(os.getpid(), "f", os.fstat(file.fileno()).st_ino)
+        assert not num_writing(os.getpid(), "f", os.fstat(file.fileno()).st_ino)
 
 
 def test_what_cannot_be_seen_is_not_open() -> None:
-    assert not still_writes(0, "f", 1)
-    assert not still_writes(2**22 + 1, "f", 1)
+    assert not num_writing(0, "f", 1)
+    assert not num_writing(2**22 + 1, "f", 1)
     assert process_of(0) == 0
     assert process_of(2**22 + 1) == 0
 
@@ -45,3 +48,13 @@ def test_a_thread_belongs_to_its_process() -> None:
     thread.start()
     thread.join()
     assert found == [os.getpid()]
+
+
+def test_a_process_that_was_killed_is_told_from_one_that_ended() -> None:
+    for code, killed in (("import os; os.kill(os.getpid(), 15)", True), ("", False)):
+        child = subprocess.Popen([sys.executable, "-c", code])
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert was_killed(child.pid) == killed
+        child.wait()
+    assert not was_killed(os.getpid())
+    assert not was_killed(0)

@@ -21,8 +21,8 @@ class Clock:
 def test_a_listing_is_remembered_for_a_while() -> None:
     clock = Clock()
     listings = Listings(clock)
-    listings.remember("f", [info("f/a")])
-    listings.remember("", [info("b")])
+    listings.remember("f", [info("f/a")], since=listings.num_changes)
+    listings.remember("", [info("b")], since=listings.num_changes)
     assert listings.recall("f/a") == info("f/a")
     assert listings.recall("b") == info("b")
     assert listings.recall("f/none") is None
@@ -34,7 +34,7 @@ def test_a_listing_is_remembered_for_a_while() -> None:
 def test_a_change_makes_a_listing_forgotten() -> None:
     listings = Listings(Clock())
     for folder in ("f", "g", "h"):
-        listings.remember(folder, [info(f"{folder}/a")])
+        listings.remember(folder, [info(f"{folder}/a")], since=listings.num_changes)
     listings.forget("f", "none")
     assert [listings.recall(f"{folder}/a") is None for folder in ("f", "g", "h")] == [True, False, False]
     listings.forget_all()
@@ -44,6 +44,14 @@ def test_a_change_makes_a_listing_forgotten() -> None:
 def test_only_the_latest_folders_are_remembered() -> None:
     listings = Listings(Clock())
     for number in range(200):
-        listings.remember(str(number), [info(f"{number}/a")])
+        listings.remember(str(number), [info(f"{number}/a")], since=listings.num_changes)
     assert sum(listings.recall(f"{number}/a") is not None for number in range(200)) == 64
     assert listings.recall("199/a") is not None
+
+
+def test_a_listing_during_which_something_has_changed_is_not_remembered() -> None:
+    listings = Listings(Clock())
+    begun = listings.num_changes
+    listings.forget("g")
+    listings.remember("f", [info("f/a")], since=begun)
+    assert listings.recall("f/a") is None

@@ -19,7 +19,7 @@ from bootseer.checkpoint.hot import MAX_BYTES, Range, Recorder, decode, encode, 
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.mounts.daemon import OnError
 
 _FOLDER = "checkpoints"
@@ -63,7 +63,7 @@ class Startup:
                 if file is None:
                     return
                 file.prefetch(one.offset, one.length)
-            except (NotFoundError, AccessError) as error:
+            except (NotFoundError, AccessError, CorruptError) as error:
                 self._on_error(f"{one.path} is not brought: {error}")
             except PermanentError:
                 if not self._is_over:  # else it was closed a moment ago
