@@ -37,9 +37,9 @@ _METHOD = (
     "replica or two, as the NameNode placed them; '4 stripes' and '4+1 stripes' in parts of 64 MiB; all but the "
     "parity on four of the DataNodes. The NameNode does not consider load when it places blocks, which is meant for "
     "large clusters. 'The links' are four streams of hdfs-native, each of a file in one block on a DataNode of its "
-    "own. Arms that are bound to one link read the beginning of the file, or load the first tensors. FUSE is read as dd bs=4M does, the "
-    "warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer write from memory, "
-    "and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
+    "own. Arms that are bound to one link read the beginning of the file, or load the first tensors. FUSE is read as "
+    "dd bs=4M does, the warm cache in reads of 64 MiB; DCP and safetensors load all tensors. Writers without BootSeer "
+    "write from memory, and BootSeer from a local file; 'write' counts what the user wrote, not the parity. Arms turn "
     "their order around every round"
 )
 

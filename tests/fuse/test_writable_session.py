@@ -180,7 +180,8 @@ def test_nodes_that_the_kernel_forgets_are_not_held(shown: Mount) -> None:
     until(lambda: sum(files.held.values()) == 0, "all nodes forgotten")
 
 
-def test_calls_that_wait_hold_up_nobody_else(shown: Mount) -> None:
+@pytest.mark.parametrize("num_writers", [12, 100])
+def test_calls_that_wait_hold_up_nobody_else(shown: Mount, num_writers: int) -> None:
     files = MemoryFiles()
     root = shown(files).target
     (root / "read").write_bytes(b"content")
@@ -190,13 +191,13 @@ def test_calls_that_wait_hold_up_nobody_else(shown: Mount) -> None:
         assert gate.wait(DEADLINE_S)
 
     files.before_write = wait
-    with ThreadPoolExecutor(12) as pool:
-        writers = [pool.submit((root / f"w{number}").write_bytes, b"x") for number in range(12)]
-        until(lambda: len(files.nodes) == 14, "all files made")
+    with ThreadPoolExecutor(num_writers) as pool:
+        writers = [pool.submit((root / f"w{number}").write_bytes, b"x") for number in range(num_writers)]
+        until(lambda: len(files.nodes) == 2 + num_writers, "all files made")
         assert (root / "read").read_bytes() == b"content"
         assert not any(writer.done() for writer in writers)
         gate.set()
-        assert [writer.result(DEADLINE_S) for writer in writers] == [1] * 12
+        assert [writer.result(DEADLINE_S) for writer in writers] == [1] * num_writers
 
 
 def test_a_killed_reader_ends_and_its_read_is_called_off(shown: Mount) -> None:
@@ -222,6 +223,31 @@ def test_a_killed_reader_ends_and_its_read_is_called_off(shown: Mount) -> None:
     assert child.wait(DEADLINE_S) == -signal.SIGKILL
     assert called_off.wait(DEADLINE_S)
     assert session.num_waiting == 0
+
+
+def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:
+    """A program that is told EINTR by a file may take it for an error; Python would only ask again."""
+    replies: list[Reply] = []
+    files = MemoryFiles(lambda data, reply: replies.append(reply))
+    session = shown(files)
+    (session.target / "f").write_bytes(b"x" * 10)
+    code = """if True:
+        import os, signal, sys
+        signal.signal(signal.SIGUSR1, lambda *_: print("hit"))
+        print(os.pread(os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT), 4096, 0).decode())
+    """
+    argv = [sys.executable, "-c", code, session.target / "f"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
+        until(lambda: len(replies) == 1, "the read has come")
+        before = session.requests
+        child.send_signal(signal.SIGUSR1)
+        until(lambda: session.requests > before, "the kernel tells of the signal")
+        until(lambda: session._idle == session._threads, "it was handled")
+        replies[0](b"0123456789")
+        until(lambda: child.poll() is not None or len(replies) > 1, "answered, or asked again")
+        for reply in replies[1:]:
+            reply(b"asked anew")
+        assert child.communicate(timeout=DEADLINE_S)[0] == "hit\n0123456789\n"
 
 
 def test_a_read_that_is_never_answered_fails_after_a_while(shown: Mount, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_a_read_that_was_given_up_makes_room_for_others(
         for ticket in tickets:
             ticket.cancel()
         for _ in tickets:
-            assert ended.acquire(timeout=20)
+            assert ended.acquire(timeout=4), "it goes on until the library gives up, or its time is over"
         ((data, outcome),) = read_ranges(other, [(0, 1)], deadline_s=20)
     finally:
         cluster.resume(hung)

@@ -28,7 +28,9 @@ _PATH = click.Path(path_type=Path)
 @click.option("--parity/--no-parity", default=None, help="Parity for new files, whatever the policy says.")
 @click.option("--spool", metavar="DIR", type=_PATH, help="A local folder for what is written and not sent yet.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
-def mount(uri: str, folder: Path, memory: str | None, cache: bool, as_json: bool, **values: Any) -> None:
+def mount(
+    uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, as_json: bool, **values: Any
+) -> None:
     """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, file:///… or the path of a folder.
 
     Striped files are files like all others there, and new files become striped ones when they are closed.
@@ -49,6 +51,7 @@ def mount(uri: str, folder: Path, memory: str | None, cache: bool, as_json: bool
             folder.absolute(),
             runtime=runtime_root(os.environ, os.getuid()),
             cache=cache_root(os.environ, os.getuid()) if cache else None,
+            spool=None if spool is None else spool.absolute(),
             memory_bytes=parse_size(memory, "--memory") if memory else None,
             **values,
         )

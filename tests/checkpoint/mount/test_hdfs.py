@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
-from checkpoint.mounted_place import MIB
+from checkpoint.mounted_place import MIB, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
@@ -23,7 +23,8 @@ LARGE = 32 * MIB + 77
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    with HdfsCluster(tmp_path_factory.mktemp("hdfs"), num_datanodes=3, replication=2) as running:
+    folder = tmp_path_factory.mktemp("hdfs")
+    with HdfsCluster(folder, num_datanodes=3, replication=2, fast_detection=True) as running:
         yield running
 
 
@@ -70,3 +71,40 @@ def test_a_node_that_hangs_costs_a_reader_nothing_but_time(mounted: MountedCheck
         assert (mounted.target / "f").read_bytes() == data
     finally:
         cluster.resume(0)
+
+
+def test_a_node_that_hangs_while_a_file_is_written_costs_no_byte(
+    mounted: MountedCheckpoint, cluster: HdfsCluster
+) -> None:
+    data = os.urandom(LARGE)
+    with (mounted.target / "f").open("wb", buffering=0) as file:
+        file.write(data[: LARGE // 2])
+        until(lambda: _sends(mounted), "it is being sent")
+        cluster.hang(1)
+        try:
+            file.write(data[LARGE // 2 :])
+            file.close()
+            assert (mounted.target / "f").read_bytes() == data
+        finally:
+            cluster.resume(1)
+    assert (mounted.target / "f").read_bytes() == data
+
+
+def _sends(mounted: MountedCheckpoint) -> bool:
+    return bool(mounted.status()["writing"]["files"])
+
+
+def test_a_mount_goes_on_when_the_namenode_was_started_again(mounted: MountedCheckpoint, cluster: HdfsCluster) -> None:
+    before, after = os.urandom(LARGE), os.urandom(LARGE)
+    (mounted.target / "before").write_bytes(before)
+    with (mounted.target / "before").open("rb") as reader, (mounted.target / "after").open("wb") as writer:
+        assert reader.read(1000) == before[:1000]
+        writer.write(after[: LARGE // 2])
+        cluster.restart_namenode()
+        assert reader.read() == before[1000:]
+        writer.write(after[LARGE // 2 :])
+    assert (mounted.target / "after").read_bytes() == after
+    assert sorted(path.name for path in mounted.target.iterdir() if path.name in ("after", "before")) == [
+        "after",
+        "before",
+    ]

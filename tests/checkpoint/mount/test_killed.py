@@ -50,6 +50,12 @@ def stuck(tmp_path: Path) -> Iterator[Stuck]:
     made.mounted.close()
 
 
+_WRITE_AND_WAIT = """
+import os, sys
+os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x' * 10)
+print(flush=True)
+input()
+"""
 _WRITE = "[os.write(handle, bytes([number]) * 2**20) for number in range({})]"
 
 
@@ -78,8 +84,7 @@ def test_a_killed_writer_ends_while_the_place_hangs_and_what_it_wrote_is_publish
 def test_what_a_killed_writer_wrote_is_published_although_somebody_reads_it(
     one: MountedPlace, other: MountedPlace
 ) -> None:
-    code = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x' * 10); print(flush=True); input()"
-    argv = [sys.executable, "-c", code, one.target / "f"]
+    argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
@@ -92,8 +97,7 @@ def test_what_a_killed_writer_wrote_is_published_although_somebody_reads_it(
 
 def test_what_a_killed_writer_wrote_and_could_not_be_published_is_told(tmp_path: Path, one: MountedPlace) -> None:
     (one.target / "folder").mkdir()
-    code = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x' * 10); print(flush=True); input()"
-    argv = [sys.executable, "-c", code, one.target / "folder/f"]
+    argv = [sys.executable, "-c", _WRITE_AND_WAIT, one.target / "folder/f"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()

@@ -181,6 +181,10 @@ def test_mounting_over_a_mount_or_a_file_or_into_the_place_is_refused(
     (tmp_path / "file").write_text("x")
     assert "not a folder" in start(target=tmp_path / "file")["error"]
     assert "lies in" in start(target=tmp_path / "place/inside")["error"]
+    own = tmp_path / "own"
+    (own / "place").mkdir(parents=True)
+    for what in ({"uri": own / "place"}, {"cache": own / "cache"}, {"spool": str(own / "spool")}):
+        assert f"lies in {own}" in start(target=own, **what)["error"], "the daemon would wait for itself"
     assert len(all_mounted(runtime)) == 1
 
 
@@ -204,6 +208,26 @@ def test_stripes_of_new_files_are_those_that_were_asked_for(tmp_path: Path, runt
     the(runtime, target).unmount()
     (parts,) = (tmp_path / "place/.stripes").iterdir()
     assert len(list(parts.iterdir())) == 3
+
+
+def test_a_daemon_may_have_as_many_files_open_as_the_machine_allows(start: Start) -> None:
+    limits = Path(f"/proc/{start()['pid']}/limits").read_text().splitlines()
+    (soft, most) = next(line.split()[3:5] for line in limits if line.startswith("Max open files"))
+    assert soft == most
+
+
+def test_an_unmount_says_what_could_not_be_published(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    (target / "folder").mkdir()
+    code = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x'); print(flush=True); input()"
+    argv = [sys.executable, "-c", code, target / "folder/f"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        (tmp_path / "place/folder").rename(tmp_path / "place/elsewhere")
+        writer.kill()
+    until(lambda: the(runtime, target).status()["lost"] == ["folder/f"], "told")
+    assert the(runtime, target).unmount()["lost"] == ["folder/f"]
 
 
 def test_a_mount_for_a_job_ends_with_it_and_lies_in_a_folder_of_its_own(tmp_path: Path, runtime: Runtime) -> None:

@@ -228,6 +228,17 @@ def test_a_striped_file_is_copied_into_another_folder_and_not_renamed(one: Mount
     assert (other.target / "folder/small").read_bytes() == b"small"
 
 
+def test_a_large_file_that_could_not_be_moved_is_written_on(mounts: Mounts) -> None:
+    one = mounts(rewrite_bytes=MIB)
+    data = os.urandom(LARGE)
+    (one.target / "folder").mkdir()
+    with (one.target / "f").open("wb", buffering=0) as file:
+        file.write(data)
+        assert number_of(lambda: (one.target / "f").rename(one.target / "folder/f")) == errno.EXDEV
+        file.write(b"more")
+    assert (mounts().target / "f").read_bytes() == data + b"more"
+
+
 def test_a_folder_is_renamed_with_all_that_it_has(one: MountedPlace, other: MountedPlace) -> None:
     data = os.urandom(LARGE)
     (one.target / "a/b").mkdir(parents=True)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.fuse.filesystem import Caller
 from bootseer.fuse.writable_session import VALID_S
+from checkpoint.mount.conftest import Mounts
 from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
 
 pytestmark = pytest.mark.fuse
@@ -80,6 +82,27 @@ def test_what_others_make_and_remove_is_seen(one: MountedPlace, other: MountedPl
     (other.target / "f").unlink()
     assert number_of((one.target / "f").read_bytes) == errno.ENOENT
     assert VALID_S == 1
+
+
+def test_a_listing_that_was_begun_before_a_change_does_not_bring_back_what_was(one: MountedPlace) -> None:
+    for name in ("a", "f"):
+        (one.target / name).write_bytes(b"old")
+    listing = one.shown.open_folder(1)
+    assert [entry.name for entry in one.shown.entries(listing, 0, 1, attributes=True)] == [b"a"]
+    (one.target / "f").write_bytes(b"longer than before")
+    until(lambda: one.shown.facts()["open_files"] == 0, "closed")
+    node = (one.target / "f").stat().st_ino
+    (late,) = one.shown.entries(listing, 1, 1, attributes=True)
+    assert (late.name, late.found) == (b"f", None)
+    assert ((one.target / "f").stat().st_ino, (one.target / "f").stat().st_size) == (node, 18)
+
+
+def test_a_file_that_could_not_be_opened_by_creating_it_is_not_held(mounts: Mounts) -> None:
+    one = mounts(rewrite_bytes=MIB)
+    (one.root / "f").write_bytes(bytes(2 * MIB))
+    caller = Caller(os.geteuid(), os.getegid(), 0)
+    assert number_of(lambda: one.shown.create(1, b"f", 0o644, os.O_WRONLY | os.O_APPEND, caller)) == errno.EOPNOTSUPP
+    assert one.shown.facts()["known_names"] == 1, "the root"
 
 
 def test_a_removed_file_that_is_open_is_read_rightly_or_not_at_all(one: MountedPlace) -> None:

@@ -4,8 +4,12 @@ import time
 
 import pytest
 
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD
 from checkpoint.striped_files import content_of, put_striped
 
@@ -93,3 +97,29 @@ def test_nothing_is_brought_beyond_the_end(empty, reading_of, content):
     file.prefetch(SIZE, MIB)
     file.prefetch(SIZE - 10, MIB)
     until(lambda: reading.facts()["kept_chunks"] == 1)
+
+
+def test_what_is_to_be_brought_is_not_listed_before_there_is_room_for_it():
+    listed = []
+
+    def asks():
+        for number in range(1_000_000):  # a terabyte
+            listed.append(number)
+            yield Ask(Key(1, number * MIB), number * MIB, MIB)
+
+    timer = Timer()
+    run = Prefetch(
+        asks(),
+        buffer=ChunkBuffer(8 * MIB, 60.0, timer, Facts()),
+        timer=timer,
+        load=lambda pieces, urgent: None,
+        is_wanted=lambda ask: True,
+        has_room=lambda num_bytes: True,
+        max_bytes=3 * MIB,
+        spent=True,
+        ended=lambda run: None,
+    )
+    run.go_on()
+    assert 3 <= len(listed) < 20
+    run.cancel()
+    timer.close()

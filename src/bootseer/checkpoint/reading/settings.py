@@ -15,7 +15,7 @@ class ReadingSettings:
 
     memory_bytes: int = 256 * _MIB
     """All that one `Reading` holds in memory of its own: chunks on their way, read ahead, or on their way to the disk.
-    Readers wait for room rather than exceed it."""
+    Readers wait for room rather than exceed it; only one row at a time that must be rebuilt may."""
     direct_bytes: int = 64 * _MIB
     """What one large read may have under way, in the caller's own memory."""
     direct_min_bytes: int = 4 * _MIB
