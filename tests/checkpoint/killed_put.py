@@ -8,16 +8,15 @@ Each time in a folder ROOT/N of its own, until a put comes to its end. Run by `t
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace
 
 MIB = 1 << 20
@@ -31,18 +30,9 @@ def make_source(folder: Path, seed: int) -> None:
     (folder / "config").write_bytes(b"%d" % seed)
 
 
-def put(job: Path, source: Path, name: str, kill_at: int) -> None:
-    left = [kill_at]
-    lock = threading.Lock()
-
-    def count(step: str, path: str) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+def put(job: Path, source: Path, name: str, step: int) -> None:
     place = StepwisePlace(FolderPlace(job))
-    place.before = count
+    place.before = kill_at(step)
     put_checkpoint(place, source, name, settings=PutSettings(replace=True, policy=POLICY))  # type: ignore[arg-type]
 
 
@@ -54,14 +44,8 @@ def main(root: Path, kind: str) -> None:
         job = root / "runs" / str(number)
         job.mkdir(parents=True)
         # The first is put whole; then the same name again, which is killed.
-        for source, kill_at in ((sources[0], 0), (sources[1], number)):
-            pid = os.fork()
-            if pid == 0:
-                put(job, source, "step-1", kill_at)
-                os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            assert code in (0, -signal.SIGKILL), code
-        if code == 0:
+        assert not is_killed(partial(put, job, sources[0], "step-1", 0))
+        if not is_killed(partial(put, job, sources[1], "step-1", number)):
             return
         if number > 300:
             shutil.rmtree(root)

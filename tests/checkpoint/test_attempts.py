@@ -21,12 +21,6 @@ _HOUR_S = 3600
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
-    (tmp_path / "job").mkdir()
-    return tmp_path / "job"
-
-
-@pytest.fixture
 def place(job: Path) -> Iterator[Place]:
     opened = FolderPlace(job)
     yield opened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,11 @@ import pytest
 from bootseer.checkpoint.catalog import checkpoint, checkpoints, missing_parts, newest_whole, remove, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest, set_latest
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.errors import AccessError, NotFoundError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from stepwise_place import StepwisePlace
 
 _MIB = 1 << 20
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    (tmp_path / "job").mkdir()
-    return tmp_path / "job"
-
-
-@pytest.fixture
-def files(job: Path) -> Iterator[Files]:
-    place = FolderPlace(job)
-    yield Files(place)
-    place.close()
 
 
 def make(job: Path, name: str, **sizes: int) -> None:

@@ -10,25 +10,11 @@ import pytest
 
 from bootseer.checkpoint.download import Got, get_checkpoint
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
 _MIB = 1 << 20
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def files(root: Path) -> Iterator[Files]:
-    place = FolderPlace(root)
-    yield Files(place)
-    place.close()
 
 
 @pytest.fixture
@@ -73,14 +59,14 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(files: Files, reading: 
     assert (target / "old").read_bytes() == b"old"
     get_checkpoint(files, reading, "model", target, replace=True)
     assert target.read_bytes() == b"new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
 def test_a_wrong_byte_leaves_nothing_and_keeps_what_was_to_be_replaced(
-    files: Files, reading: Reading, root: Path, tmp_path: Path
+    files: Files, reading: Reading, job: Path, tmp_path: Path
 ) -> None:
     head = put_striped(files.place, "ckpt/model", content_of(4 * _MIB), stripes=2)
-    path = root / part_paths("ckpt/model", head)[0]
+    path = job / part_paths("ckpt/model", head)[0]
     data = bytearray(path.read_bytes())
     data[_MIB + 5] ^= 1
     path.write_bytes(data)
@@ -88,7 +74,7 @@ def test_a_wrong_byte_leaves_nothing_and_keeps_what_was_to_be_replaced(
     with pytest.raises(BootseerError):
         get_checkpoint(files, reading, "ckpt", tmp_path / "out", replace=True)
     assert (tmp_path / "out").read_bytes() == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
 
 
 def test_a_target_that_cannot_be_is_told(files: Files, reading: Reading, tmp_path: Path) -> None:
@@ -96,7 +82,7 @@ def test_a_target_that_cannot_be_is_told(files: Files, reading: Reading, tmp_pat
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BootseerError, match="file"):
         get_checkpoint(files, reading, "model", tmp_path / "file" / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "root"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "job"]
 
 
 @pytest.mark.parametrize("target", ["/", "..", "below/.."])
@@ -117,7 +103,7 @@ def test_a_folder_with_what_is_read_or_where_the_user_is_is_never_replaced(
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(BootseerError):
         get_checkpoint(files, reading, "model", tmp_path / "loop" / "model", replace=True)
-    for target in (tmp_path / "root", tmp_path, tmp_path / "link", tmp_path / "here", Path()):
+    for target in (tmp_path / "job", tmp_path, tmp_path / "link", tmp_path / "here", Path()):
         with pytest.raises(UsageError, match="is not replaced"):
             get_checkpoint(files, reading, "model", target, replace=True)
     assert files.place.read_bytes("model", 9) == b"x"

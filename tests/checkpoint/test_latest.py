@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,21 +10,7 @@ import pytest
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import drop_latest, move_latest, read_latest, set_latest, step_of
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    (tmp_path / "job").mkdir()
-    return tmp_path / "job"
-
-
-@pytest.fixture
-def files(job: Path) -> Iterator[Files]:
-    place = FolderPlace(job)
-    yield Files(place)
-    place.close()
 
 
 @pytest.mark.parametrize(

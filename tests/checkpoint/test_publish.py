@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,19 +25,6 @@ from stepwise_place import StepwisePlace
 _TESTS = Path(__file__).parents[1]
 _MIB = 1 << 20
 _STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    (tmp_path / "job").mkdir()
-    return tmp_path / "job"
-
-
-@pytest.fixture
-def files(job: Path) -> Iterator[Files]:
-    place = FolderPlace(job)
-    yield Files(place)
-    place.close()
 
 
 @pytest.fixture

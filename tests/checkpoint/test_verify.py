@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.verify import Problem, verify
 from bootseer.errors import NotFoundError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
 _MIB = 1 << 20
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def files(root: Path) -> Iterator[Files]:
-    place = FolderPlace(root)
-    yield Files(place)
-    place.close()
 
 
 def flip(path: Path, at: int) -> None:
@@ -57,37 +42,37 @@ def test_what_is_as_it_was_written_has_no_problems(files: Files, size_bytes: int
 
 
 @pytest.mark.parametrize("parity", [False, True])
-def test_a_flipped_byte_is_found_where_it_is(files: Files, root: Path, parity: bool) -> None:
+def test_a_flipped_byte_is_found_where_it_is(files: Files, job: Path, parity: bool) -> None:
     head = put_striped(files.place, "ckpt/model", content_of(11 * _MIB), stripes=3, parity=parity, segment_rows=2)
     # Chunk 3 of the second segment lies in its first part, at the second chunk.
     part = head.segments[1].parts[0]
-    flip(root / "ckpt/.stripes" / head.id / part.name, _MIB + 17)
+    flip(job / "ckpt/.stripes" / head.id / part.name, _MIB + 17)
     problem = only(verify(files, "ckpt").problems)
     assert (problem.path, problem.offset, problem.length, problem.part) == ("ckpt/model", 9 * _MIB, _MIB, part.name)
     assert problem.repairable == parity
     assert verify(files, "ckpt/model").problems == [problem]
 
 
-def test_two_wrong_chunks_of_a_row_are_both_named_and_not_repairable(files: Files, root: Path) -> None:
+def test_two_wrong_chunks_of_a_row_are_both_named_and_not_repairable(files: Files, job: Path) -> None:
     head = put_striped(files.place, "model", content_of(6 * _MIB), stripes=3, parity=True)
     for path in part_paths("model", head)[:2]:
-        flip(root / path, 5)
+        flip(job / path, 5)
     problems = verify(files, "model").problems
     assert [(problem.offset, problem.repairable) for problem in problems] == [(0, False), (_MIB, False)]
 
 
-def test_a_wrong_parity_is_found(files: Files, root: Path) -> None:
+def test_a_wrong_parity_is_found(files: Files, job: Path) -> None:
     head = put_striped(files.place, "model", content_of(6 * _MIB), stripes=3, parity=True)
-    flip(root / part_paths("model", head)[3], 2 * _MIB - 1)
+    flip(job / part_paths("model", head)[3], 2 * _MIB - 1)
     problem = only(verify(files, "model").problems)
     assert problem.part == head.segments[0].all_parts[3].name
     assert "parity" in problem.what
 
 
 @pytest.mark.parametrize("lost", ["deleted", "cut"])
-def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, root: Path, lost: str) -> None:
+def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, job: Path, lost: str) -> None:
     head = put_striped(files.place, "model", content_of(6 * _MIB), stripes=3, parity=True)
-    path = root / part_paths("model", head)[1]
+    path = job / part_paths("model", head)[1]
     if lost == "deleted":
         path.unlink()
     else:
@@ -97,11 +82,11 @@ def test_a_lost_part_is_a_problem_of_each_of_its_chunks(files: Files, root: Path
     assert head.segments[0].parts[1].name in problems[0].what
 
 
-def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(files: Files, root: Path) -> None:
+def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(files: Files, job: Path) -> None:
     put_striped(files.place, "ckpt/a", content_of(2 * _MIB), stripes=2)
     head = put_striped(files.place, "ckpt/b", content_of(2 * _MIB, 1), stripes=2)
-    flip(root / "ckpt/a", 200)
-    flip(root / part_paths("ckpt/b", head)[0], 0)
+    flip(job / "ckpt/a", 200)
+    flip(job / part_paths("ckpt/b", head)[0], 0)
     problems = verify(files, "ckpt").problems
     assert [problem.path for problem in problems] == ["ckpt/a", "ckpt/b"]
 

@@ -4,8 +4,7 @@ One thread reads requests and runs the tree's methods. Answers to reads may come
 that a read that waits for the network holds up no other one. When this process dies the kernel answers all readers
 with an error at once; it never makes up data.
 
-State: `_waiting` maps the number of a request to the reply that is due. Whoever takes an entry out of it, which is one
-step under Python's lock, owns the answer; so there is exactly one. Who calls: `mounts.lazy` and the tests.
+Who calls: `mounts.fetched` and the tests. How answers are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
@@ -13,93 +12,28 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, protocol
-from bootseer.fuse.tree import Cancel, Data, Entry, Tree
+from bootseer.fuse.mounted import GONE, JOIN_S, Mounted, OnError, Reading
+from bootseer.fuse.tree import Entry, Tree
 
-OnError = Callable[[str], None]
-
-_MAX_ERRNO = 511
-"""The kernel refuses an answer with a larger error number, which would leave its reader waiting."""
 _BODY = protocol.IN_HEADER.size
-_GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
-_JOIN_S = 5.0
 
 
-class _Reading:
-    """One read on its way: what the tree calls to answer it."""
-
-    __slots__ = ("cancel", "length", "session", "unique")
-
-    def __init__(self, session: Session, unique: int, length: int) -> None:
-        self.session = session
-        self.unique = unique
-        self.length = length
-        self.cancel: Cancel | None = None
-
-    def __call__(self, result: Data | int) -> None:
-        session = self.session
-        if session._waiting.pop(self.unique, None) is None:
-            return  # answered before, or nobody waits any more
-        if isinstance(result, int):
-            session._send_error(self.unique, result)
-            return
-        size = len(result) if not isinstance(result, memoryview) else result.nbytes
-        if size != self.length:
-            # The kernel would fill what is missing with zeros.
-            session._on_error(f"{session.target}: a read of {self.length} bytes was answered with {size}")
-            session._send_error(self.unique, errno.EIO)
-            return
-        session.read_bytes += size
-        session._send(self.unique, result, size)
-
-
-class Session:
+class Session(Mounted[Reading]):
     """One mount. Made by `mount`; ends by `close`, by an unmount from outside, or with the process."""
 
     def __init__(self, tree: Tree, target: Path, device: int, on_error: OnError) -> None:
+        super().__init__(target, device, on_error)
         self.tree = tree
-        self.target = target
-        self.requests = 0
-        """Requests of all kinds so far."""
-        self.reads = 0
-        """Read requests so far."""
-        self.read_bytes = 0
-        """Bytes handed to the kernel so far; several threads add to it, so it is a close estimate."""
-        self._device = device
-        # Replies hold the session, so that the number of the descriptor is free again only when none can come.
-        weakref.finalize(self, os.close, device)
-        self._on_error = on_error
-        self._waiting: dict[int, _Reading] = {}
         self._folder: tuple[int, Sequence[Entry]] = (0, ())
-        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"fuse {target.name}", daemon=True)
 
-    @property
-    def num_waiting(self) -> int:
-        """Reads that were not answered yet."""
-        return len(self._waiting)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the mount is gone, by whomever; False when it is still there."""
-        return self._ended.wait(timeout_s)
-
     def close(self, *, force: bool = False) -> None:
-        """Unmount. Raises `TransientError` while files are in use, unless `force`, which fails their readers."""
-        if not self._ended.is_set():
-            try:
-                attach.detach(self.target, force=force)
-            except BootseerError:
-                # Somebody else unmounted it a moment ago: then the request loop ends by itself.
-                if not self._ended.wait(0.1):
-                    raise
-            if not self._ended.wait(_JOIN_S) and not force:
-                raise TransientError(f"{self.target} is unmounted, but something still reads from it")
-        self._thread.join(_JOIN_S if self._ended.is_set() else 0)
+        super().close(force=force)
+        self._thread.join(JOIN_S if self._ended.is_set() else 0)
 
     def _serve(self) -> None:
         buffer = bytearray(protocol.REQUEST_BYTES)
@@ -109,7 +43,7 @@ class Session:
                 try:
                     received = readv(device, buffers)
                 except OSError as error:
-                    if error.errno in _GONE:
+                    if error.errno in GONE:
                         return
                     if error.errno in (errno.ENOENT, errno.EAGAIN, errno.EINTR):
                         continue  # the reader was killed before its request came to us
@@ -119,18 +53,6 @@ class Session:
                     return
         finally:
             self._stop()
-
-    def _stop(self) -> None:
-        """Nobody asks any more: stop what is under way, and let go of the device."""
-        self._ended.set()
-        for unique in list(self._waiting):
-            reading = self._waiting.pop(unique, None)
-            if reading is not None and reading.cancel is not None:
-                reading.cancel()
-        # Not closed: a reply on its way from another thread could then hit a file that was opened since.
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, self._device, inheritable=False)
-        os.close(nowhere)
 
     def _take(self, buffer: bytearray, received: int) -> bool:
         """Handle one request; False after the last one."""
@@ -167,18 +89,16 @@ class Session:
         if length <= 0:
             self._send(unique, b"", 0)
             return
-        reading = _Reading(self, unique, length)
+        # The kernel would fill what is missing with zeros, so that less is no answer.
+        reading = Reading(self, unique, length, length)
         self._waiting[unique] = reading
         # INTERRUPT comes in on this very thread, so that nobody looks for the cancel before it is stored.
         reading.cancel = self.tree.read(inode, offset, length, reading)
 
     def _interrupt(self, unique: int) -> None:
-        reading = self._waiting.pop(unique, None)
-        if reading is None:
-            return  # the answer was faster
-        if reading.cancel is not None:
-            reading.cancel()
-        self._send_error(unique, errno.EINTR)
+        reading = self._waiting.get(unique)
+        if reading is not None:  # otherwise the answer was faster
+            self._give_up(reading, errno.EINTR)
 
     def _answer(self, opcode: int, inode: int, body: memoryview) -> bytes | int:  # noqa: PLR0911 - one per request
         tree = self.tree
@@ -219,24 +139,6 @@ class Session:
         if room == 0:
             return protocol.xattr_size_out(len(value))
         return value if len(value) <= room else errno.ERANGE
-
-    def _fail(self, unique: int, number: int) -> None:
-        self._waiting.pop(unique, None)
-        self._send_error(unique, number)
-
-    def _send_error(self, unique: int, number: int) -> None:
-        self._write([protocol.header(unique, 0, number if 0 < number <= _MAX_ERRNO else errno.EIO)])
-
-    def _send(self, unique: int, body: Data, size: int) -> None:
-        self._write([protocol.header(unique, size), body])
-
-    def _write(self, parts: list[Data]) -> None:
-        try:
-            os.writev(self._device, parts)
-        except OSError as error:
-            # ENOENT: the reader was killed meanwhile. The others: the mount is gone.
-            if error.errno != errno.ENOENT and error.errno not in _GONE:
-                self._on_error(f"{self.target}: cannot answer: {error.strerror}")
 
 
 def mount(

@@ -2,10 +2,8 @@
 
 Several threads read requests, each into a buffer of its own, and run the file system's methods, which may wait: as
 long as one is idle no other is started, and when all wait another one is, up to a bound. Reads wait nowhere: they are
-answered from whichever thread has the data. Who calls: the daemon of `checkpoint.mount`, and the tests.
-
-State: `_waiting` maps the number of a request to the read that is under way. Whoever takes an entry out of it, which
-is one step under Python's lock, owns the answer; so there is exactly one.
+answered from whichever thread has the data. Who calls: the daemon of `checkpoint.mount`, and the tests. How answers
+are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
@@ -14,18 +12,13 @@ import errno
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, messages, protocol
 from bootseer.fuse.dying import is_dying
 from bootseer.fuse.filesystem import Caller, FileSystem
+from bootseer.fuse.mounted import GONE, Mounted, OnError, Reading
 from bootseer.fuse.requests import Request, Requests
-from bootseer.fuse.tree import Cancel, Data
-
-OnError = Callable[[str], None]
 
 READ_AHEAD_KIB = 8 * 1024
 """What the kernel reads ahead of a sequential reader: eight requests, so that several servers work for one reader."""
@@ -37,89 +30,33 @@ request (fs.fuse.max_request_timeout), and a reader should hear of trouble one d
 _MAX_THREADS = 256
 """More than the programs of a node that write or publish at the same moment: while so many wait, nobody reads."""
 _IDLE_THREADS = 4
-_JOIN_S = 5.0
 _LOOK_S = 1.0
-_MAX_ERRNO = 511
-"""The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
-_GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
 _BODY = protocol.IN_HEADER.size
 
 
-class _Reading:
-    """One read on its way: what the file system calls to answer it."""
+class _Reading(Reading):
+    """A read that is looked after: since when, and for which thread."""
 
-    __slots__ = ("begun", "cancel", "length", "session", "thread", "unique")
+    __slots__ = ("begun", "thread")
 
     def __init__(self, session: WritableSession, unique: int, thread: int, length: int) -> None:
-        self.session = session
-        self.unique = unique
+        super().__init__(session, unique, 0, length)
         self.thread = thread
-        self.length = length
         self.begun = time.monotonic()
-        self.cancel: Cancel | None = None
-
-    def __call__(self, result: Data | int) -> None:
-        session = self.session
-        if session._waiting.pop(self.unique, None) is None:
-            return  # answered before, or nobody waits any more
-        if isinstance(result, int):
-            session._send_error(self.unique, result)
-            return
-        size = len(result) if not isinstance(result, memoryview) else result.nbytes
-        if size > self.length:
-            session._on_error(f"{session.target}: a read of {self.length} bytes was answered with {size}")
-            session._send_error(self.unique, errno.EIO)
-            return
-        session.read_bytes += size
-        session._send(self.unique, result, size)
 
 
-class WritableSession:
+class WritableSession(Mounted[_Reading]):
     """One mount. Made by `mount_writable`; ends by `close`, by an unmount from outside, or with the process."""
 
     def __init__(self, files: FileSystem, target: Path, device: int, on_error: OnError) -> None:
-        self.target = target
-        self.requests = 0
-        """Requests of all kinds so far. Several threads count, so these are close estimates."""
-        self.reads = 0
-        """Read requests so far."""
-        self.read_bytes = 0
-        """Bytes handed to the kernel so far."""
+        super().__init__(target, device, on_error)
         self.writes = 0
         """Write requests so far."""
         self._files = files
         self._requests = Requests(files, VALID_S)
-        self._device = device
-        # Replies hold the session, so that the number of the descriptor is free again only when none can come.
-        weakref.finalize(self, os.close, device)
-        self._on_error = on_error
-        self._waiting: dict[int, _Reading] = {}
-        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Reads that were not answered yet."""
-        return len(self._waiting)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the mount is gone, by whomever; False when it is still there."""
-        return self._ended.wait(timeout_s)
-
-    def close(self, *, force: bool = False) -> None:
-        """Unmount. Raises `TransientError` while files are in use, unless `force`, which fails their users."""
-        if self._ended.is_set():
-            return
-        try:
-            attach.detach(self.target, force=force)
-        except BootseerError:
-            # Somebody else unmounted it a moment ago: then the threads end by themselves.
-            if not self._ended.wait(0.1):
-                raise
-        if not self._ended.wait(_JOIN_S) and not force:
-            raise TransientError(f"{self.target} is unmounted, but something still uses it")
 
     def start(self) -> None:
         """Begin to answer."""
@@ -161,7 +98,7 @@ class WritableSession:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EAGAIN, errno.EINTR):
                 return True  # the caller was killed before its request came to us
-            if error.errno not in _GONE:
+            if error.errno not in GONE:
                 self._on_error(f"{self.target}: cannot read requests: {error.strerror}")
             self._ended.set()
             return False
@@ -236,45 +173,6 @@ class WritableSession:
                         self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
                 elif reading.begun < now - _LOOK_S and is_dying(reading.thread):
                     self._give_up(reading, errno.EINTR)
-
-    def _give_up(self, reading: _Reading, number: int) -> bool:
-        """Answer a read with an error; False when it was answered already."""
-        if self._waiting.pop(reading.unique, None) is None:
-            return False
-        if reading.cancel is not None:
-            reading.cancel()
-        self._send_error(reading.unique, number)
-        return True
-
-    def _stop(self) -> None:
-        """Nobody asks any more: stop what is under way, and let go of the device."""
-        self._ended.set()
-        for unique in list(self._waiting):
-            reading = self._waiting.pop(unique, None)
-            if reading is not None and reading.cancel is not None:
-                reading.cancel()
-        # Not closed: a reply on its way from another thread could then hit a file that was opened since.
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, self._device, inheritable=False)
-        os.close(nowhere)
-
-    def _fail(self, unique: int, number: int) -> None:
-        self._waiting.pop(unique, None)
-        self._send_error(unique, number)
-
-    def _send_error(self, unique: int, number: int) -> None:
-        self._write([protocol.header(unique, 0, number if 0 < number <= _MAX_ERRNO else errno.EIO)])
-
-    def _send(self, unique: int, body: Data, size: int) -> None:
-        self._write([protocol.header(unique, size), body])
-
-    def _write(self, parts: list[Data]) -> None:
-        try:
-            os.writev(self._device, parts)
-        except OSError as error:
-            # ENOENT: the caller was killed meanwhile. The others: the mount is gone.
-            if error.errno != errno.ENOENT and error.errno not in _GONE:
-                self._on_error(f"{self.target}: cannot answer: {error.strerror}")
 
 
 def mount_writable(

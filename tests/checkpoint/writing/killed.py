@@ -8,10 +8,8 @@ Each time in a folder ROOT/N of its own, until a writer comes to its end. Run by
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 from bootseer.checkpoint.files import Files
@@ -19,6 +17,7 @@ from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.source import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
+from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace
 
 MIB = 1 << 20
@@ -30,18 +29,9 @@ def content(seed: int) -> bytes:
     return b"".join(bytes([seed + chunk]) * MIB for chunk in range(3)) + bytes([seed]) * (MIB // 2)
 
 
-def write(root: Path, kind: str, seed: int, kill_at: int) -> None:
-    left = [kill_at]
-    lock = threading.Lock()
-
-    def count(step: str, path: str) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+def write(root: Path, kind: str, seed: int, step: int) -> None:
     place = StepwisePlace(FolderPlace(root))
-    place.before = count
+    place.before = kill_at(step)
     writing = Writing(Files(place), spool=root / "spool")  # type: ignore[arg-type]
     if kind == "replayed":
         writing.write_file("job/file", BytesSource(content(seed)), policy=POLICY)
@@ -57,14 +47,8 @@ def main(root: Path, kind: str) -> None:
     for number in itertools.count(1):
         folder = root / str(number)
         (folder / "job").mkdir(parents=True)
-        for seed, kill_at in ((0, 0), (100, number)):  # the second one replaces the first
-            pid = os.fork()
-            if pid == 0:
-                write(folder, kind, seed, kill_at)
-                os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            assert code in (0, -signal.SIGKILL), code
-        if code == 0:
+        assert not is_killed(partial(write, folder, kind, 0, 0))
+        if not is_killed(partial(write, folder, kind, 100, number)):  # it replaces the first
             return
 
 
