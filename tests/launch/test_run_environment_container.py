@@ -60,7 +60,7 @@ def in_container(place: Place) -> Callable[[], None]:
             target = new / str(where).lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
             kernel.move(mount, target)
-        (new / "tmp").mkdir(mode=0o1777)
+        (new / "tmp").mkdir(mode=0o1777, exist_ok=True)  # the checkout may lie there
         kernel.change_root(new)
         os.chdir(place.project)
 
