@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +111,20 @@ def test_unmeasured_it_is_mounted_all_the_same(run: Run, job: Path, tmp_path: Pa
     assert (ran.returncode, ran.stdout) == (0, "step-1\n")
     assert not (tmp_path / "spool").exists()
     nothing_is_mounted(tmp_path)
+
+
+def test_what_is_left_running_does_not_keep_the_mount_and_is_told(run: Run, job: Path, tmp_path: Path) -> None:
+    leave = 'cd "$BOOTSEER_CHECKPOINT" && { setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!; }'
+    ran = run("run", "-q", "--checkpoint", str(job), "--", "sh", "-c", leave)
+    try:
+        assert ran.returncode == 0
+        assert "it is taken away now all the same, and what still uses it gets errors" in ran.stderr
+        until = time.monotonic() + 30
+        while [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        os.kill(int(ran.stdout), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import FLAG, Option
@@ -60,6 +59,8 @@ def split(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, An
 
 def wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWanted:
     """What the values ask for. Raises `UsageError`."""
+    from pathlib import Path
+
     from bootseer.bring.places import cache_root, runtime_root
     from bootseer.cli.image_options import parse_size
     from bootseer.launch.checkpoint_stage import CheckpointWanted

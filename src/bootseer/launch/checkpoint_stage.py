@@ -95,7 +95,7 @@ class CheckpointStart:
             try:
                 self._mounted.close()
             except TransientError as busy:
-                say(f"{busy}; it ends with what uses it")
+                say(f"{busy}; it is taken away now all the same, and what still uses it gets errors")
 
     def _record(self, until: str) -> None:
         if self._mounted is None or self._session is None:

@@ -210,7 +210,7 @@ class FileUpload:
             os.fsync(self._descriptor)
             _make_folders(self._root, target.parent)
             done = put(target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
         except OSError as error:
             self.abort()
             raise mapped(error, self._uri, name) from error
@@ -268,11 +268,12 @@ def _make_folders(root: Path, folder: Path) -> None:
         folder = folder.parent
     for new in reversed(missing):
         new.mkdir(exist_ok=True)
-        _sync_folder(new.parent)
+        sync_folder(new.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_folder(folder: Path | str, *, dir_fd: int | None = None) -> None:
+    """Wait until the names in a folder are on the disk. `dir_fd`: what the folder is relative to."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -5,11 +5,11 @@ A tensor is read straight into its place, what surrounds it into a buffer: toget
 
 from __future__ import annotations
 
-import io
-import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from bootseer.checkpoint.positioned import Positioned
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -19,31 +19,13 @@ class MissingError(OSError):
     """Bytes are asked for that were not read."""
 
 
-class Pieces(io.RawIOBase):
+class Pieces(Positioned):
     """`length` bytes, of which some are there. Not safe for several threads at once."""
 
     def __init__(self, length: int, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        super().__init__()
-        self._length = length
+        super().__init__(length)
         self._pieces = sorted(((at, view) for at, view in pieces if view), key=lambda piece: piece[0])
         self._starts = [at for at, _ in self._pieces]
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("negative position")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         into = memoryview(buffer).cast("B")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bootseer.checkpoint.fsspec.os_errors import os_errors
+from bootseer.checkpoint.positioned import Positioned
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.writing.file_writer import FileWriter
 
@@ -34,28 +34,11 @@ class ReadFile(io.BufferedReader):
         return self.path
 
 
-class _RawFile(io.RawIOBase):
+class _RawFile(Positioned):
     def __init__(self, file: CheckpointFile, path: str) -> None:
-        super().__init__()
+        super().__init__(file.size_bytes)
         self._file = file
         self._path = path
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size_bytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"{self._path}: negative position")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         into = memoryview(buffer).cast("B")

@@ -9,6 +9,7 @@ import secrets
 import stat
 
 from bootseer.checkpoint.places.place import TEMPORARY
+from bootseer.store.file import sync_folder
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,12 +81,4 @@ def drop(name: str, folder: int) -> None:
 
 def sync(folder: int) -> None:
     """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder; there the rename is durable by itself.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+    sync_folder(".", dir_fd=folder)
