@@ -13,6 +13,8 @@ from pathlib import Path
 FETCHED = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
 _SERVER = "org.apache.hadoop.hdfs.server"
 _JAVA_OPTIONS = ("-Xmx512m", "-Djava.net.preferIPv4Stack=true")
+_BRIEF_OPTIONS = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+"""For servers that live for seconds: compiling well is half of what they cost, and they never earn it."""
 _LOG = """\
 log4j.rootLogger=INFO,console
 log4j.appender.console=org.apache.log4j.ConsoleAppender
@@ -43,9 +45,20 @@ def class_path() -> list[str]:
     return [str(FETCHED), f"{FETCHED}/lib/*"]
 
 
-def java(conf: Path, server: str, *arguments: str) -> list[str]:
-    """The command of a server class, as `namenode.NameNode`; arguments are Hadoop's own."""
-    return ["java", *_JAVA_OPTIONS, "-cp", ":".join([str(conf), *class_path()]), f"{_SERVER}.{server}", *arguments]
+def java(conf: Path, server: str, *arguments: str, is_brief: bool = True) -> list[str]:
+    """The command of a server class, as `namenode.NameNode`; arguments are Hadoop's own. `is_brief`: it starts in half
+    the CPU time, and is slower later."""
+    return _java(conf, f"{_SERVER}.{server}", *arguments, is_brief=is_brief)
+
+
+def tool(conf: Path, name: str, *arguments: str) -> list[str]:
+    """The command of one of Hadoop's own tools, as `fs.FsShell` or `hdfs.tools.DFSAdmin`."""
+    return _java(conf, f"org.apache.hadoop.{name}", *arguments, is_brief=True)
+
+
+def _java(conf: Path, name: str, *arguments: str, is_brief: bool) -> list[str]:
+    options = [*_JAVA_OPTIONS, *(_BRIEF_OPTIONS if is_brief else ())]
+    return ["java", *options, "-cp", ":".join([str(conf), *class_path()]), name, *arguments]
 
 
 def write_conf(conf: Path, files: Mapping[str, Mapping[str, str]]) -> None:

@@ -36,7 +36,8 @@ import hadoop
 from hdfs_links import Links, links_missing
 from registry import free_port
 
-_START_S = 90.0
+_START_S = 300.0
+"""Of no use but to end a test run: on a busy machine a start takes a minute."""
 _FAST = {
     "dfs.heartbeat.interval": "1",
     "dfs.namenode.heartbeat.recheck-interval": "1000",
@@ -72,7 +73,8 @@ class HdfsCluster:
 
     `fast_detection`: a DataNode that is gone counts as stale after 3 s and as dead after 12 s, not after 10 minutes.
     `disk_mib`: DataNode to the size of its disk, which `fill` can fill (root). `settings`: more for hdfs-site.xml.
-    `port`: the NameNode's, by default a free one. A folder that a cluster has used before keeps its files.
+    `port`: the NameNode's, by default a free one. `is_brief`: see `hadoop.java`. A folder that a cluster has used
+    before keeps its files.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class HdfsCluster:
         disk_mib: Mapping[int, int] | None = None,
         settings: Mapping[str, str] | None = None,
         port: int | None = None,
+        is_brief: bool = True,
     ) -> None:
         self.folder = folder / "hdfs"
         self.uri = ""
@@ -101,6 +104,7 @@ class HdfsCluster:
         self._disk_mib = disk_mib or {}
         self._settings = {**(_FAST if fast_detection else {}), **(settings or {})}
         self._port = port
+        self._is_brief = is_brief
         self._commands: list[list[str]] = []
         self._ends = contextlib.ExitStack()
         # Servers are told to die with the thread that has started them, so all are started by one that stays.
@@ -123,11 +127,21 @@ class HdfsCluster:
 
     # What lies where.
 
-    def where(self, path: str) -> list[Located]:
-        """The blocks of a file in HDFS, from the NameNode's own check and not from any client of ours."""
+    def where(self, path: str, *, replicas: int = 0) -> list[Located]:
+        """The blocks of a file in HDFS, from the NameNode's own check and not from any client of ours.
+
+        A file is complete when the NameNode has heard of one replica of each block; this waits until it has of so many.
+        """
+        found = self._check(path)
+        if any(len(block.nodes) < replicas for block in found):
+            self._wait("a replica", lambda: all(len(block.nodes) >= replicas for block in self._check(path)))
+            return self._check(path)
+        return found
+
+    def _check(self, path: str) -> list[Located]:
         names = ("files", "blocks", "locations", "openforwrite")
         query = urllib.parse.urlencode({"ugi": "root", "path": path, **dict.fromkeys(names, "1")})
-        with urllib.request.urlopen(f"http://{self.namenode_http}/fsck?{query}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{self.namenode_http}/fsck?{query}", timeout=180) as answer:
             text = answer.read().decode()
         if "does not exist" in text:
             raise FileNotFoundError(path)
@@ -140,6 +154,14 @@ class HdfsCluster:
         which = "*" if datanode is None else str(datanode)
         found = self.folder.glob(f"datanode{which}/current/BP-*/current/finalized/**/blk_*")
         return [path for path in found if path.suffix != ".meta"]
+
+    def tool(self, name: str, *arguments: str) -> str:
+        """Run one of Hadoop's own tools, as `fs.FsShell`, as HDFS's superuser; returns what it says."""
+        command = hadoop.tool(self.folder / "conf", name, *arguments)
+        env = {name: value for name, value in os.environ.items() if name != "HADOOP_USER_NAME"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S, check=False, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     # Faults.
 
@@ -164,6 +186,17 @@ class HdfsCluster:
         """Limit the link of a DataNode in both directions; None lifts the limit."""
         assert self._links is not None, "this cluster has no links"
         self._links.set_rate(i, mbit)
+
+    def cut(self, i: int) -> None:
+        """Cut the link of a DataNode: what is sent to it and by it vanishes."""
+        assert self._links is not None, "this cluster has no links"
+        self._links.set_up(i, is_up=False)
+
+    def join(self, i: int) -> None:
+        """Mend the link of a DataNode, and wait until the NameNode hears of it again."""
+        assert self._links is not None, "this cluster has no links"
+        self._links.set_up(i, is_up=True)
+        self._wait(f"DataNode {i}", lambda: any(node["xferaddr"] == self.nodes[i] for node in self._live()))
 
     def inside(self, i: int, command: Sequence[str]) -> list[str]:
         """A command as it runs beside DataNode `i`, behind its link: what it writes lies on that node."""
@@ -237,7 +270,7 @@ class HdfsCluster:
         for process in processes:
             process.send_signal(signal.SIGCONT)
             process.terminate()
-        until = time.monotonic() + 15.0
+        until = time.monotonic() + 120
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
@@ -284,7 +317,7 @@ class HdfsCluster:
         hadoop.write_conf(self.folder / "conf", {"core-site.xml": core, "hdfs-site.xml": hdfs})
 
     def _java(self, server: str, *arguments: str) -> list[str]:
-        return hadoop.java(self.folder / "conf", server, *arguments)
+        return hadoop.java(self.folder / "conf", server, *arguments, is_brief=self._is_brief)
 
     def _datanode(self, i: int) -> list[str]:
         if self._links is None:
@@ -356,7 +389,12 @@ class HdfsCluster:
     def _operational(self) -> bool:
         state = _bean(self.namenode_http, "Hadoop:service=NameNode,name=FSNamesystemState")
         running = sum(_runs(process) for process in self.datanodes)
-        return bool(state["NumLiveDataNodes"] == running and state["FSState"] == "Operational")
+        if state["NumLiveDataNodes"] != running or state["FSState"] != "Operational":
+            return False
+        # One counts as live from its registration on. Its first heartbeat tells of its disk, without which it gets no
+        # block, and then it reports the blocks that it has.
+        reports = _bean(self.namenode_http, "Hadoop:service=NameNode,name=NameNodeActivity")["StorageBlockReportNumOps"]
+        return bool(reports >= running and all(node["capacity"] > 0 for node in self._live()))
 
     def _room(self, i: int) -> int:
         """Bytes that a DataNode can take, as the NameNode knows."""

@@ -61,6 +61,10 @@ class Links:
         _run("tc", "qdisc", "replace", "dev", self._near(i), "root", *words)
         _run("tc", "-n", self._name(i), "qdisc", "replace", "dev", "eth0", "root", *words)
 
+    def set_up(self, i: int, *, is_up: bool) -> None:
+        """Let link `i` carry something, or nothing: nobody at either end is told."""
+        _run("ip", "link", "set", self._near(i), "up" if is_up else "down")
+
     def __enter__(self) -> Links:
         self._claim()
         try:

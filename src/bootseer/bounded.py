@@ -36,9 +36,12 @@ def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
         results.close()
 
 
-def stream_within(timeout_s: float, what: str, produce: Callable[[], Iterable[T]]) -> Generator[T, None, None]:
+def stream_within(
+    timeout_s: float, what: str, produce: Callable[[], Iterable[T]], *, each: bool = False
+) -> Generator[T, None, None]:
     """What `produce` yields, or a `TransientError` when it has not come to its end in time.
 
+    `each`: the time is for each item; what goes on coming may go on for any time.
     The producer works ahead of the consumer by a few items, and stops soon after the consumer has closed this.
     """
     pump = _Pump(produce)
@@ -56,6 +59,8 @@ def stream_within(timeout_s: float, what: str, produce: Callable[[], Iterable[T]
             if item is None:
                 return
             yield item[0]
+            if each:
+                until = time.monotonic() + timeout_s
     finally:
         pump.stop()
 

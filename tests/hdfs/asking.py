@@ -12,7 +12,7 @@ from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 
 MIB = 1024 * 1024
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Waiting:

@@ -45,7 +45,7 @@ class Peer:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(120)
             assert not thread.is_alive()
         self._listener.close()
 
@@ -241,6 +241,9 @@ class FakeNameNode(Peer):
                 return
             if self.spoil == "garbage":
                 connection.sendall(struct.pack(">I", 40) + b"\xff" * 40)
+                return
+            if self.spoil == "page":
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 return
             if self.spoil == "other call":
                 number += 1

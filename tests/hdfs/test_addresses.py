@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
-from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.addresses import Cluster, default_authority
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +107,15 @@ def test_nodes_are_called_by_name_when_the_settings_say_so(tmp_path: Path) -> No
         "</configuration>"
     )
     assert Cluster.of("nn:1", str(tmp_path)).by_hostname
+
+
+def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no fs\.defaultFS"):
+        default_authority()
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    for named, authority in (("hdfs://nn:9000/", "nn:9000"), ("hdfs://service", "service")):
+        write(tmp_path, "core-site.xml", fs_defaultFS=named)
+        assert default_authority() == authority
+    write(tmp_path, "core-site.xml", fs_defaultFS="s3a://bucket")
+    with pytest.raises(UsageError, match="s3a"):
+        default_authority()

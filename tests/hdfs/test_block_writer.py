@@ -41,12 +41,12 @@ class TestOnACluster:
             path = f"{folder}/a"
             lease = Lease(namenode, path, block_size=8 << 20, replication=2, mode=0o644, overwrite=False)
             new = lease.add_block([])
-            writer = BlockWriter(new, defaults, lease.holder, by_hostname=False, setup_s=10, stall_s=10)
-            writer.write(memoryview(bytearray(DATA[: 3 * PACKET_BYTES])))
-            writer.write(memoryview(DATA[3 * PACKET_BYTES :]))
+            writer = BlockWriter(new, defaults, lease.holder, by_hostname=False, setup_s=60, stall_s=60)
+            writer.write(memoryview(bytearray(DATA[: 2 * PACKET_BYTES - 7])))
+            writer.write(memoryview(DATA[2 * PACKET_BYTES - 7 :]))
             writer.finish()
             writer.close()
-            lease.complete(new.block, len(DATA), 20)
+            lease.complete(replace(new.block, length=len(DATA)), len(DATA), 120)
         # Its checksums are compared with the bytes here, and by the library for itself.
         assert read_all(client, path) == DATA
         assert cluster.where(path)[0].size_bytes == len(DATA)
@@ -71,11 +71,11 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[NewBlock]:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield a_block(server.getsockname()[1])
-        thread.join(10)
+        thread.join(120)
 
 
-def begin(new: NewBlock) -> BlockWriter:
-    return BlockWriter(new, DEFAULTS, "holder", by_hostname=False, setup_s=1, stall_s=1)
+def begin(new: NewBlock, *, silent_s: float = 60.0) -> BlockWriter:
+    return BlockWriter(new, DEFAULTS, "holder", by_hostname=False, setup_s=silent_s, stall_s=silent_s)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_node_that_says_a_byte_now_and_then_has_no_more_time_than_one_that_is_
 
     with answering(answer) as new:
         try:
-            with pytest.raises(PipelineError, match="no sign of life"), closing(begin(new)) as writer:
+            with pytest.raises(PipelineError, match="no sign of life"), closing(begin(new, silent_s=1.0)) as writer:
                 writer.write(memoryview(DATA[:1000]))
                 writer.finish()
         finally:

@@ -15,8 +15,8 @@ def nothing(node: str) -> int:
 def choice() -> NodeChoice:
     """Knows a fast and a slow node."""
     known = NodeChoice()
-    known.served("fast", 100 * MIB, 1.0, 0.0)
-    known.served("slow", 10 * MIB, 1.0, 0.0)
+    known.served("fast", 100 * MIB, 100 * MIB, 1.0, 0.0)
+    known.served("slow", 10 * MIB, 10 * MIB, 1.0, 0.0)
     return known
 
 
@@ -44,7 +44,7 @@ def test_failures_with_something_good_between_them_do_not_add_up() -> None:
     choice = NodeChoice()
     for _ in range(10):
         assert not choice.failed("a", 0.0, at_once=False)
-        choice.served("a", 10, 1.0, 0.0)
+        choice.served("a", 10, 10, 1.0, 0.0)
 
 
 def test_probes_are_due_ever_more_rarely_until_one_succeeds() -> None:
@@ -71,7 +71,7 @@ def test_a_node_that_answers_probes_but_serves_nothing_is_tried_ever_more_rarely
         choice.works("a")
     assert pauses == sorted(pauses)
     assert pauses[-1] >= 8.0
-    choice.served("a", MIB, 0.1, now_s)
+    choice.served("a", MIB, MIB, 0.1, now_s)
     choice.failed("a", now_s, at_once=True)
     assert choice.due(now_s + 1.0) == ["a"]
 
@@ -94,15 +94,14 @@ def test_a_slow_node_is_believed_to_be_fast_again_after_a_while(choice: NodeChoi
 def test_requests_are_as_large_as_a_node_is_fast(choice: NodeChoice) -> None:
     assert choice.run_bytes("fast", 8 * MIB, 0.0) == 8 * MIB
     assert choice.run_bytes("slow", 8 * MIB, 0.0) == 10 * MIB // 4
-    assert choice.run_bytes("unknown", 8 * MIB, 0.0) == 2 * MIB
-    assert choice.run_bytes("unknown", MIB, 0.0) == MIB
+    assert choice.run_bytes("unknown", 8 * MIB, 0.0) == MIB
+    assert choice.run_bytes("unknown", MIB // 2, 0.0) == MIB // 2
 
 
 def test_small_reads_say_nothing_about_the_rate() -> None:
     choice = NodeChoice()
-    choice.served("a", 1000, 0.1, 0.0)
+    choice.served("a", 1000, 1000, 0.1, 0.0)
     assert choice.rate("a", 0.0) == 0.0
-    assert choice.expected_s("a", MIB, 0.0) == 0.0
 
 
 def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
@@ -117,3 +116,25 @@ def test_what_is_late_follows_what_is_usual_within_bounds() -> None:
     for _ in range(256):
         choice.took(5.0)
     assert choice.late_s() == 1.0
+
+
+def test_what_is_underway_shows_that_a_node_has_become_slow(choice: NodeChoice) -> None:
+    choice.at_most = lambda node, now_s: MIB if node == "fast" else float("inf")
+    assert choice.rate("fast", 0.0) == MIB
+    assert choice.expected_s("fast", 2 * MIB, 0.0) == 2.0
+    assert choice.rate("slow", 0.0) == 10 * MIB
+    assert choice.rate("unknown", 0.0) == 0.0
+
+
+def test_a_request_that_was_called_off_early_says_how_slow_its_node_is() -> None:
+    choice = NodeChoice()
+    choice.served("a", MIB, MIB // 8, 0.5, 0.0)
+    assert choice.rate("a", 0.0) == MIB // 4
+
+
+def test_so_much_is_received_at_once_that_it_takes_a_moment(choice: NodeChoice) -> None:
+    assert choice.packets("fast", 2, 16, 0.0) == 16
+    assert choice.packets("slow", 2, 16, 0.0) == 4
+    choice.served("crawling", MIB, MIB, 10.0, 0.0)
+    assert choice.packets("crawling", 2, 16, 0.0) == 1
+    assert choice.packets("unknown", 2, 16, 0.0) == 4

@@ -18,9 +18,12 @@ from registry import free_port
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
+from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import NativeSettings, TakenError
 from bootseer.hdfs.native_reads import NativeFile
+from bootseer.hdfs.protobuf import field
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
@@ -70,7 +73,6 @@ def test_folders_are_made_listed_and_removed(client: HdfsClient, folder: str) ->
     assert {entry.path for entry in client.list(folder, recursive=True)} == {
         f"{folder}/{name}" for name in ("a", "a/b", "a/file")
     }
-    assert client.bytes_below(folder) == 5
     with pytest.raises(PermanentError):
         client.delete(f"{folder}/a")
     client.delete(f"{folder}/a", recursive=True)
@@ -135,7 +137,7 @@ def test_a_file_is_no_folder(client: HdfsClient, folder: str) -> None:
 
 
 def test_space_is_what_the_datanodes_have(client: HdfsClient) -> None:
-    total, free = client.space()
+    total, free = client.space("/")
     assert total > free > 0
 
 
@@ -181,7 +183,7 @@ def test_questions_to_a_hung_namenode_end_with_their_deadline(cluster: HdfsClust
         client.stat("/")
         cluster.hang_namenode()
         try:
-            with pytest.raises(TransientError, match="no complete answer within"):
+            with pytest.raises(TransientError, match="no NameNode answers"):
                 client.stat("/")
         finally:
             cluster.resume_namenode()
@@ -249,6 +251,12 @@ def test_a_cluster_of_protected_data_is_read_and_written_through_the_library(
         assert isinstance(client.reads().open("/protected/0"), NativeFile)
         assert read_all(client, "/protected/0") == read_all(client, "/protected/1") == DATA
         assert read_all(client, "/protected/small") == b"small"
-        assert client.nodes_of("/protected/0") == ()
+        assert client.space("/protected") == (1 << 50, 1 << 50)
+        with closing(NameNode(Cluster.of(client.cluster.authority))) as namenode:
+            quota = field(1, "/protected") + field(2, (1 << 63) - 1) + field(3, 1 << 30)
+            namenode.ask("setQuota", quota, "/protected", None)
+        total, free = client.space("/protected")
+        assert (total, total - free) == (1 << 30, 2 * len(DATA) + len(b"small"))
+        assert "Kerberos or protected data" in client.fallback
         assert "Kerberos or protected data" in str(client.reads().facts()["fallback"])
         client.delete("/protected", recursive=True)

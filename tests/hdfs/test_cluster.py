@@ -19,6 +19,7 @@ import pytest
 
 import hadoop
 import hdfs_links
+import hdfs_plain
 from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 
 MIB = 1024 * 1024
@@ -45,29 +46,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
 
 
 def put(cluster: HdfsCluster, path: str, data: bytes) -> None:
-    write(cluster.uri, path, data)
+    hdfs_plain.write(cluster.uri, path, data)
 
 
 def get(cluster: HdfsCluster, path: str) -> bytes:
-    return read(cluster.uri, path)
+    return hdfs_plain.read(cluster.uri, path)
 
 
-def write(uri: str, path: str, data: bytes, block_size: int = MIB) -> None:
-    from hdfs_native import Client, WriteOptions
-
-    client = Client(uri, {"dfs.client.socket-timeout": "5000"})
-    with client.create(path, WriteOptions(block_size=block_size, overwrite=True)) as file:
-        file.write(data)
-
-
-def read(uri: str, path: str) -> bytes:
-    from hdfs_native import Client
-
-    client = Client(uri, {"dfs.client.socket-timeout": "5000"})
-    return bytes(client.read(path).read())
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -76,7 +62,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
-def answers(address: str, seconds: float = 20.0) -> bool:
+def answers(address: str, seconds: float = 60.0) -> bool:
     """Whether a server ends a connection on which it gets what it cannot understand."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
@@ -96,7 +82,7 @@ class TestFaults:
     def test_where_names_the_blocks_in_order_and_their_nodes(self, cluster: HdfsCluster) -> None:
         data = os.urandom(2 * MIB + 5)
         put(cluster, "/where/it", data)
-        found = cluster.where("/where/it")
+        found = cluster.where("/where/it", replicas=2)
         assert [block.size_bytes for block in found] == [MIB, MIB, 5]
         for number, block in enumerate(found):
             assert len(set(block.nodes)) == 2
@@ -170,18 +156,22 @@ class TestLinks:
         with HdfsCluster(tmp_path, num_datanodes=2, rate_mbit=16) as cluster:
             assert len({node.split(":")[0] for node in cluster.nodes}) == 2
             started = time.monotonic()
-            write(cluster.uri, "/links/it", data, block_size=16 * MIB)
+            hdfs_plain.write(cluster.uri, "/links/it", data, block_size=16 * MIB)
             # The kernel lets no more than 2 MB pass in a second, beyond a burst of 64 KiB.
             assert time.monotonic() - started > 1.5
             started = time.monotonic()
             assert get(cluster, "/links/it") == data
-            shaped_s = time.monotonic() - started
-            assert shaped_s > 1.5
+            assert time.monotonic() - started > 1.5
             for i in range(2):
                 cluster.set_rate(i, None)
-            started = time.monotonic()
-            assert get(cluster, "/links/it") == data
-            assert time.monotonic() - started < shaped_s
+
+            def is_quick() -> bool:
+                started = time.monotonic()
+                assert get(cluster, "/links/it") == data
+                return time.monotonic() - started < 1.5
+
+            # On a busy machine not each read is.
+            assert eventually(is_quick)
             with HdfsCluster(tmp_path / "beside", links=True) as other:
                 put(other, "/links/it", data)
                 assert get(other, "/links/it") == get(cluster, "/links/it")
@@ -273,12 +263,12 @@ class TestDevelopment:
             assert address.startswith("hdfs://127.0.0.1:")
             assert script(folder, "start") == (0, address)
             assert script(folder, "uri") == (0, address)
-            write(address, "/kept/it", b"kept")
+            hdfs_plain.write(address, "/kept/it", b"kept")
             assert script(folder, "stop") == (0, "")
             assert running(folder) == []
             assert script(folder, "status") == (1, "")
             code, address = script(folder, "start", "--datanodes", "1")
-            assert read(address, "/kept/it") == b"kept"
+            assert hdfs_plain.read(address, "/kept/it") == b"kept"
             os.kill(int((folder / "keeper.pid").read_text()), signal.SIGKILL)
             assert eventually(lambda: script(folder, "uri") == (1, "") and running(folder) == [])
             assert script(folder, "start", "--datanodes", "1")[0] == 0
@@ -286,11 +276,38 @@ class TestDevelopment:
             script(folder, "stop")
         assert running(folder) == []
 
+    def test_a_rate_that_cannot_be_is_said(self, tmp_path: Path) -> None:
+        assert script(tmp_path / "it", "start", "--rate-mbit", "0") == (2, "")
+        assert script(tmp_path / "it", "rate") == (1, "")
+
+
+class TestDevelopmentWithLinks:
+    """The same with a link for each DataNode."""
+
+    pytestmark = needs_links
+
+    def test_a_rate_gives_each_datanode_a_link_until_it_is_stopped(self, tmp_path: Path) -> None:
+        folder, spaces = tmp_path / "it", Path("/run/netns")
+        try:
+            code, address = script(folder, "start", "--datanodes", "1", "--rate-mbit", "400")
+            assert code == 0
+            assert address.startswith("hdfs://198.18.")
+            assert "400 Mbit/s" in script(folder, "rate")[1]
+            own = f"hdfs{address.split('.')[2]}-*"
+            assert len(list(spaces.glob(own))) == 1
+            assert script(folder, "start", "--rate-mbit", "200") == (1, "")
+            hdfs_plain.write(address, "/kept/it", b"kept")
+            assert hdfs_plain.read(address, "/kept/it") == b"kept"
+        finally:
+            script(folder, "stop")
+        assert running(folder) == []
+        assert not list(spaces.glob(own))
+
 
 def script(folder: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of scripts/hdfs.py."""
     command = [sys.executable, str(SCRIPT), "--folder", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     return done.returncode, done.stdout.strip()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -93,4 +94,4 @@ def test_a_block_that_no_node_has_confirmed_does_not_end_the_file(namenode: Name
     lease = begin(namenode, f"{folder}/a")
     new = lease.add_block([])
     with pytest.raises(TransientError, match="no DataNode confirmed"):
-        lease.complete(new.block, 10, 0.2)
+        lease.complete(replace(new.block, length=10), 10, 0.2)

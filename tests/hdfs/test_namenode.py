@@ -120,6 +120,13 @@ def test_a_server_that_makes_no_sense_costs_no_more_than_the_time_given(spoil: s
         assert time.monotonic() - began_s < 30.0
 
 
+def test_the_address_of_a_web_page_is_said_to_be_one_at_once() -> None:
+    with FakeNameNode("page") as peer:
+        error = error_of(asked(peer.port))
+    assert type(error) is PermanentError
+    assert f"127.0.0.1:{peer.port} is the address of a web page" in str(error)
+
+
 def test_an_answer_that_makes_no_sense_is_said(peer: FakeNameNode) -> None:
     peer.answers["getBlockLocations"] = lambda _: field(1, b"\xff\xff")
     assert "makes no sense" in str(error_of(asked(peer.port)))
@@ -138,7 +145,7 @@ def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None
 
 def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
     with FakeNameNode("silent") as hung:
-        namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=0.3)
+        namenode = asked(free_port(), hung.port, peer.port, call_timeout_s=1.0)
         assert namenode.locate("/f").size_bytes == MIB
         namenode.close()
 
@@ -146,7 +153,7 @@ def test_one_that_is_gone_or_hangs_is_passed_over(peer: FakeNameNode) -> None:
 def test_none_that_is_active_is_said_in_time() -> None:
     with FakeNameNode() as standby:
         standby.answers["getServerDefaults"] = lambda _: ("org.apache.hadoop.ipc.StandbyException", "standby")
-        error = error_of(asked(standby.port), timeout_s=1.0)
+        error = error_of(asked(standby.port), timeout_s=3.0)
         assert "no NameNode is active" in str(error)
         assert len(standby.asked) > 1, "it may become active"
 

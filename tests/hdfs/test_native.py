@@ -27,13 +27,19 @@ class PanicException(BaseException):
         (FileNotFoundError("/a"), NotFoundError),
         (FileExistsError("/a for client 127.0.0.1 already exists"), native.TakenError),
         (RuntimeError('RPCError("org.apache.hadoop.security.AccessControlException", "denied")'), AccessError),
-        (RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "full")'), PermanentError),
+        (
+            RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "full")'),
+            native.QuotaError,
+        ),
         (
             RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
             PermanentError,
         ),
         (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
-        (RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'), TransientError),
+        (
+            RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'),
+            native.NotYetError,
+        ),
         (OSError("Connection refused (os error 111)"), TransientError),
         (PanicException("Cannot read past end of the file"), TransientError),
         (CorruptError("one of ours"), CorruptError),
@@ -49,6 +55,19 @@ def test_an_error_is_one_of_ours_and_says_what_it_is_about(error: BaseException,
 def test_a_stack_trace_of_java_is_cut_off() -> None:
     for text in ("gone\n\tat org.apache.hadoop.Code", 'RPCError("x", "gone\\n\\tat org.apache.hadoop.Code")'):
         assert "org.apache.hadoop.Code" not in str(native.mapped(RuntimeError(text), "hdfs://host/a"))
+
+
+def test_an_answer_of_the_server_is_shown_without_the_librarys_quotes() -> None:
+    text = r'RPCError("org.apache.hadoop.security.AccessControlException", "denied: inode=\"/a\":me\n\tat org.Code(x)")'
+    for answer in (text, r'RPCError("org.apache.hadoop.security.AccessControlException", "denied: inode=\"/a\":me")'):
+        assert str(native.mapped(RuntimeError(answer), "/a")) == '/a: AccessControlException: denied: inode="/a":me'
+
+
+def test_a_missing_ticket_is_said() -> None:
+    text = 'GSSAPIError(GssMajorCodes { raw: "0x1", calling_error: "none" }, 2529, "No Kerberos credentials available")'
+    error = native.mapped(RuntimeError(text), "/a")
+    assert isinstance(error, AccessError)
+    assert str(error) == "/a: Kerberos: No Kerberos credentials available; is there a ticket (klist, kinit)?"
 
 
 def test_what_is_no_error_passes() -> None:

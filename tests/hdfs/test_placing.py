@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import NotFoundError, TransientError, UsageError
-from hdfs_cluster import HdfsCluster, needs_hdfs
+from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
@@ -88,7 +91,7 @@ class TestOnACluster:
         nodes = [frozenset(write_and_close(part)) for part in parts]
         assert all(len(pair) == 2 for pair in nodes)
         assert has_own_nodes(nodes, 1)
-        assert [frozenset(cluster.where(part.path)[0].nodes) for part in parts] == nodes
+        assert [frozenset(cluster.where(part.path, replicas=2)[0].nodes) for part in parts] == nodes
 
     def test_nodes_that_are_not_wanted_are_taken_only_when_there_are_no_others(
         self, cluster: HdfsCluster, client: HdfsClient, folder: str
@@ -231,6 +234,56 @@ class TestWithFaults:
         finally:
             for number in range(3):
                 faulty.restart(number)
+
+
+class TestWithABusyNode:
+    """A node whose connections are so many that the NameNode chooses others (`considerLoad`).
+
+    The node that a writer runs on is chosen however busy it is: the nodes are elsewhere, behind links.
+    """
+
+    pytestmark = needs_links
+
+    @pytest.fixture
+    def loaded(self, tmp_path: Path) -> Iterator[HdfsCluster]:
+        # Connections that do nothing stay open for so long.
+        settings = {"dfs.client.socket-timeout": "600000"}
+        with HdfsCluster(tmp_path, num_datanodes=3, links=True, fast_detection=True, settings=settings) as running:
+            yield running
+
+    def test_a_busy_node_is_waited_for_before_two_files_share_one(self, loaded: HdfsCluster) -> None:
+        with closing(HdfsClient(loaded.uri.removeprefix("hdfs://"))) as client:
+            for number in range(12):  # until the NameNode has named all of its nodes
+                client.put(f"/known/{number}", b"x")
+            with contextlib.ExitStack() as load:
+                make_busy(loaded, 0, load)
+                parts = begin(client, "/waits", 3)
+                assert {write_and_close(part)[0] for part in parts[:2]} == set(loaded.nodes[1:])
+                with ThreadPoolExecutor(1) as pool:
+                    third = pool.submit(write_and_close, parts[2])
+                    load.close()
+                    assert third.result(120) == (loaded.nodes[0],)
+
+    def test_one_that_stays_busy_is_not_waited_for_again_and_again(self, loaded: HdfsCluster) -> None:
+        with closing(HdfsClient(loaded.uri.removeprefix("hdfs://"))) as client, contextlib.ExitStack() as load:
+            make_busy(loaded, 0, load)
+            for number in range(5):
+                parts = begin(client, f"/shared/{number}", 3)
+                nodes = [write_and_close(part)[0] for part in parts]
+                assert set(nodes) == set(loaded.nodes[1:])
+
+
+def make_busy(cluster: HdfsCluster, number: int, load: contextlib.ExitStack) -> None:
+    """Have connections to a DataNode that do nothing, until the NameNode does not choose it any more."""
+    host, _, port = cluster.nodes[number].rpartition(":")
+    for _ in range(40):
+        load.enter_context(socket.create_connection((host, int(port))))
+    times, until = 0, time.monotonic() + 180
+    with closing(HdfsClient(cluster.uri.removeprefix("hdfs://"))) as client:
+        while times < 24:  # of three nodes, chance leaves out one so often once in 17,000 times
+            client.put("/load", b"x", overwrite=True)
+            assert time.monotonic() < until, "the NameNode does not care"
+            times = 0 if cluster.nodes[number] in cluster.where("/load")[0].nodes else times + 1
 
 
 def begin(

@@ -135,9 +135,8 @@ def test_who_has_a_byte_and_who_gave_it_are_told(cluster: HdfsCluster, reads: Hd
     assert told[where[2].nodes[0]]["bytes"] == 100
 
 
-def test_how_long_a_range_will_take_is_known_after_a_while(reads: HdfsReads, path: str) -> None:
+def test_how_long_a_range_will_take_is_estimated(reads: HdfsReads, path: str) -> None:
     file = reads.open(path)
-    assert file.delay_s(0, MIB) == 0.0
     read(file)
     assert 0.0 < file.delay_s(0, MIB) < file.delay_s(0, 100 * MIB)
     assert file.delay_s(len(DATA), 1) == 0.0
@@ -186,7 +185,7 @@ def test_blocks_that_are_gone_with_their_file_are_an_error(cluster: HdfsCluster,
     file = reads.open("/reads/removed")
     (block,) = cluster.where("/reads/removed")
     Client(cluster.uri).delete("/reads/removed")
-    until = time.monotonic() + 60.0
+    until = time.monotonic() + 180.0
     while any(found.name == block.block for found in cluster.blocks()):
         assert time.monotonic() < until, "the DataNode keeps the block"
         time.sleep(0.1)

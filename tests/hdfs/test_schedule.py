@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
@@ -332,3 +334,104 @@ def test_nothing_is_remembered_of_what_has_ended() -> None:
     lines = schedule.queueing.lines.values()
     assert sum(len(line._urgent) + len(line._later) for line in lines) < 600
     assert all(not line._by_start and not line.queued_bytes and not line.running_bytes for line in lines)
+
+
+def called_off() -> PermanentError:
+    return PermanentError("called off")
+
+
+def test_a_node_that_was_silent_until_its_read_was_called_off_is_left_alone() -> None:
+    played = Played(("a:1",), ("b:1",))
+    ticket, other = played.read(0, 100), played.read(500, 100)
+    run = played.must_take("a:1")
+    played.claim(run, 100)
+    played.now_s = 1.0
+    assert played.schedule.delay_s(played.source, 0, 100, played.now_s) < inf
+    played.schedule.call_off(ticket, called_off(), played.now_s)
+    assert run.stopped, "its memory would be held for as long as the node hangs"
+    played.finish(run, DataNodeError("stopped"))
+    assert played.ended == [ticket]
+    assert played.schedule.delay_s(played.source, 0, 100, played.now_s) == inf
+    assert played.schedule.delay_s(played.source, 1000, 100, played.now_s) < inf
+    assert played.schedule.left_s(other, played.now_s) == inf
+    played.schedule.choice.works("a:1")
+    assert played.schedule.delay_s(played.source, 0, 100, played.now_s) < inf
+
+
+def test_a_node_that_serves_is_not_to_blame_for_what_is_called_off() -> None:
+    played = Played(("a:1",))
+    ticket = played.read(0, 300)
+    run = played.must_take("a:1")
+    played.claim(run, 50)
+    played.now_s = 2.0
+    played.receive(run)
+    played.claim(run, 50)
+    played.schedule.call_off(ticket, called_off(), played.now_s)
+    assert not run.stopped
+    assert not played.schedule.choice.is_open("a:1")
+    played.receive(run)
+    played.finish(run)
+    assert played.ended == [ticket]
+
+
+def test_of_blocks_that_nobody_has_nothing_is_expected_once_that_was_asked() -> None:
+    played = Played(())
+    assert played.schedule.delay_s(played.source, 0, 100, 0.0) == 0.0, "a read asks who has it by now"
+    played.read(0, 100)
+    played.schedule.located(played.schedule.asking.popleft(), located([()]), 0.0)
+    played.look()
+    assert played.schedule.delay_s(played.source, 0, 100, 1.0) == inf
+    assert played.schedule.delay_s(played.source, 0, 100, 100.0) == 0.0
+
+
+def test_what_a_slow_node_has_not_begun_is_taken_away_from_it_although_it_is_not_silent() -> None:
+    played = Played(("a:1", "b:1"))
+    ticket = played.read(0, 900)
+    slow = played.must_take("a:1")
+    played.serve(played.must_take("b:1"))
+    for _ in range(6):
+        played.claim(slow, 10)
+        played.now_s += 0.1
+        played.receive(slow)
+    played.claim(slow, 10)
+    played.tick(0.05)
+    assert [piece.run is slow for piece in slow.pieces] == [True, False, False]
+    while (run := played.take()) is not None:
+        played.serve(run)
+    played.finish(slow, DataNodeError("stopped"))
+    assert played.ended == [ticket]
+    assert slow.line.failures == 0, "it is slow, not broken"
+
+
+def test_how_long_a_read_will_take_follows_what_its_node_shows_by_now() -> None:
+    played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=100, connections_per_node=1))
+    first, last = played.read(0, 100), played.read(900, 100)
+    played.serve(played.must_take("a:1"))
+    run = played.must_take("a:1")
+    played.claim(run, 10)
+    played.now_s = 1.0
+    assert played.schedule.left_s(first, played.now_s) == 0.0
+    early_s = played.schedule.left_s(last, 1.0)
+    played.now_s = 2.0
+    assert played.schedule.left_s(last, 2.0) > early_s > 5.0
+
+
+def test_a_node_takes_what_others_would_come_to_last() -> None:
+    played = Played(("a:1", "b:1"), ("a:1", "c:1"), ("c:1",))
+    played.read(0, 100)
+    played.read(1000, 100)
+    played.read(2000, 900)  # which keeps the last node busy
+    run = played.must_take("a:1")
+    assert run.pieces[0].block.id == 2
+
+
+def test_who_gave_wrong_bytes_is_told_when_the_others_were_asked() -> None:
+    played = Played(("a:1", "b:1"))
+    played.read(0, 100)
+    run = played.must_take("a:1")
+    played.claim(run, 100)
+    played.finish(run, WrongBytesError("wrong bytes at 0"))
+    assert played.schedule.wrong == []
+    played.serve(played.must_take("b:1"))
+    ((block, nodes),) = played.schedule.wrong
+    assert (block.id, nodes) == (1, {"a:1"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bootseer.hdfs.client import HdfsClient
 
-_WAIT_S = 90.0
+_WAIT_S = 150.0
 
 
 def read_ranges(file: Any, ranges: Sequence[tuple[int, int]], **options: Any) -> list[tuple[bytes, Any]]:

@@ -389,7 +389,7 @@ class SharedStoreContract(StoreContract):
     def test_the_child_of_a_fork_reads_too(self, store: Store, child_environment: dict[str, str]) -> None:
         with _child("fork", store.uri, child_environment) as child:
             try:
-                answer, _ = child.communicate(timeout=60)
+                answer, _ = child.communicate(timeout=180)
             finally:
                 child.kill()
         assert answer == b"True\n"

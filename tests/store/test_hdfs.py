@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hdfs_plain
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.store import Store
 from hdfs_cluster import HdfsCluster, needs_hdfs
@@ -73,9 +74,7 @@ def test_an_object_may_lie_in_many_blocks(cluster: HdfsCluster, uri: str) -> Non
     with closing(hdfs.HdfsStore(uri)) as store:
         name = put(store, data).name
         path = f"{outside.root}/sha256/{name[7:9]}/{name[7:]}"
-        options = hdfs_native.WriteOptions(block_size=1024 * 1024, overwrite=True)
-        with outside.client.create(path, options) as file:
-            file.write(data)
+        hdfs_plain.write(cluster.uri, path, data, block_size=1024 * 1024)
         assert get(store, name, 1024 * 1024 - 10, 3 * 1024 * 1024) == data[1024 * 1024 - 10 : 4 * 1024 * 1024 - 10]
 
 
@@ -84,10 +83,10 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
         name = put(store, DATA).name
         cluster.hang(0)
         try:
-            # Each of them might ask the hung replica first. All together have less time than three would need that
-            # wait for it a second each, let alone the 60 s of other clients.
-            until = time.monotonic() + 20
-            for _ in range(40):
+            # Each of them might ask the hung replica first. All together have less time than they would need that wait
+            # for it a second each, let alone the 60 s of other clients.
+            until = time.monotonic() + 60
+            for _ in range(100):
                 assert b"".join(store.read(name, timeout_s=until - time.monotonic())) == DATA
         finally:
             cluster.resume(0)

@@ -65,7 +65,7 @@ class TestS3Store(SharedStoreContract):
     def test_the_child_of_a_fork_reads_too(self, store: Store, child_environment: dict[str, str]) -> None:
         """It cannot, and is told so instead of waiting for ever."""
         command = [sys.executable, str(CHILD), "fork", store.uri]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         assert ended.stdout == "False\n"
         assert "object stores do not work in the child of a fork; start a new process" in ended.stderr
 

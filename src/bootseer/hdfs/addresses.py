@@ -1,7 +1,8 @@
 """Where the NameNodes of a cluster are, and with which settings: from a URI and Hadoop's own configuration files.
 
 `hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml`, which lie in
-`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`. Called by `namenode` and by those who make one.
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system. Called by
+`namenode`, `checkpoint.places.open` and by those who make one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ class Cluster:
     def by_hostname(self) -> bool:
         """Whether DataNodes are called by their names instead of their addresses."""
         return self.settings.get("dfs.client.use.datanode.hostname", "").lower() == "true"
+
+
+def default_authority() -> str:
+    """What `hdfs:///` stands for: the authority of `fs.defaultFS`. Raises `UsageError` where that is no HDFS."""
+    named = _settings(_conf_dir()).get("fs.defaultFS", "")
+    scheme, _, rest = named.partition("://")
+    authority = rest.partition("/")[0]
+    if scheme != "hdfs" or not authority:
+        why = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"
+        raise UsageError(
+            f"hdfs:/// names no file system: {why}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
+        )
+    return authority
 
 
 def _conf_dir() -> str | None:

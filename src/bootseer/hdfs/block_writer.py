@@ -1,7 +1,8 @@
 """One block on its way to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
 
 The first DataNode passes the packets on to the second, and so on; each packet is confirmed by all of them. Nothing is
-repaired here: when a node fails, the block has failed, and whoever writes begins it elsewhere. Called by `placing`.
+repaired here: when a node fails, the block has failed, and whoever writes begins it elsewhere. Called by `placing` and
+`long_writer`.
 
 A node that neither takes nor confirms anything for `stall_s` has failed. Belongs to one thread at a time.
 """
@@ -56,6 +57,8 @@ class BlockWriter:
         """Connect the nodes, each step of which takes `setup_s` at most. Raises `PipelineError`."""
         self.size_bytes = 0
         """What was given to the nodes."""
+        self._rest = bytearray()
+        """What does not fill a packet yet: only the last one of a block may be cut, as checksums are."""
         self._new = new
         self._nodes = new.block.nodes
         self._holder = holder
@@ -81,15 +84,24 @@ class BlockWriter:
         self._stall_s = stall_s
 
     def write(self, data: memoryview) -> None:
-        """Send whole packets, or the last bytes of the block. Blocks while the nodes are slower."""
-        for start in range(0, len(data), PACKET_BYTES):
-            packet = data[start : start + PACKET_BYTES]
-            self._send([*self._head(len(packet), self._sums(packet)), packet])
-            self.size_bytes += len(packet)
+        """Append bytes. Blocks while the nodes are slower."""
+        if self._rest:
+            missing = PACKET_BYTES - len(self._rest)
+            self._rest += data[:missing]
+            data = data[missing:]
+            if len(self._rest) == PACKET_BYTES:
+                full, self._rest = self._rest, bytearray()
+                self._send_packet(memoryview(full))
+        whole = len(data) - len(data) % PACKET_BYTES
+        for start in range(0, whole, PACKET_BYTES):
+            self._send_packet(data[start : start + PACKET_BYTES])
+        self._rest += data[whole:]
         self._hear()
 
     def finish(self) -> None:
         """Wait until all nodes have confirmed all bytes, and that these are all."""
+        if self._rest:
+            self._send_packet(memoryview(self._rest))
         self._send(self._head(0, b"", last=True))
         heard_s = time.monotonic()
         while (confirmed := self._confirmed) < self._sequence:
@@ -100,6 +112,10 @@ class BlockWriter:
     def close(self) -> None:
         """End the connection. Before `finish`, the nodes drop what they have."""
         self._socket.close()
+
+    def _send_packet(self, packet: memoryview) -> None:
+        self._send([*self._head(len(packet), self._sums(packet)), packet])
+        self.size_bytes += len(packet)
 
     def _begin(self) -> None:
         """The answer of the first node, given when all are connected."""

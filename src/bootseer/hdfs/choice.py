@@ -3,6 +3,7 @@
 A node that hangs or fails is left alone until a probe has succeeded (a circuit breaker): one silence is enough, because
 each further one would cost a reader the same time again. A node that is slow is not: it gets what the fast ones would
 not finish earlier. What was measured long ago is believed less and less, so that a node that has recovered is tried.
+What is underway counts too: a request that has brought little in some time shows that its node is no faster than that.
 
 Called by `schedule`. Decides and touches nothing.
 """
@@ -26,7 +27,14 @@ _SLOWER: Final = 3.0
 _STALE_S: Final = 5.0
 _RUN_S: Final = 0.25
 """One request takes about so long: the way there and back is little against it, and little is lost with it."""
-_UNKNOWN_RUN_BYTES: Final = 2 << 20
+_UNKNOWN_RUN_BYTES: Final = 1 << 20
+_RECEPTION_S: Final = 0.05
+"""What is received at once takes about so long: memory that nobody wants filled any more is free after it, and a node
+that is slow is told from one that hangs."""
+_PACKET_BYTES: Final = 64 << 10
+_UNKNOWN_PACKETS: Final = 4
+_GUESS_RATE: Final = 100e6
+"""Of nodes while nothing is known of any: what waits for them counts from the beginning."""
 _NUM_TIMES: Final = 256
 _NEW: Final = 0.3
 """How much a new sample of a rate counts."""
@@ -56,6 +64,8 @@ class NodeChoice:
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._num_times = 0
         self._late_s = most_late_s
+        self.at_most: Callable[[str, float], float] = _anything
+        """The rate that what is underway at a node allows for, by now."""
 
     def is_open(self, node: str) -> bool:
         """Whether it is left alone."""
@@ -63,18 +73,19 @@ class NodeChoice:
 
     def rate(self, node: str, now_s: float) -> float:
         """Bytes in a second, by estimate; 0 where nothing is known."""
+        at_most = self.at_most(node, now_s)
         shown = self._shown.get(node)
-        if shown is None:
-            return 0.0
+        if shown is None or not shown.rate:
+            return at_most if at_most < math.inf else 0.0
+        rate = shown.rate
         age_s = now_s - shown.measured_s
-        if shown.rate < self._mean_rate and age_s > _STALE_S:
-            return min(self._mean_rate, shown.rate * math.pow(2.0, min(age_s / _STALE_S - 1, 60.0)))
-        return shown.rate
+        if rate < self._mean_rate and age_s > _STALE_S:
+            rate = min(self._mean_rate, rate * math.pow(2.0, min(age_s / _STALE_S - 1, 60.0)))
+        return min(rate, at_most)
 
     def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
-        """How long this many bytes take; 0 where nothing is known."""
-        rate = self.rate(node, now_s) or self._mean_rate
-        return num_bytes / rate if rate else 0.0
+        """How long this many bytes take, by what is known of the node, or else of others."""
+        return num_bytes / (self.rate(node, now_s) or self._mean_rate or _GUESS_RATE)
 
     def order(self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float) -> list[str]:
         """The node that would finish this first comes first; those that are left alone come last."""
@@ -100,6 +111,12 @@ class NodeChoice:
         rate = self.rate(node, now_s)
         return min(int(rate * _RUN_S) if rate else _UNKNOWN_RUN_BYTES, most)
 
+    def packets(self, node: str, connections: int, most: int, now_s: float) -> int:
+        """How many packets to receive at once from a node that serves several connections."""
+        rate = self.rate(node, now_s)
+        wanted = int(rate / connections * _RECEPTION_S) // _PACKET_BYTES if rate else _UNKNOWN_PACKETS
+        return max(1, min(wanted, most))
+
     def late_s(self) -> float:
         """After how long without progress a read is late: four times what nineteen of twenty take."""
         return self._late_s
@@ -112,11 +129,13 @@ class NodeChoice:
             usual_s = sorted(self._times)[len(self._times) * 19 // 20]
             self._late_s = min(max(4 * usual_s, self._least_late_s), self._most_late_s)
 
-    def served(self, node: str, num_bytes: int, seconds: float, now_s: float) -> None:
-        """A request has ended well, during which the node gave this many bytes on all its connections."""
+    def served(self, node: str, asked_bytes: int, num_bytes: int, seconds: float, now_s: float) -> None:
+        """A request for `asked_bytes` has ended well, perhaps early, during which the node gave `num_bytes` on all its
+        connections."""
         shown = self._shown.setdefault(node, _Shown())
         shown.failures = 0
-        if num_bytes < _MIN_SAMPLE_BYTES or seconds <= 0:
+        # One that is called off early, because it is slow, says how slow.
+        if max(asked_bytes, num_bytes) < _MIN_SAMPLE_BYTES or not num_bytes or seconds <= 0:
             return
         shown.pause_s = _FIRST_PAUSE_S
         rate = num_bytes / seconds
@@ -152,3 +171,8 @@ class NodeChoice:
         shown = self._shown.setdefault(node, _Shown())
         self._shown[node] = _Shown(pause_s=shown.pause_s)
         self._open.discard(node)
+
+
+def _anything(node: str, now_s: float) -> float:
+    """Nothing is underway."""
+    return math.inf

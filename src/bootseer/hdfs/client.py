@@ -1,9 +1,9 @@
 """One HDFS, as the code above needs it: names and folders, writing, reading. The door of this package.
 
-Questions about names and all writing go through hdfs-native (`native`), with deadlines and mapped errors. Reading and
-the question where blocks lie go through own connections (`reads`, `namenode`), which choose the DataNode and remember
-the bad ones; where those cannot be spoken (Kerberos, encryption, erasure coding), reading goes through hdfs-native too
-(`native_reads`), and where blocks lie stays unknown. Used by `store.hdfs` and `checkpoint.places.hdfs`.
+Names (`names`), reading (`reads`) and writing (`placing`, `long_writer`) go over own connections, which know which
+NameNode answers, choose the DataNode and remember the bad ones. Where those cannot be spoken (Kerberos, encryption,
+erasure coding), all goes through hdfs-native (`native_names`, `native_reads`, `writer`), and where blocks lie stays
+unknown. Used by `store.hdfs` and `checkpoint.places.hdfs`.
 
 Paths are whole paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
 threads, and after `fork`.
@@ -12,19 +12,21 @@ threads, and after `fork`.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from hdfs_native import Client
-from hdfs_native import FileStatus as Found
-
-from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.bad_nodes import BadNodes
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
+from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.names import Names
 from bootseer.hdfs.native import Native, NativeSettings, TakenError
+from bootseer.hdfs.native_names import NativeNames
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
-from bootseer.hdfs.placing import Apart, BadNodes, PlacedWriter, PlacingSettings
+from bootseer.hdfs.placing import Apart, PlacedWriter, PlacingSettings
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.rpc import NotSpokenError
 from bootseer.hdfs.status import FileStatus
@@ -33,9 +35,13 @@ from bootseer.hdfs.writer import HdfsWriter
 T = TypeVar("T")
 
 _MIB = 1024 * 1024
+_LEAST_BLOCK = re.compile(r"minimum value.*: \d+ < (\d{1,15})\b")
+"""How a NameNode says how large blocks must be, `dfs.namenode.fs-limits.min-block-size`."""
 _MAX_TRIES = 3
-_LIST_S = 600.0
-"""For a whole folder: nobody knows how long it is, and each page of it comes quickly or never."""
+_MUCH_BYTES = 1 << 50
+_NATIVE_BLOCK_BYTES = 1 << 30
+"""hdfs-native's files end in an error when a DataNode tells late of the last block but one: of blocks that take seconds
+to write, none is so late."""
 
 
 class HdfsClient:
@@ -49,62 +55,58 @@ class HdfsClient:
         self.settings = settings or NativeSettings()
         self.cluster = Cluster.of(authority, self.settings.conf_dir)
         self._native = Native(self.uri, self.settings, server=_server(self.cluster))
-        self._namenode = NameNode(self.cluster)
+        self._namenode = NameNode(self.cluster, ask_s=self.settings.call_s)
+        self._names = Names(self._namenode)
+        self._native_names = NativeNames(self._native)
         self._bad = BadNodes()
         self._defaults: WriteDefaults | None = None
+        self._least_block = 0
+        """Bytes that a block must have here, once the NameNode has refused a smaller one."""
         self._reads = Reads(self._namenode, self._native)
+        self.fallback = ""
+        """Why hdfs-native had to write or to ask for names, "" when it had not; reads tell theirs in their figures."""
 
     def stat(self, path: str) -> FileStatus:
         """What is known of a name. Raises `NotFoundError`."""
-        return _status(self._call(path, lambda client: client.get_file_info(path)))
+        return self._ask(lambda names: names.stat(path))
 
     def list(self, path: str, *, recursive: bool = False) -> Iterator[FileStatus]:
         """What lies in a folder, or with `recursive` below it; a file's list is the file. Raises `NotFoundError`."""
-        what = f"{self.uri}{path}"
-        for found in self._native.stream(what, lambda client: client.list_status(path, recursive), _LIST_S):
-            yield _status(found)
+        try:
+            yield from self._names.list(path, recursive=recursive)
+        except NotSpokenError:
+            yield from self._native_names.list(path, recursive=recursive)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
         """Make a folder, with `parents` also those above it. Raises `TakenError` for a name that is taken, unless
         `parents` and it is a folder; of two callers at the same time both may succeed, for HDFS does not tell."""
-
-        def make(client: Client) -> None:
-            if not parents and _is_there(client, path):
+        if not parents:
+            with contextlib.suppress(NotFoundError):
+                self.stat(path)
                 raise TakenError(f"{self.uri}{path} is there already")
-            client.mkdirs(path, mode, parents)
-
-        self._call(path, make)
+        self._ask(lambda names: names.make_folder(path, mode, parents=parents))
 
     def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
         """Give a name to what has another, in one step. With `overwrite` a file replaces a file and a folder an empty
         folder. Raises `TakenError`, `PermanentError` for what cannot be replaced, `NotFoundError`."""
-        self._call(source, lambda client: client.rename(source, target, overwrite=overwrite))
+        self._ask(lambda names: names.rename(source, target, overwrite=overwrite))
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty."""
-        if not self._call(path, lambda client: client.delete(path, recursive)):
+        if not self._ask(lambda names: names.delete(path, recursive=recursive)):
             raise NotFoundError(f"{self.uri}{path} is not there")
 
     def set_permission(self, path: str, mode: int) -> None:
         """Set the permission bits."""
-        self._call(path, lambda client: client.set_permission(path, mode))
+        self._ask(lambda names: names.set_permission(path, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         """Set owner and group by name; None leaves one as it is. Only HDFS's superuser may give files away."""
-        self._call(path, lambda client: client.set_owner(path, owner, group))
+        self._ask(lambda names: names.set_owner(path, owner, group))
 
     def set_times(self, path: str, mtime_ms: int, atime_ms: int | None = None) -> None:
         """Set the times of the last change and of the last reading; None leaves the latter as it is."""
-
-        def change(client: Client) -> None:
-            atime = client.get_file_info(path).access_time if atime_ms is None else atime_ms
-            client.set_times(path, mtime_ms, atime)
-
-        self._call(path, change)
-
-    def bytes_below(self, path: str) -> int:
-        """How many bytes the files of a folder have together, each counted once whatever its replication."""
-        return self._call(path, lambda client: client.get_content_summary(path).length)
+        self._ask(lambda names: names.set_times(path, mtime_ms, atime_ms))
 
     def put(
         self,
@@ -120,13 +122,24 @@ class HdfsClient:
 
         Makes its folder when that is missing. Raises `TakenError` for a name that is taken.
         """
+        problem: TransientError | None = None
         for number in range(_MAX_TRIES):
-            writer = self._begin_small(path, len(data), mode, overwrite, block_size, replication)
+            try:
+                writer = self._sized(
+                    block_size,
+                    lambda size: self._begin_small(path, len(data), mode, overwrite, size, replication),
+                )
+            except TakenError:
+                # By the try before, which could not be removed.
+                if problem is None:
+                    raise
+                raise problem from None
             try:
                 if data:
                     writer.write(data)
                 writer.close()
-            except TransientError:
+            except TransientError as error:
+                problem = error
                 if number + 1 == _MAX_TRIES:
                     raise
             else:
@@ -142,14 +155,28 @@ class HdfsClient:
         overwrite: bool = False,
         block_size: int | None = None,
         replication: int | None = None,
-    ) -> HdfsWriter:
-        """Begin a file, and its folder when that is missing. Raises `TakenError` for a name that is taken.
+    ) -> LongWriter | HdfsWriter:
+        """Begin a file of any length, and its folder when that is missing. Raises `TakenError` for a taken name.
 
         `block_size` in bytes and `replication` are the cluster's unless told otherwise.
         """
-        return HdfsWriter(
-            self._native, path, mode=mode, overwrite=overwrite, block_size=block_size, replication=replication
-        )
+
+        def begin(size: int | None) -> LongWriter | HdfsWriter:
+            try:
+                defaults = self._write_defaults()
+                return LongWriter(
+                    self._namenode, self._native, path, block_size=size or defaults.block_size,
+                    replication=replication or defaults.replication, mode=mode, overwrite=overwrite,
+                    defaults=defaults, bad=self._bad,
+                )  # fmt: skip
+            except NotSpokenError as error:
+                self.fallback = str(error)
+                return HdfsWriter(
+                    self._native, path, mode=mode, overwrite=overwrite, block_size=size or _NATIVE_BLOCK_BYTES,
+                    replication=replication,
+                )  # fmt: skip
+
+        return self._sized(block_size, begin)
 
     def begin_apart(
         self,
@@ -160,25 +187,26 @@ class HdfsClient:
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
         spare: Sequence[str] = (),
-    ) -> Sequence[PlacedWriter | HdfsWriter]:
+    ) -> Sequence[PlacedWriter | LongWriter | HdfsWriter]:
         """Begin files of one block of `block_size` bytes each, on different nodes as far as there are any.
 
         `avoid`: nodes that are not wanted, if there are others; those that failed lately are not wanted either.
         `spare`: nodes that are taken only before two files would share one, the first of them first.
         """
-        block_size = -(-block_size // _MIB) * _MIB  # no less than what clusters take
-        try:
-            return self._begin_apart(paths, block_size, mode, replication, avoid=avoid, spare=spare).writers
-        except NotSpokenError:
-            pass
-        writers = []
-        with contextlib.ExitStack() as begun:
-            for path in paths:
-                writer = self.create(path, mode=mode, block_size=block_size, replication=replication)
-                begun.callback(writer.abort)
-                writers.append(writer)
-            begun.pop_all()
-        return writers
+
+        def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | HdfsWriter]:
+            with contextlib.suppress(NotSpokenError):
+                return self._begin_apart(paths, size or block_size, mode, replication, avoid=avoid, spare=spare).writers
+            writers = []
+            with contextlib.ExitStack() as begun:
+                for path in paths:
+                    writer = self.create(path, mode=mode, block_size=size, replication=replication)
+                    begun.callback(writer.abort)
+                    writers.append(writer)
+                begun.pop_all()
+            return writers
+
+        return self._sized(-(-block_size // _MIB) * _MIB, begin)
 
     @property
     def replication(self) -> int | None:
@@ -188,17 +216,16 @@ class HdfsClient:
         except NotSpokenError:
             return None
 
-    def nodes_of(self, path: str) -> tuple[str, ...]:
-        """The DataNodes that have the first block of a file, also while it is written; nothing where nobody knows."""
+    def space(self, path: str) -> tuple[int, int]:
+        """Bytes in all, and how many of them are free: of all DataNodes together. Where they cannot be asked, of the
+        folder's quota, or else as many that nobody waits for room."""
         try:
-            blocks = self._namenode.locate(path).blocks
-        except BootseerError:
-            return ()
-        return tuple(node.host_port for node in blocks[0].nodes) if blocks else ()
-
-    def space(self) -> tuple[int, int]:
-        """Bytes of all DataNodes together, and how many of them are free. Raises `NotSpokenError`."""
-        return self._namenode.space()
+            return self._namenode.space()
+        except NotSpokenError:
+            quota, used = self._native_names.room(path)
+        if not 0 < quota < _MUCH_BYTES:
+            return _MUCH_BYTES, _MUCH_BYTES
+        return quota, max(quota - used, 0)
 
     def reads(self) -> Reads:
         """Reads of many files, which share what they know of the DataNodes; one for the whole client."""
@@ -210,9 +237,22 @@ class HdfsClient:
         self._namenode.close()
         self._native.close()
 
+    def _sized(self, block_size: int | None, begin: Callable[[int | None], T]) -> T:
+        """What `begin` makes with blocks of this size, or of the smallest that the NameNode takes; None: its own."""
+        if block_size is None:
+            return begin(None)
+        try:
+            return begin(max(block_size, self._least_block))
+        except PermanentError as error:
+            least = _LEAST_BLOCK.search(str(error))
+            if least is None or int(least[1]) <= max(block_size, self._least_block):
+                raise
+            self._least_block = int(least[1])
+        return begin(self._least_block)
+
     def _begin_small(
         self, path: str, length: int, mode: int, overwrite: bool, block_size: int | None, replication: int | None
-    ) -> PlacedWriter | HdfsWriter:
+    ) -> PlacedWriter | LongWriter | HdfsWriter:
         # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
         try:
             size = block_size or self._write_defaults().block_size
@@ -244,8 +284,12 @@ class HdfsClient:
             self._defaults = ask_defaults(self._namenode)
         return self._defaults
 
-    def _call(self, path: str, ask: Callable[[Client], T]) -> T:
-        return self._native.call(f"{self.uri}{path}", ask)
+    def _ask(self, ask: Callable[[Names | NativeNames], T]) -> T:
+        try:
+            return ask(self._names)
+        except NotSpokenError as error:
+            self.fallback = str(error)
+            return ask(self._native_names)
 
 
 class Reads:
@@ -275,33 +319,14 @@ class Reads:
                     facts[key] = own + value if isinstance(own, int) and isinstance(value, int) else value
         return facts
 
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """See `HdfsReads.delay_s`."""
+        return self._own.delay_s(nodes, length)
+
     def close(self) -> None:
         """End what waits. Nothing is read any more."""
         self._own.close()
         self._fallback.close()
-
-
-def _is_there(client: Client, path: str) -> bool:
-    try:
-        client.get_file_info(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _status(found: Found) -> FileStatus:
-    return FileStatus(
-        path=found.path,
-        is_folder=found.isdir,
-        size_bytes=found.length,
-        mtime_ms=found.modification_time,
-        atime_ms=found.access_time,
-        mode=found.permission & 0o7777,
-        owner=found.owner,
-        group=found.group,
-        replication=found.replication or 0,
-        block_size=found.blocksize or 0,
-    )
 
 
 def _server(cluster: Cluster) -> str:

@@ -20,10 +20,9 @@ from typing import Final
 from bootseer.hdfs import checksums
 from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block
+from bootseer.hdfs.pieces import MAX_PACKETS
 from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
 
-MAX_PACKETS: Final = 16
-"""Received by one system call: 1 MiB."""
 _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20

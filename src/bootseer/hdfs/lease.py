@@ -1,15 +1,16 @@
-"""A file that is being written, as the NameNode sees it: begun, given blocks, completed. Called by `placing`.
+"""A file that is being written, as the NameNode sees it: begun, given blocks, completed.
 
 The right to write a file is a lease; whoever holds it has a name. Each file has a holder of its own here, so that one
 whose writer was lost ends by itself: the NameNode closes it when nobody has renewed its lease for 20 minutes
 (`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s others may take a file over, who would have
 to want the same name. So it is enough that whoever sends renews now and then: DataNodes give up an idle writer after
-60 s anyway.
+60 s anyway. Called by `placing` and `long_writer`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -27,15 +28,30 @@ from bootseer.hdfs.rpc import NotSpokenError, RemoteError
 _CREATE, _OVERWRITE = 1, 2
 _RENEW_S: Final = 20.0
 _RENEW_CALL_S: Final = 5.0
+_REMOVE_S: Final = 10.0
+_REPORTED_S: Final = 60.0
+"""So long DataNodes may take to tell the NameNode of a block that they have confirmed to its writer."""
 _FIRST_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.2
 _MAX_CHUNK_BYTES: Final = 64 * 1024
 _NO_NODES = ("could only be written to", "could only be replicated to", "is out of space")
+_RUNNING = re.compile(r"There are (\d{1,9}) datanode\(s\) running")
 _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is trying to recreate")
 
 
 class NoNodesError(TransientError):
     """The NameNode finds no DataNode for a block, at least none that was not excluded."""
+
+    @property
+    def num_running(self) -> int:
+        """How many nodes there are; those that were neither excluded nor chosen have no room, or are too busy just now
+        (`considerLoad`). 0 where nobody knows."""
+        count = _RUNNING.search(str(self))
+        return int(count[1]) if count is not None else 0
+
+
+class _NotReportedError(TransientError):
+    """The NameNode has not heard yet from the DataNodes of an earlier block of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +128,29 @@ class Lease:
             namenode.ask("delete", field(1, path) + field(2, False), path, None)
             raise NotSpokenError(f"{path}: its bytes would be erasure-coded or encrypted, which is not spoken here")
 
-    def add_block(self, exclude: Iterable[bytes]) -> NewBlock:
-        """The file's first block, on none of these nodes. Raises `NoNodesError` when there are no others."""
+    def add_block(self, exclude: Iterable[bytes], previous: Block | None = None) -> NewBlock:
+        """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
+        nodes. Raises `NoNodesError` when there are no others.
+
+        Waits for DataNodes that have not told the NameNode yet of the blocks before, as busy ones do seconds late.
+        """
         request = field(1, self.path) + field(2, self.holder) + field(5, self._file_id)
+        if previous is not None:
+            request += field(3, identity(previous))
         request += b"".join(field(4, node) for node in exclude)
+        until = time.monotonic() + _REPORTED_S
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._added(request)
+            except _NotReportedError:
+                if time.monotonic() + pause_s >= until:
+                    raise
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                self.renew()
+
+    def _added(self, request: bytes) -> NewBlock:
         try:
             answer = self._ask("addBlock", request)
             data = answer.data(1)
@@ -144,25 +179,32 @@ class Lease:
                 self._namenode.ask("renewLease", field(1, self.holder), self.path, _RENEW_CALL_S)
 
     def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> None:
-        """End the file, whose only block has so many bytes. Waits until a DataNode has told the NameNode so."""
+        """End the file, which has so many bytes; `block` is its last one. Waits until DataNodes have told the NameNode
+        of all its blocks."""
         request = field(1, self.path) + field(2, self.holder) + field(4, self._file_id)
         if block is not None:
-            request += field(3, identity(replace(block, length=size_bytes)))
+            request += field(3, identity(block))
         until = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
         try:
-            while not self._ask("complete", request).number(1):
+            # A NameNode that restarts meanwhile has all the time, as DataNodes have.
+            while not self._ask("complete", request, max(until - time.monotonic(), _FIRST_PAUSE_S)).number(1):
                 if time.monotonic() + pause_s >= until:
                     raise TransientError(f"{self.path}: no DataNode confirmed its block within {timeout_s:.0f} s")
                 # The DataNode's word is on its way to the NameNode, usually for a millisecond.
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                self.renew()
             status = self._ask("getFileInfo", field(1, self.path)).message(1)
             found = status.number(3)
         except MalformedError as error:
             raise _senseless(self._namenode, self.path, error) from error
         if found != size_bytes:
             raise TransientError(f"{self.path} has {found} bytes after {size_bytes} were written")
+
+    def remove(self) -> None:
+        """Remove the file, as far as it is there and the NameNode answers soon."""
+        self._ask("delete", field(1, self.path) + field(2, False), _REMOVE_S)
 
     def _create(self, request: bytes) -> Message:
         try:
@@ -173,9 +215,9 @@ class Lease:
             # Nobody else has this holder's name: an answer was lost on the way, and the question asked again.
             return self._ask("getFileInfo", field(1, self.path))
 
-    def _ask(self, method: str, request: bytes) -> Message:
+    def _ask(self, method: str, request: bytes, timeout_s: float | None = None) -> Message:
         try:
-            return Message(self._namenode.ask(method, request, self.path, None))
+            return Message(self._namenode.ask(method, request, self.path, timeout_s))
         except BootseerError as error:
             # Kinds of errors that only writers meet.
             kind = _kind(error.__cause__)
@@ -195,6 +237,8 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
         return None
     if any(said in str(cause) for said in _NO_NODES):
         return NoNodesError
+    if cause.kind == "NotReplicatedYetException":
+        return _NotReportedError
     if cause.kind == "UnknownCryptoProtocolVersionException":
         return NotSpokenError  # a folder whose files are encrypted by those who write them
     return kind_of_error(f"{cause.kind}: {cause}")

@@ -1,7 +1,7 @@
-"""What the NameNodes of a cluster are asked before blocks are read: where they lie.
+"""What the NameNodes of a cluster are asked: where blocks lie, and in the words of others (`ask`) all else.
 
 Several NameNodes stand for one cluster (HA): one is active, the others say that they are not, hang or are gone. The
-one that answered last is asked first. Called by `reads`, and by writers that want to know where a new block went.
+one that answered last is asked first. Called by `names`, `reads`, and by writers through `lease`.
 
 Safe to use from many threads; each question has a connection of its own, at most `_MAX_CONNECTIONS` at a time.
 """
@@ -9,6 +9,7 @@ Safe to use from many threads; each question has a connection of its own, at mos
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -23,7 +24,8 @@ from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _DATANODE_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientDatanodeProtocol"
-_MAX_CONNECTIONS: Final = 4
+_MAX_CONNECTIONS: Final = 8
+_MAX_NUMBER: Final = 0x7FFFFFFF
 _IDLE_S: Final = 8.0
 """Servers close connections after 10 s without a question."""
 _PAUSE_S: Final = 0.2
@@ -34,10 +36,11 @@ _EVERYTHING: Final = (1 << 63) - 1
 
 
 class NameNode:
-    """The NameNodes of one cluster, as one. `call_timeout_s` bounds each question to each of them."""
+    """The NameNodes of one cluster, as one. `ask_s` bounds each question, `call_timeout_s` what one of them takes."""
 
-    def __init__(self, cluster: Cluster, *, call_timeout_s: float = 10.0) -> None:
+    def __init__(self, cluster: Cluster, *, call_timeout_s: float = 10.0, ask_s: float = 30.0) -> None:
         self.cluster = cluster
+        self._ask_s = ask_s
         self._call_timeout_s = call_timeout_s
         self._spoken = not cluster.secure
         self._is_closed = False
@@ -45,6 +48,9 @@ class NameNode:
         _namenodes.add(self)
 
     def _reset(self) -> None:
+        # By these the NameNodes know a question that is asked again, and change nothing twice.
+        self._client_id = os.urandom(16)
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._active = 0
@@ -131,7 +137,8 @@ class NameNode:
         if not self._spoken:
             raise NotSpokenError(f"{self._named(path)}: the settings want Kerberos or protected data")
         num_namenodes = len(self.cluster.namenodes)
-        until = time.monotonic() + (self._call_timeout_s * (num_namenodes + 1) if timeout_s is None else timeout_s)
+        call = next(self._numbers) & _MAX_NUMBER
+        until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
         pause_s = _PAUSE_S
         problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
         while True:
@@ -140,7 +147,7 @@ class NameNode:
                     raise problem
                 number = self._active
                 try:
-                    return self._ask_one(number, method, request, until)
+                    return self._ask_one(number, method, request, call, until)
                 except RemoteError as error:
                     if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
@@ -158,7 +165,7 @@ class NameNode:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _ask_one(self, number: int, method: str, request: bytes, until: float) -> bytes:
+    def _ask_one(self, number: int, method: str, request: bytes, call: int, until: float) -> bytes:
         if not self._free.acquire(timeout=max(until - time.monotonic(), 0.0)):
             raise TransientError("too many questions wait for an answer")
         free = self._free
@@ -167,17 +174,19 @@ class NameNode:
             if idle is not None:
                 # A restarted server has closed what lay idle here: that says nothing of it.
                 with contextlib.suppress(TransientError):
-                    return self._ask_over(idle, number, method, request, until)
-            return self._ask_over(self._connect(number, until), number, method, request, until)
+                    return self._ask_over(idle, number, method, request, call, until)
+            return self._ask_over(self._connect(number, until), number, method, request, call, until)
         finally:
             free.release()
 
-    def _ask_over(self, connection: RpcConnection, number: int, method: str, request: bytes, until: float) -> bytes:
+    def _ask_over(
+        self, connection: RpcConnection, number: int, method: str, request: bytes, call: int, until: float
+    ) -> bytes:
         """One answer over one connection, which is kept when it can be used again."""
         try:
             if not self._knows_encryption:
                 self._check_encryption(connection, until)
-            answer = connection.call(method, request, self._left_s(until))
+            answer = connection.call(method, request, self._left_s(until), number=call)
         except RemoteError:
             self._give(number, connection)
             raise
@@ -189,11 +198,14 @@ class NameNode:
 
     def _connect(self, number: int, until: float) -> RpcConnection:
         host, port = self.cluster.namenodes[number]
-        return RpcConnection(host, port, _PROTOCOL, self.cluster.user, timeout_s=self._left_s(until))
+        timeout_s = self._left_s(until)
+        return RpcConnection(host, port, _PROTOCOL, self.cluster.user, timeout_s=timeout_s, client_id=self._client_id)
 
     def _check_encryption(self, connection: RpcConnection, until: float) -> None:
         """Whether DataNodes want their data encrypted, which only the servers' settings say."""
-        answer = connection.call("getServerDefaults", b"", self._left_s(until))
+        answer = connection.call(
+            "getServerDefaults", b"", self._left_s(until), number=next(self._numbers) & _MAX_NUMBER
+        )
         try:
             is_encrypted = Message(answer).message(1).number(6, 0)
         except MalformedError as error:
@@ -229,7 +241,7 @@ class NameNode:
         said = f"{self._named(path)}: {error}"
         if error.kind == "FileNotFoundException":
             return NotFoundError(said if "not a file" in str(error) else f"{self._named(path)} is not there")
-        if "(is not a directory)" in str(error):
+        if "(is not a directory)" in str(error) and error.kind == "AccessControlException":
             # Nothing lies below a file; HDFS calls the question a lack of rights.
             return NotFoundError(f"{self._named(path)} is not there")
         if error.kind in ("AccessControlException", "AuthorizationException"):

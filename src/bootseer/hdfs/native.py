@@ -5,7 +5,7 @@ makes its own. Worse, the library keeps connections to DataNodes for the whole p
 take its parent's answers and give it other files' bytes: it waits until they have expired (`wait_until_own`). Calls
 know no deadline (`bounded`), and reading past the end panics, which is no `Exception`. The library has no classes for
 most errors: the name of the Java class in their text decides. Called by the other modules here that use the library
-(`client`, `writer`, `native_reads`).
+(`native_names`, `writer`, `native_reads`).
 
 One lock guards the client while it is made; it is safe to use from many threads.
 """
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -44,7 +45,8 @@ class NativeSettings:
     """How long things may take, and what the library is told besides."""
 
     call_s: float = 60.0
-    """For one question to the NameNode, its own tries and its failover included."""
+    """For one question to the NameNodes, all tries and failover included; of a listing, for each page. A restarted
+    NameNode is away for half a minute and more."""
     write_s: float = 20.0
     """For one buffer on its way, and for a DataNode to confirm it."""
     close_s: float = 60.0
@@ -61,11 +63,20 @@ class TakenError(PermanentError):
     """There is something of this name already."""
 
 
+class QuotaError(PermanentError):
+    """A folder may not have so much: a quota of it, or of one above it, is exceeded."""
+
+
+class NotYetError(TransientError):
+    """The NameNode changes no name yet: it has just started, or its operator wants it so (safe mode)."""
+
+
 _KINDS: dict[type[BootseerError], tuple[str, ...]] = {
     TakenError: ("AlreadyExistsException", "AlreadyBeingCreatedException", "already exists", "Path is not a directory"),
-    AccessError: ("AccessControlException", "AuthorizationException"),
+    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
+    NotYetError: ("SafeModeException", "RetriableException"),
+    QuotaError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
     PermanentError: (
-        "QuotaExceededException",
         "PathIsNotEmptyDirectoryException",
         "InvalidPathException",
         "ParentNotDirectoryException",
@@ -78,7 +89,10 @@ _KINDS: dict[type[BootseerError], tuple[str, ...]] = {
         "equested replication",
     ),
 }
-"""Parts of answers that trying again does not change. Only the text says what an error is."""
+"""Parts of answers that mean something to who asked. Only the text says what an error is."""
+_REMOTE = re.compile(r'RPCError\("(?:\w+\.)*([\w$]+)", "(.*?)(?:"\))?$')
+"""How the library shows an answer that is an error: the class and the text, quoted."""
+_KERBEROS = re.compile(r'GSSAPIError\(.*, "(.*?)"?\)?$')
 
 
 class Native:
@@ -103,9 +117,9 @@ class Native:
         with mapping(what):
             return within(timeout_s or self.settings.call_s, what, lambda: ask(self.client()))
 
-    def stream(self, what: str, ask: Callable[[Client], Iterable[T]], timeout_s: float) -> Generator[T, None, None]:
-        """What `ask` yields, to its end within a time, its errors mapped."""
-        items = stream_within(timeout_s, what, lambda: ask(self.client()))
+    def stream(self, what: str, ask: Callable[[Client], Iterable[T]]) -> Generator[T, None, None]:
+        """What `ask` yields, each of it within `call_s`, its errors mapped."""
+        items = stream_within(self.settings.call_s, what, lambda: ask(self.client()), each=True)
         with mapping(what), contextlib.closing(items):
             yield from items
 
@@ -166,7 +180,14 @@ def mapped(error: BaseException, what: str) -> BootseerError:
     """An error of the library as one of ours."""
     text = str(error)
     # Below the first line stands a Java stack trace, which tells a user nothing.
-    first = text.replace("\\n", "\n").partition("\n")[0][:300]
+    first = text.replace("\\n", "\n").partition("\n")[0]
+    if remote := _REMOTE.match(first):
+        first = f"{remote[1]}: {remote[2]}".replace('\\"', '"')
+    elif kerberos := _KERBEROS.match(first):
+        first = f"Kerberos: {kerberos[1]}; is there a ticket (klist, kinit)?"
+    elif "RPC listener disconnected" in first:
+        first = "the NameNode ends the connection; if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
+    first = first[:300]
     said = f"{what}: {first}"
     if isinstance(error, FileNotFoundError) or ("(is not a directory)" in text and "AccessControlException" in text):
         # Some answers are the bare path. Nothing lies below a file; HDFS calls the question a lack of rights.
@@ -181,7 +202,7 @@ def mapped(error: BaseException, what: str) -> BootseerError:
 
 
 def kind_of_error(text: str) -> type[BootseerError] | None:
-    """What a NameNode's answer means for who asked, None when trying again may help; `text` has the Java class too."""
+    """What a NameNode's answer means for who asked, None for nothing special; `text` has the Java class too."""
     for kind, parts in _KINDS.items():
         if any(part in text for part in parts):
             return kind

@@ -276,6 +276,10 @@ class NativeTicket:
                 with suppress(PermanentError):  # reading has ended, and with it everybody's wait
                     self.reads.submit(piece, True)
 
+    def left_s(self) -> float:
+        """Nobody knows."""
+        return 0.0
+
     def ended(self, error: BootseerError | None) -> None:
         """One piece less."""
         with self._lock:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.hdfs.located import Block, LocatedFile
 from bootseer.hdfs.outcome import ReadOutcome
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bootseer.hdfs.runs import Run
 
 NOTHING: Final = memoryview(b"")
+MAX_PACKETS: Final = 16
+"""Received by one system call: 1 MiB."""
 
 
 class State(Enum):
@@ -47,6 +49,8 @@ class Source:
     num_answers: int = 1
     answered_s: float = -math.inf
     """When it was asked again last."""
+    gone: PermanentError | None = None
+    """What it said of a file that is not there any more."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +103,8 @@ class Piece:
     """That has taken it."""
     lines: list[Line] = field(default_factory=list)
     """Where it is queued."""
+    mark: int = 0
+    """What had been queued in the first of these lines before it, see `Line.ahead_bytes`."""
     tried: dict[str, str] = field(default_factory=dict)
     """DataNodes that failed to give it since the NameNode was asked, and why."""
     reasons: dict[str, str] = field(default_factory=dict)

@@ -3,9 +3,9 @@
 The NameNode chooses where a block lies, but can be told which nodes not to choose, and a block without data can be
 given back. So files with one replica exclude the nodes of their siblings; with more replicas, what must not happen is
 that all nodes of a file serve siblings too, and blocks are drawn until each file has a node for itself. When there are
-fewer nodes than files, they are shared evenly. A node that does not take a block is excluded from then on, for a minute
-also by the other files of the same client (`BadNodes`). After `_MAX_DRAWS` a block is taken where it is: a bad place
-costs speed and nothing else.
+fewer nodes than files, they are shared evenly; a node that the NameNode holds for too busy is waited for before. A node
+that does not take a block is excluded from then on, for a minute also by the other files of the same client
+(`BadNodes`). After `_MAX_DRAWS` a block is taken where it is: a bad place costs speed and nothing else.
 
 Made by `client`. A file is begun by its first `write`; siblings may be written by threads of their own.
 """
@@ -16,29 +16,23 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from bootseer.errors import BootseerError, TransientError, UsageError
-from bootseer.hdfs.block_writer import PACKET_BYTES, BlockWriter, PipelineError
+from bootseer.hdfs.bad_nodes import BadNodes, Nodes, begin_block
+from bootseer.hdfs.block_writer import BlockWriter, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native
 
-Nodes = frozenset[str]
-
-_SETUP_S = 3.0
-_STALL_S = 8.0
-"""Longer than disks that are busy writing back, which make their readers wait for seconds."""
-_COMPLETE_S = 60.0
-_REMOVE_S = 10.0
-_BAD_S = 60.0
+BUSY_S = 7.0
+"""So long a node that is not chosen is waited for before two files share one: two of the heartbeats that tell how busy
+a DataNode is (`dfs.namenode.redundancy.considerLoad`), and some."""
+_BUSY_PAUSE_S = 0.5
 _MAX_DRAWS = 24
 _DRAWS_PER_SHARE = 12
 """With 4 nodes and 2 replicas, 12 draws miss what is wanted less than once in 1000 times."""
-_MAX_FAILURES = 4
-"""Blocks that may find no node in a row before the cluster counts as unable to write."""
-_MAX_KNOWN = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +48,6 @@ class PlacingSettings:
     spare: tuple[str, ...] = ()
     """Nodes that are taken only before two files would share one, the first of them first."""
     overwrite: bool = False
-
-
-class BadNodes:
-    """The DataNodes that failed to take a block lately, and what the NameNode calls the nodes. Safe for threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bad: dict[str, float] = {}
-        self._known: dict[str, bytes] = {}
-
-    def met(self, new: NewBlock) -> None:
-        """The NameNode has named these nodes."""
-        with self._lock:
-            if len(self._known) > _MAX_KNOWN:
-                self._known.clear()
-            self._known.update(zip((node.host_port for node in new.block.nodes), new.told, strict=True))
-
-    def failed(self, node: str) -> None:
-        """This one did not take a block; "" is nobody."""
-        if node:
-            with self._lock:
-                self._bad[node] = time.monotonic() + _BAD_S
-
-    def names(self) -> Nodes:
-        """Those that failed within the last minute."""
-        with self._lock:
-            now_s = time.monotonic()
-            self._bad = {node: until_s for node, until_s in self._bad.items() if until_s > now_s}
-            return frozenset(self._bad)
-
-    def known(self, names: Iterable[str]) -> list[bytes]:
-        """What the NameNode calls these nodes; those that it has not named yet cannot be excluded."""
-        with self._lock:
-            return [self._known[name] for name in names if name in self._known]
 
 
 class Apart:
@@ -109,7 +69,7 @@ class Apart:
         self.settings = settings
         self.defaults = defaults
         self.bad = bad
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
         self._taken: dict[str, Nodes] = {}
         self.writers: list[PlacedWriter] = []
         try:
@@ -126,29 +86,39 @@ class Apart:
         One file at a time draws, so that none takes what another is about to take.
         """
         settings = self.settings
-        with self._lock:
+        spare, share, draw = settings.spare, 1, 1
+        is_unwanted = True
+        busy_until = None
+        with self._change:
             self._taken.pop(lease.path, None)
-            others = list(self._taken.values())
-            unwanted = settings.avoid | self.bad.names() | failed
-            spare = settings.spare
-            share = 1
-            for draw in range(1, _MAX_DRAWS + 1):
+            while True:
+                others = list(self._taken.values())
+                unwanted = settings.avoid | self.bad.names() | failed if is_unwanted else failed
                 used = full_nodes(others, share) if settings.replication == 1 else frozenset()
-                excluded = unwanted | used
                 last = draw == _MAX_DRAWS
-                told = [] if last else self.bad.known(excluded.union(spare))
+                told = [] if last else self.bad.known((unwanted | used).union(spare))
                 try:
                     new = lease.add_block(told)
-                except NoNodesError:
+                except NoNodesError as error:
                     if not told:
                         raise
                     # All the others are: who was only unwanted is better than nobody, who failed just now is not.
                     if spare:
                         spare = spare[(len(spare) + 1) // 2 :]
+                    elif error.num_running > len(told) and self.bad.may_wait:
+                        busy_until = busy_until or time.monotonic() + BUSY_S
+                        # Siblings may draw meanwhile, and end: then the node of one is free.
+                        self._change.wait(_BUSY_PAUSE_S)
+                        if time.monotonic() >= busy_until:
+                            self.bad.waited_in_vain()
+                        continue
                     elif share <= len(others):
                         share += 1
+                    elif is_unwanted:
+                        is_unwanted, share = False, 1
                     else:
-                        unwanted, share = (failed, 1) if unwanted != failed else (frozenset(), 1)
+                        failed, share = frozenset(), 1
+                    draw += 1
                     continue
                 self.bad.met(new)
                 nodes = frozenset(node.host_port for node in new.block.nodes)
@@ -158,12 +128,13 @@ class Apart:
                 lease.abandon(new.block)
                 if draw % _DRAWS_PER_SHARE == 0:
                     share += 1
-        raise AssertionError("the last draw is taken or raises")
+                draw += 1
 
     def give_back(self, path: str) -> None:
         """This file is not written any more."""
-        with self._lock:
+        with self._change:
             self._taken.pop(path, None)
+            self._change.notify_all()
 
 
 class PlacedWriter:
@@ -190,7 +161,6 @@ class PlacedWriter:
         )
         self._new: NewBlock | None = None
         self._block: BlockWriter | None = None
-        self._rest = bytearray()
         self._is_usable = True
         self._is_kept = False
 
@@ -204,30 +174,20 @@ class PlacedWriter:
             return
         block = self._block = self._block or self._begin()
         self.size_bytes += len(view)
-        if self._rest:
-            missing = PACKET_BYTES - len(self._rest)
-            self._rest += view[:missing]
-            view = view[missing:]
-            if len(self._rest) == PACKET_BYTES:
-                full, self._rest = self._rest, bytearray()
-                self._send(block, memoryview(full))
-        # Only the last packet of a block may be cut, as checksums are.
-        whole = len(view) - len(view) % PACKET_BYTES
-        if whole:
-            self._send(block, view[:whole])
-        self._rest += view[whole:]
+        with self._guard():
+            block.write(view)
+        self._lease.renew()
 
     def close(self) -> tuple[str, ...]:
         """End the file: confirmed by all its DataNodes, and of the length that was written. Returns where it lies."""
         self._check_usable()
         if self._block is not None:
-            if self._rest:
-                self._send(self._block, memoryview(self._rest))
             with self._guard():
                 self._block.finish()
             self._block.close()
         self._is_usable = False
-        self._lease.complete(self._new.block if self._new else None, self.size_bytes, _COMPLETE_S)
+        block = replace(self._new.block, length=self.size_bytes) if self._new else None
+        self._lease.complete(block, self.size_bytes, self._apart.native.settings.close_s)
         self._is_kept = True
         return self.nodes
 
@@ -242,40 +202,20 @@ class PlacedWriter:
             self._block.close()
         # What stays is invisible, and whoever clears away will find it.
         with contextlib.suppress(BootseerError):
-            self._apart.native.call(self._what, lambda client: client.delete(self.path), _REMOVE_S)
+            self._lease.remove()
 
     def _begin(self) -> BlockWriter:
         """Begin the block, on nodes that take it."""
         apart = self._apart
-        failed: set[str] = set()
-        failures = 0
-        while True:
-            self._new, draws = apart.add_block(self._lease, frozenset(failed))
-            self.draws += draws
-            try:
-                block = BlockWriter(
-                    self._new,
-                    apart.defaults,
-                    self._lease.holder,
-                    by_hostname=apart.namenode.cluster.by_hostname,
-                    setup_s=_SETUP_S,
-                    stall_s=_STALL_S,
-                )
-            except PipelineError as error:
-                apart.bad.failed(error.node)
-                failed.add(error.node)
-                failures += 1
-                self._lease.abandon(self._new.block)
-                if failures == _MAX_FAILURES:
-                    raise TransientError(f"{self._what}: no DataNode takes it: {error}") from error
-                continue
-            self.nodes = tuple(node.host_port for node in self._new.block.nodes)
-            return block
 
-    def _send(self, block: BlockWriter, data: memoryview) -> None:
-        with self._guard():
-            block.write(data)
-        self._lease.renew()
+        def draw(failed: Nodes) -> NewBlock:
+            self._new, draws = apart.add_block(self._lease, failed)
+            self.draws += draws
+            return self._new
+
+        new, block = begin_block(apart.namenode, self._lease, apart.defaults, apart.bad, draw)
+        self.nodes = tuple(node.host_port for node in new.block.nodes)
+        return block
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ while another one has two.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -25,6 +26,7 @@ class Queueing:
     def __init__(self, choice: NodeChoice, *, connections_per_node: int, max_run_bytes: int) -> None:
         self.lines: dict[str, Line] = {}
         self._choice = choice
+        choice.at_most = self._at_most
         self._connections_per_node = connections_per_node
         self._max_run_bytes = max_run_bytes
         self._waiting: dict[Line, None] = {}
@@ -68,7 +70,7 @@ class Queueing:
             most = min(self._max_run_bytes, line.queued_bytes // 3)
             pieces = line.next_pieces(
                 self._choice.run_bytes(line.name, most, now_s),
-                lambda piece, line=line: self._leaves(piece, line, now_s),  # type: ignore[misc]
+                lambda piece, line=line: self._waits_s(piece, line, now_s),  # type: ignore[misc]
             )
             if pieces:  # else `poke_all` looks again
                 for piece in pieces:
@@ -96,10 +98,43 @@ class Queueing:
         line = self.lines.get(node)
         return line.queued_bytes + line.running_bytes if line else 0
 
+    def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
+        """Seconds until a DataNode would have sent so much more; infinity while it is left alone."""
+        if self._choice.is_open(node):
+            return math.inf
+        return self._choice.expected_s(node, self.backlog_bytes(node) + num_bytes, now_s)
+
+    def left_s(self, piece: Piece, now_s: float) -> float:
+        """Seconds until a piece will be there, by estimate; 0 where nothing is known."""
+        run = piece.run
+        if run is not None and piece.state in (State.TAKEN, State.HELD):
+            line, num_bytes = run.line, piece.offset + piece.length - run.pieces[0].offset - run.received
+            # Its other connections have their share of the node.
+            num_bytes *= len(line.runs)
+            if self._choice.is_open(line.name):
+                return math.inf
+            return self._choice.expected_s(line.name, num_bytes, now_s)
+        if piece.state is not State.QUEUED:
+            return 0.0
+        if len(piece.lines) > 1:
+            return min(self.expected_s(line.name, 0, now_s) for line in piece.lines)
+        (line,) = piece.lines
+        if self._choice.is_open(line.name):
+            return math.inf
+        return self._choice.expected_s(line.name, line.ahead_bytes(piece) + piece.length, now_s)
+
+    def _at_most(self, node: str, now_s: float) -> float:
+        line = self.lines.get(node)
+        return math.inf if line is None else line.at_most(now_s)
+
     def _has_room(self, line: Line) -> bool:
         return line.num_queued > 0 and not self.is_full(line)
 
-    def _leaves(self, piece: Piece, line: Line, now_s: float) -> bool:
+    def _waits_s(self, piece: Piece, line: Line, now_s: float) -> float:
+        """When another DataNode would begin with a piece; below zero, when it is better left to that one."""
         others = [other.name for other in piece.lines if other is not line]
-        num_bytes = line.running_bytes + piece.length
-        return bool(others) and self._choice.leaves(line.name, num_bytes, others, self.backlog_bytes, now_s)
+        if not others:
+            return math.inf
+        if self._choice.leaves(line.name, line.running_bytes + piece.length, others, self.backlog_bytes, now_s):
+            return -1.0
+        return min(self.expected_s(other, 0, now_s) for other in others)

@@ -11,7 +11,7 @@ Called by `client`, and through it by the place that checkpoints lie in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bootseer.errors import PermanentError
 from bootseer.hdfs.located import LocatedFile
@@ -40,6 +40,11 @@ class HdfsReads:
         if not located.readable:
             raise NotSpokenError(f"{named} is erasure-coded or encrypted, which reads of blocks do not speak")
         return HdfsFile(self._serving, self._namenode.with_open_block(located), named)
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """Seconds until so much would be here from one of these DataNodes, by estimate; as `HdfsFile.delay_s`."""
+        with self._serving.schedule() as schedule:
+            return schedule.node_delay_s(nodes, length, time.monotonic()) if nodes else 0.0
 
     def facts(self) -> dict[str, object]:
         """All reads so far: for each DataNode bytes, requests, seconds (of all its connections) and failures, then how
@@ -81,7 +86,8 @@ class HdfsFile:
         return tuple(node.host_port for node in self._source.located.block_at(offset).nodes)
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nothing is known."""
+        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nothing is known, and
+        infinity when no DataNode is expected to give it."""
         with self._serving.schedule() as schedule:
             return schedule.delay_s(self._source, offset, length, time.monotonic())
 
@@ -128,9 +134,15 @@ class ReadTicket:
         """Nobody wants it any more. `done` is still called, with whatever happened."""
         with self._serving.schedule() as schedule:
             ticket = self._ticket
-            schedule.fail(ticket, PermanentError(f"{ticket.source.named}: {_CALLED_OFF}"), at_once=False)
+            error = PermanentError(f"{ticket.source.named}: {_CALLED_OFF}")
+            schedule.call_off(ticket, error, time.monotonic())
 
     def hurry(self) -> None:
         """A reader waits for it now: serve it before those that nobody waits for."""
         with self._serving.schedule() as schedule:
             schedule.hurry(self._ticket)
+
+    def left_s(self) -> float:
+        """Seconds until it will have ended, by estimate; 0 where nothing is known."""
+        with self._serving.schedule() as schedule:
+            return schedule.left_s(self._ticket, time.monotonic())

@@ -35,17 +35,20 @@ class RemoteError(Exception):
 
     def __init__(self, kind: str, message: str) -> None:
         # Behind the first line stands a stack trace, which tells a user nothing.
-        super().__init__(message.partition("\n")[0][:300])
+        super().__init__(message.partition("\n")[0][:600])
         self.kind = kind.rpartition(".")[2]
 
 
 class RpcConnection:
     """One connection to one server. Belongs to one thread at a time; after any error but `RemoteError` it is closed."""
 
-    def __init__(self, host: str, port: int, protocol: str, user: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, protocol: str, user: str, *, timeout_s: float, client_id: bytes | None = None
+    ) -> None:
+        """`client_id`: who asks, 16 bytes, for questions that are asked again over another connection."""
         self._peer = f"{host}:{port}"
         self._protocol = protocol
-        self._client_id = os.urandom(16)
+        self._client_id = client_id or os.urandom(16)
         self._num_calls = 0
         self._until = time.monotonic() + timeout_s
         try:
@@ -57,14 +60,22 @@ class RpcConnection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._send(_HEADER + _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context))
 
-    def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        """The answer to one question. Raises `RemoteError`, `NotSpokenError`, `TransientError` for lost connections."""
+    def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
+        """The answer to one question. Raises `RemoteError`, `NotSpokenError`, `TransientError` for lost connections.
+
+        `number`: by this and its `client_id` the server knows a question that it has answered before, and changes
+        nothing twice.
+        """
         self._until = time.monotonic() + timeout_s
         self._num_calls += 1
+        number = self._num_calls if number is None else number
         header = delimited(field(1, method) + field(2, self._protocol) + field(3, 1))
         with self._closing():
-            self._send(_framed(self._call_header(self._num_calls, retry=0) + header + delimited(request)))
-            (length,) = struct.unpack(">I", self._receive(4))
+            self._send(_framed(self._call_header(number, retry=0) + header + delimited(request)))
+            first = self._receive(4)
+            if first == b"HTTP":
+                raise PermanentError(f"{self._peer} is the address of a web page; NameNodes are asked at another port")
+            (length,) = struct.unpack(">I", first)
             if length > _MAX_ANSWER_BYTES:
                 raise MalformedError(f"an answer of {length} bytes")
             answer = self._receive(length)
@@ -72,7 +83,7 @@ class RpcConnection:
             said = Message(told)
             if said.number(2) != _SUCCESS:
                 self._raise(said)
-            if said.number(1) != self._num_calls:
+            if said.number(1) != number:
                 raise (
                     _unspoken(self._peer)
                     if said.number(1) == _SASL_CALL & 0xFFFFFFFF

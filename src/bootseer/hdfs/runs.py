@@ -37,6 +37,10 @@ class Run:
     """When bytes came last, or when it began."""
     bytes_before: int
     """What the line had served when it began."""
+    packets: int = 1
+    """So many are received at once."""
+    claimed: int = 0
+    """Bytes that are being received."""
     index: int = 0
     """The piece that the next byte belongs to."""
     filled: int = 0

@@ -10,7 +10,9 @@ Nothing here waits, reads a clock or knows a socket: `serving` calls it under on
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Final
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
@@ -18,19 +20,23 @@ from bootseer.hdfs.choice import NodeChoice
 from bootseer.hdfs.deadlines import Deadlines
 from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.lines import Line
-from bootseer.hdfs.located import LocatedFile, Node
-from bootseer.hdfs.pieces import NOTHING, Piece, Source, State, Ticket, hopeless, overrun
+from bootseer.hdfs.located import Block, LocatedFile, Node
+from bootseer.hdfs.pieces import MAX_PACKETS, NOTHING, Piece, Source, State, Ticket, hopeless, overrun
 from bootseer.hdfs.queueing import Queueing
 from bootseer.hdfs.runs import Run
 from bootseer.hdfs.settings import ReadSettings
 
+_NOBODY_S: Final = 10.0
+"""For so long nobody is expected to have a block that nobody had when the NameNode was asked."""
+_WORTH_S: Final = 0.1
+"""Another DataNode must be so much earlier, that a request is taken away from one that serves it."""
 _ANSWER_HOLDS_S: Final = 1.0
 """A NameNode that was just asked for a file knows nothing new."""
 
 
 class Schedule:
     """All pieces that have not ended. `ended` are tickets whose callers must be told, `asking` files whose blocks must
-    be located again; both are emptied by the caller."""
+    be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by the caller."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
@@ -42,6 +48,7 @@ class Schedule:
         )
         self.ended: list[Ticket] = []
         self.asking: deque[Source] = deque()
+        self.wrong: list[tuple[Block, frozenset[str]]] = []
         self.runs: dict[Run, None] = {}
         self.counts: Counter[str] = Counter()
         self.num_pieces = 0
@@ -89,6 +96,26 @@ class Schedule:
             elif piece.state is not State.ENDED:
                 self._end(piece)
 
+    def call_off(self, ticket: Ticket, error: BootseerError, now_s: float) -> None:
+        """Nobody wants it any more. It ends soon, also when the DataNode that was to give it hangs; and when that is
+        why it is called off, the DataNode is left alone: whoever found another way must not be held up again."""
+        if ticket.num_left == 0:
+            return
+        late_s = self.choice.late_s()
+        lines: dict[Line, None] = {}
+        for piece in ticket.pieces:
+            for line in [piece.run.line] if piece.run is not None else piece.lines:
+                if line.silent_s(now_s) >= late_s:
+                    lines[line] = None
+        self.fail(ticket, error, at_once=False)
+        for line in lines:
+            line.failures += 1
+            for run in line.runs:
+                if not run.live() or any(piece.ticket is ticket for piece in run.live()):
+                    run.halt()
+            if self.choice.failed(line.name, now_s, at_once=True):
+                self._leave_alone(line, now_s)
+
     def tickets(self) -> list[Ticket]:
         """Those that have not ended."""
         return self._deadlines.all()
@@ -106,7 +133,11 @@ class Schedule:
         if taken is None:
             return None
         line, pieces = taken
-        run = Run(line, pieces, sum(piece.length for piece in pieces), now_s, now_s, line.bytes)
+        packets = 1
+        if not line.uneven:
+            packets = self.choice.packets(line.name, self._settings.connections_per_node, MAX_PACKETS, now_s)
+        length = sum(piece.length for piece in pieces)
+        run = Run(line, pieces, length, now_s, now_s, line.bytes, packets)
         for piece in pieces:
             piece.state, piece.run = State.TAKEN, run
         line.runs.append(run)
@@ -122,6 +153,7 @@ class Schedule:
         `finished`. None when the run is to end here."""
         if run.stopped or self._yields(run):
             return None
+        run.claimed = length
         views: list[memoryview] = []
         index, filled, left = run.index, run.filled, length
         while left:
@@ -145,6 +177,7 @@ class Schedule:
         """The bytes of the last `claim` are there, and right."""
         self.choice.took(now_s - run.progress_s)
         run.progress_s = now_s
+        run.claimed = 0
         run.received += length
         run.line.bytes += length
         run.line.running_bytes -= length
@@ -180,7 +213,7 @@ class Schedule:
             line.failures += 1
             opened = self.choice.failed(line.name, now_s, at_once=False)
         elif run.received:
-            self.choice.served(line.name, line.bytes - run.bytes_before, now_s - run.began_s, now_s)
+            self.choice.served(line.name, run.length, line.bytes - run.bytes_before, now_s - run.began_s, now_s)
         for piece in reversed(lost):
             if not run.owns(piece):
                 continue  # its ticket has failed with another piece
@@ -204,6 +237,7 @@ class Schedule:
         parked = self._parked.pop(source, [])
         if isinstance(answer, LocatedFile) and not answer.continues(source.located):
             answer = PermanentError(f"{source.named} was replaced while it was read; open it again")
+        source.gone = answer if isinstance(answer, PermanentError) else None
         if isinstance(answer, LocatedFile):
             source.located = answer
             source.num_answers += 1
@@ -222,18 +256,25 @@ class Schedule:
             self.fail(ticket, overrun(ticket), at_once=True)
         self.queueing.poke_all()
         for run in list(self.runs):
-            if now_s - run.progress_s >= self._settings.least_late_s and not run.stopped:
+            if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:
                 self._relieve(run, now_s)
 
     def delay_s(self, source: Source, offset: int, length: int, now_s: float) -> float:
-        """Seconds until a range would be here if it was asked for now."""
+        """Seconds until a range would be here if it was asked for now; infinity when nobody is expected to give it."""
         if not 0 <= offset < source.located.size_bytes:
             return 0.0
-        nodes = [node.host_port for node in source.located.block_at(offset).nodes]
-        return min(
-            (self.choice.expected_s(node, self.queueing.backlog_bytes(node) + length, now_s) for node in nodes),
-            default=0.0,
-        )
+        nodes = source.located.block_at(offset).nodes
+        if not nodes and now_s >= source.answered_s + _NOBODY_S:
+            return 0.0  # a read finds out who has it by now
+        return self.node_delay_s([node.host_port for node in nodes], length, now_s)
+
+    def node_delay_s(self, nodes: Iterable[str], length: int, now_s: float) -> float:
+        """Seconds until so much would be here from one of these DataNodes, whichever is first."""
+        return min((self.queueing.expected_s(node, length, now_s) for node in nodes), default=math.inf)
+
+    def left_s(self, ticket: Ticket, now_s: float) -> float:
+        """Seconds until a read will have ended, by estimate; 0 where nothing is known."""
+        return max((self.queueing.left_s(piece, now_s) for piece in ticket.pieces), default=0.0)
 
     # Queueing
 
@@ -316,6 +357,8 @@ class Schedule:
     def _end(self, piece: Piece) -> None:
         if piece.state is State.QUEUED:
             self.queueing.remove(piece)
+        if piece.wrong:
+            self.wrong.append((piece.block, frozenset(piece.wrong)))
         piece.state, piece.run, piece.won = State.ENDED, None, None
         piece.view = NOTHING
         if piece.original is not None:
@@ -339,7 +382,7 @@ class Schedule:
         elif self._may_ask(piece, now_s):
             self._ask(piece)
         else:
-            self.fail(piece.ticket, hopeless(piece), at_once=False)
+            self.fail(piece.ticket, piece.ticket.source.gone or hopeless(piece), at_once=False)
 
     def _may_ask(self, piece: Piece, now_s: float) -> bool:
         return not piece.refreshed and now_s >= piece.ticket.source.answered_s + _ANSWER_HOLDS_S
@@ -382,11 +425,12 @@ class Schedule:
     def _relieve(self, run: Run, now_s: float) -> None:
         """Ask others for what a late run has: what it has begun twice, what it has not begun instead of it."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
-        if not live:
+        is_silent = now_s - run.progress_s >= self._settings.least_late_s
+        if not live and is_silent:
             run.halt()  # nobody waits for it but those who want their memory back
         for piece in live:
             others = self._sooner(piece, run, now_s)
-            run.is_late = run.is_late or bool(others)
+            run.is_late = run.is_late or (is_silent and bool(others))
             if others and piece.state is State.TAKEN:
                 piece.state, piece.run = State.PARKED, None
                 self.queueing.add(piece, others, now_s)
@@ -397,11 +441,18 @@ class Schedule:
         """DataNodes that would probably give a piece before its run does."""
         waited_s = now_s - run.progress_s
         others = self._others(piece, run.line)
-        if waited_s >= self.choice.late_s():
+        if waited_s >= self.choice.late_s() or not others:
             return others
-        # Those who have nothing else to do are asked earlier: it costs nobody anything.
-        idle = [node for node in others if not self.queueing.backlog_bytes(node.host_port)]
-        return [node for node in idle if waited_s > 2 * self.choice.expected_s(node.host_port, piece.length, now_s)]
+        left_s = self.queueing.left_s(piece, now_s)
+        is_silent = waited_s >= self._settings.least_late_s
+        sooner = []
+        for node in others:
+            instead_s = self.queueing.expected_s(node.host_port, piece.length, now_s)
+            # Those who have nothing else to do are asked earlier: it costs nobody anything.
+            is_idle = not self.queueing.backlog_bytes(node.host_port)
+            if left_s > 2 * instead_s + _WORTH_S or (is_silent and is_idle and waited_s > 2 * instead_s):
+                sooner.append(node)
+        return sooner
 
     def _hedge(self, piece: Piece, others: list[Node], now_s: float) -> None:
         if self._num_hedges >= self._settings.max_hedges:

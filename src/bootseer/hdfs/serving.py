@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.bad_blocks import BadBlockReports
 from bootseer.hdfs.connections import Connections
-from bootseer.hdfs.datanode import MAX_PACKETS, BlockRead, DataNodeConnection
+from bootseer.hdfs.datanode import BlockRead, DataNodeConnection
 from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
@@ -40,6 +41,7 @@ class Serving:
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
         self.settings = settings
+        self._reports = BadBlockReports(namenode)
         self._connections = Connections(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
         self._closed = False
         self._reset()
@@ -62,8 +64,11 @@ class Serving:
             yield self._schedule
             self._wake()
             ended, self._schedule.ended = self._schedule.ended, []
+            wrong, self._schedule.wrong = self._schedule.wrong, []
         for ticket in ended:
             _tell(ticket)
+        for block, nodes in wrong:
+            self._reports.report(block, nodes)
 
     def submit(self, ticket: Ticket) -> None:
         """Carry out a read."""
@@ -90,6 +95,7 @@ class Serving:
             if thread is not threading.current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
         self._connections.close()
+        self._reports.close()
 
     def forget(self) -> None:
         """In the child of a fork: no thread is here, and nothing that was underway belongs to this process."""
@@ -246,7 +252,7 @@ class Serving:
             first.offset,
             run.length,
             check=first.ticket.check,
-            max_packets=1 if run.line.uneven else MAX_PACKETS,
+            max_packets=run.packets,
             on_silence=lambda silent_s: self._judge(run, silent_s),
         )
         while length := read.next_bytes():

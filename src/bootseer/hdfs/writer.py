@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from bootseer.errors import BootseerError, TransientError, UsageError
 if TYPE_CHECKING:
     from bootseer.hdfs.native import Native
 
+_NOT_YET = "Failed to complete file in time"
 _DELETE_S = 10.0
 _HANG_UP_S = 0.5
 
@@ -62,19 +64,16 @@ class HdfsWriter:
         io.RawIOBase.close(self._file)
         self._state = _State.OPEN
 
-    def write(self, data: bytes | bytearray, *, timeout_s: float | None = None) -> None:
-        """Append. Blocks while HDFS is slower, at most `write_s` unless told otherwise."""
+    def write(self, data: bytes | bytearray) -> None:
+        """Append. Blocks while HDFS is slower, at most `write_s`."""
         # Views of memory would take a path of the library that is 10 times slower.
-        self._step(lambda file: file.write(data), timeout_s or self._native.settings.write_s)
+        self._step(lambda file: file.write(data), self._native.settings.write_s)
         self.size_bytes += len(data)
-
-    def hsync(self, *, timeout_s: float | None = None) -> None:
-        """Wait until all DataNodes of the block have what was written, and the NameNode knows which they are."""
-        self._step(lambda file: file.hsync(), timeout_s or self._native.settings.write_s)
 
     def close(self) -> tuple[str, ...]:
         """End the file: all DataNodes have confirmed it, and the NameNode knows its length; nobody knows where."""
-        self._step(lambda file: file.close(), self._native.settings.close_s)
+        close_s = self._native.settings.close_s
+        self._step(lambda file: _complete(file, close_s), close_s)
         self._state = _State.SPOILED
         found = self._native.call(self._what, lambda client: client.get_file_info(self.path).length)
         if found != self.size_bytes:
@@ -103,3 +102,15 @@ class HdfsWriter:
         except BaseException:
             self._state = _State.SPOILED
             raise
+
+
+def _complete(file: FileWriter, timeout_s: float) -> None:
+    """End the file. The library waits 15 s for DataNodes to tell the NameNode of its blocks, and can be asked again."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            file.close()
+            return
+        except Exception as error:
+            if _NOT_YET not in str(error) or time.monotonic() >= until:
+                raise

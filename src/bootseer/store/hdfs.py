@@ -38,6 +38,7 @@ from bootseer.store.store import (
 )
 
 if TYPE_CHECKING:
+    from bootseer.hdfs.long_writer import LongWriter
     from bootseer.hdfs.native_reads import NativeFile
     from bootseer.hdfs.reads import HdfsFile
     from bootseer.hdfs.writer import HdfsWriter
@@ -144,7 +145,7 @@ class HdfsStore:
         """The path of an object."""
         return f"{self._root}/{content_path(check_name(name))}"
 
-    def begin_upload(self) -> HdfsWriter:
+    def begin_upload(self) -> LongWriter | HdfsWriter:
         """A new file for an upload."""
         return self.client.create(self._new_path())
 
@@ -223,7 +224,7 @@ class HdfsUpload:
         self._store = store
         self._hash = hashlib.sha256()
         self._buffer = bytearray()
-        self._writer: HdfsWriter | None = store.begin_upload()
+        self._writer: LongWriter | HdfsWriter | None = store.begin_upload()
 
     def write(self, data: bytes | memoryview) -> None:
         """See `Upload.write`."""
@@ -257,7 +258,7 @@ class HdfsUpload:
         if writer is not None:
             writer.abort()
 
-    def _flush(self, writer: HdfsWriter) -> None:
+    def _flush(self, writer: LongWriter | HdfsWriter) -> None:
         if not self._buffer:
             return
         data, self._buffer = self._buffer, bytearray()

@@ -1,0 +1,100 @@
+"""Telling the NameNode which replicas have wrong bytes, so that it replaces them; until then every reader meets them.
+
+DataNodes check what they keep once in three weeks, and tell nobody when a reader complains of a checksum. Told as
+Hadoop's own client does it: when another replica may be right, or when there is no other. A client that finds all of
+several replicas wrong has more likely bad memory of its own, and damns none. Called by `serving`.
+
+Nobody waits for this: reports go out from a thread that ends when there are none, and are dropped when there are many.
+Safe to use from many threads, and in the child of a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from bootseer.errors import BootseerError
+from bootseer.hdfs.lease import identity
+from bootseer.hdfs.located import Block, Node
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.protobuf import field
+
+_MAX_WAITING: Final = 64
+_MAX_KNOWN: Final = 4096
+_REPORT_S: Final = 10.0
+
+
+class BadBlockReports:
+    """What the NameNode is still to be told, and what it was told already."""
+
+    def __init__(self, namenode: NameNode) -> None:
+        self._namenode = namenode
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Block, tuple[Node, ...]]] = deque()
+        self._known: set[tuple[str, int, int, str]] = set()
+        self._is_running = False
+        self._is_closed = False
+
+    def report(self, block: Block, wrong: Iterable[str]) -> None:
+        """These nodes (`host:port`) gave bytes of the block that do not match HDFS's checksums. Never waits or raises.
+
+        To be called when all nodes that will be asked have been asked.
+        """
+        if self._pid != os.getpid():
+            self._forget()
+        named = frozenset(wrong)
+        bad = tuple(node for node in block.nodes if node.host_port in named)
+        if len(bad) == len(block.nodes) > 1:
+            return
+        with self._lock:
+            keys = {node.host_port: (block.pool, block.id, block.generation, node.host_port) for node in bad}
+            fresh = tuple(node for node in bad if keys[node.host_port] not in self._known)
+            if not fresh or self._is_closed or len(self._waiting) >= _MAX_WAITING:
+                return
+            if len(self._known) > _MAX_KNOWN:
+                self._known.clear()
+            self._known.update(keys[node.host_port] for node in fresh)
+            self._waiting.append((block, fresh))
+            if self._is_running:
+                return
+            with contextlib.suppress(RuntimeError):  # the machine has no room for one more
+                threading.Thread(target=self._tell_all, name="bootseer-hdfs-report", daemon=True).start()
+                self._is_running = True
+
+    def close(self) -> None:
+        """Drop what waits."""
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
+
+    def _tell_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                block, nodes = self._waiting.popleft()
+            # A NameNode that cannot be told hears it from another reader.
+            with contextlib.suppress(BootseerError):
+                self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
+
+
+def _located(block: Block, nodes: Iterable[Node]) -> bytes:
+    """A `LocatedBlockProto` that names these nodes."""
+    told = b"".join(field(3, field(1, _node(node))) for node in nodes)
+    return field(1, identity(block)) + field(2, block.start) + told + field(4, True) + field(5, block.token)
+
+
+def _node(node: Node) -> bytes:
+    """A `DatanodeIDProto`. The NameNode knows nodes by identity and port; of the page's port nothing depends."""
+    address, _, port = node.host_port.rpartition(":")
+    name = field(1, address.strip("[]")) + field(2, node.hostname) + field(3, node.uuid)
+    return name + field(4, int(port)) + field(5, 0) + field(6, node.ipc_port)

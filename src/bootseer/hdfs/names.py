@@ -1,0 +1,141 @@
+"""Names and folders of HDFS, asked of the NameNodes over our own connections. Made by `client`.
+
+A NameNode that hangs is left after its part of the time and another one asked, and whoever waits can be interrupted:
+hdfs-native waits for it for ever. A question that is asked again because its answer was lost is the same question for
+the NameNode, so that a rename is not done twice.
+
+Paths are whole paths of the file system, "/a/b". Safe to use from many threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.native import kind_of_error
+from bootseer.hdfs.protobuf import MalformedError, Message, field
+from bootseer.hdfs.rpc import RemoteError
+from bootseer.hdfs.status import FileStatus
+
+_FOLDER: Final = 1
+_UNCHANGED: Final = -1
+
+
+class Names:
+    """All methods raise `NotSpokenError` for a cluster that wants to be spoken to in another way."""
+
+    def __init__(self, namenode: NameNode) -> None:
+        self._namenode = namenode
+
+    def stat(self, path: str) -> FileStatus:
+        """See `HdfsClient.stat`."""
+        answer = self._ask("getFileInfo", field(1, path), path)
+        try:
+            if 1 not in answer:
+                raise NotFoundError(f"{self._named(path)} is not there")
+            return _status(path, answer.message(1))
+        except MalformedError as error:
+            raise self._senseless(path, error) from error
+
+    def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
+        """See `HdfsClient.list`."""
+        folders = deque([path])
+        while folders:
+            folder = folders.popleft()
+            for found in self._list_one(folder):
+                yield found
+                if recursive and found.is_folder:
+                    folders.append(found.path)
+
+    def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
+        """Make a folder; one that is there stays."""
+        self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
+
+    def rename(self, source: str, target: str, *, overwrite: bool) -> None:
+        """See `HdfsClient.rename`."""
+        self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
+
+    def delete(self, path: str, *, recursive: bool) -> bool:
+        """Remove: whether there was anything."""
+        answer = self._ask("delete", field(1, path) + field(2, recursive), path)
+        try:
+            return bool(answer.number(1))
+        except MalformedError as error:
+            raise self._senseless(path, error) from error
+
+    def set_permission(self, path: str, mode: int) -> None:
+        """See `HdfsClient.set_permission`."""
+        self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """See `HdfsClient.set_owner`."""
+        request = field(1, path)
+        if owner is not None:
+            request += field(2, owner)
+        if group is not None:
+            request += field(3, group)
+        self._ask("setOwner", request, path)
+
+    def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
+        """See `HdfsClient.set_times`."""
+        atime = _UNCHANGED if atime_ms is None else atime_ms
+        self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, atime), path)
+
+    def _list_one(self, path: str) -> Iterator[FileStatus]:
+        """What lies in a folder, a page at a time; a file itself."""
+        after = b""
+        is_more = True
+        while is_more:
+            answer = self._ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
+            try:
+                if 1 not in answer:
+                    raise NotFoundError(f"{self._named(path)} is not there")
+                page = answer.message(1)
+                found = [Message(entry) for entry in page.every(1)]
+                for entry in found:
+                    name = entry.text(2)
+                    yield _status(f"{path.rstrip('/')}/{name}" if name else path, entry)
+                is_more = bool(page.number(2)) and bool(found)
+                after = found[-1].data(2) if found else b""
+            except MalformedError as error:
+                raise self._senseless(path, error) from error
+
+    def _ask(self, method: str, request: bytes, path: str) -> Message:
+        try:
+            return Message(self._namenode.ask(method, request, path, None))
+        except MalformedError as error:
+            raise self._senseless(path, error) from error
+        except BootseerError as error:
+            cause = error.__cause__
+            if isinstance(error, NotFoundError) or not isinstance(cause, RemoteError):
+                raise
+            said = f"{cause.kind}: {cause}"
+            kind = kind_of_error(said)
+            if kind is None:
+                raise
+            raise kind(f"{self._named(path)}: {said}") from error
+
+    def _named(self, path: str) -> str:
+        return f"hdfs://{self._namenode.cluster.authority}{path}"
+
+    def _senseless(self, path: str, error: MalformedError) -> TransientError:
+        return TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}")
+
+
+def _status(path: str, told: Message) -> FileStatus:
+    """A `HdfsFileStatusProto`."""
+    return FileStatus(
+        path=path,
+        is_folder=told.number(1) == _FOLDER,
+        size_bytes=told.number(3),
+        mtime_ms=told.number(7),
+        atime_ms=told.number(8),
+        mode=told.message(4).number(1) & 0o7777,
+        owner=told.text(5),
+        group=told.text(6),
+        replication=told.number(10, 0),
+        block_size=told.number(11, 0),
+    )

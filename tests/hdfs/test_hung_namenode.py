@@ -1,0 +1,142 @@
+"""A NameNode that takes connections and answers nothing: everything ends, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import TransientError
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+from bootseer.checkpoint.places.hdfs import HdfsPlace
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.native import NativeSettings
+
+pytestmark = needs_hdfs
+ENDS_S = 120.0
+"""For all of them together, each of which may take a second or two; what waits on takes minutes."""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path, num_datanodes=2) as started:
+        yield started
+
+
+def ends(work: Callable[[], object], timeout_s: float = ENDS_S) -> None:
+    """Whether something ends, with an error that says whom it has waited for."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "it waits on"
+    assert len(errors) == 1
+    assert isinstance(errors[0], TransientError), errors
+    assert "no NameNode answers" in str(errors[0])
+
+
+def test_every_question_ends_with_an_error_and_works_again_later(running: HdfsCluster) -> None:
+    settings = NativeSettings(call_s=1.0, close_s=2.0)
+    with closing(HdfsClient(running.uri.removeprefix("hdfs://"), settings)) as client:
+        for name in ("a", "kept"):
+            client.put(f"/folder/{name}", b"x")
+        writer = client.create("/folder/long")
+        writer.write(b"x")
+        (part,) = client.begin_apart(["/folder/part"], block_size=1 << 20)
+        part.write(b"x")
+        running.hang_namenode()
+        try:
+            for work in (
+                lambda: client.stat("/folder/a"),
+                lambda: list(client.list("/folder", recursive=True)),
+                lambda: client.make_folder("/b", parents=True),
+                lambda: client.rename("/folder/a", "/folder/b"),
+                lambda: client.delete("/folder/a"),
+                lambda: client.set_permission("/folder/a", 0o600),
+                lambda: client.set_owner("/folder/a", "me", None),
+                lambda: client.set_times("/folder/a", 5),
+                lambda: client.put("/folder/c", b"x"),
+                lambda: client.create("/folder/d"),
+                lambda: client.space("/"),
+                lambda: client.reads().open("/folder/a", deadline_s=1.0),
+                writer.close,
+                part.close,
+            ):
+                ends(work)
+        finally:
+            running.resume_namenode()
+        for begun in (writer, part):
+            begun.abort()
+        # What it was asked for meanwhile it may do now.
+        assert client.stat("/folder/kept").size_bytes == 1
+
+
+def test_a_put_ends_with_an_error(running: HdfsCluster, tmp_path: Path) -> None:
+    source = tmp_path / "step-1"
+    source.mkdir()
+    (source / "a").write_bytes(os.urandom(8 << 20))
+    settings = PutSettings(writing=WritingSettings(retry_for_s=2.0, end_s=2.0))
+    native = NativeSettings(call_s=1.0, close_s=2.0)
+    with closing(HdfsPlace(HdfsClient(running.uri.removeprefix("hdfs://"), native), "/job")) as place:
+
+        def hang(done: int, total: int) -> None:
+            running.hang_namenode()
+
+        try:
+            ends(lambda: put_checkpoint(place, source, "step-1", settings=settings, progress=hang))
+        finally:
+            running.resume_namenode()
+
+
+def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
+    running: HdfsCluster, tmp_path: Path
+) -> None:
+    with (tmp_path / "step-1").open("wb") as source:
+        source.truncate(1 << 30)
+    with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
+        command = [sys.executable, "-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{running.uri}/job"]
+        put = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            until = time.monotonic() + ENDS_S
+            while not is_writing(client):
+                assert put.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            for number in range(2):
+                running.hang(number)  # so that it is still writing
+            running.hang_namenode()
+            put.send_signal(signal.SIGINT)
+            _, said = put.communicate(timeout=180)
+        finally:
+            put.kill()
+            put.wait()
+            running.resume_namenode()
+            for number in range(2):
+                running.resume(number)
+        assert put.returncode == 128 + signal.SIGINT
+        assert "removed by later writers" in said
+
+
+def is_writing(client: HdfsClient) -> bool:
+    """Whether a part was begun."""
+    return any(".stripes/" in entry.path and not entry.is_folder for entry in client.list("/", recursive=True))

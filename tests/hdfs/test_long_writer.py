@@ -1,0 +1,160 @@
+"""Files of many blocks, of DataNodes that are late, hang or die, against real clusters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, TransientError, UsageError
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytest.importorskip("hdfs_native", reason="extra hdfs")
+
+import hadoop
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.long_writer import LongWriter
+from bootseer.hdfs.native import NativeSettings
+from bootseer.store.hdfs import HdfsStore
+from hdfs.whole_files import read_all
+
+pytestmark = needs_hdfs
+MIB = 1 << 20
+DATA = random.Random(9).randbytes(5 * MIB + 777)
+LATE = {
+    # DataNodes tell of their blocks with every heartbeat, or at this interval.
+    "dfs.blockreport.incremental.intervalMsec": "20000",
+    "dfs.heartbeat.interval": "18",
+    "dfs.blocksize": str(MIB),
+}
+"""Longer than hdfs-native waits at the end of a file, 15 s."""
+
+
+def begin(client: HdfsClient, path: str, *, replication: int = 1, overwrite: bool = False) -> LongWriter:
+    writer = client.create(path, block_size=MIB, replication=replication, overwrite=overwrite)
+    assert isinstance(writer, LongWriter)
+    return writer
+
+
+@pytest.mark.parametrize("step", [1000, 262_144, MIB, 3 * MIB + 1, 100 * MIB])
+def test_a_file_is_there_as_it_was_written_whatever_the_pieces(
+    cluster: HdfsCluster, client: HdfsClient, folder: str, step: int
+) -> None:
+    writer = begin(client, f"{folder}/a", replication=2)
+    for start in range(0, len(DATA), step):
+        writer.write(bytearray(DATA[start : start + step]))
+    writer.close()
+    writer.abort()
+    assert [block.size_bytes for block in cluster.where(f"{folder}/a")] == [MIB] * 5 + [777]
+    assert read_all(client, f"{folder}/a") == DATA
+
+
+@pytest.mark.parametrize("length", [0, MIB, 2 * MIB])
+def test_a_file_may_be_empty_and_end_with_a_block(client: HdfsClient, folder: str, length: int) -> None:
+    writer = begin(client, f"{folder}/a")
+    writer.write(DATA[:length])
+    assert writer.close() == ()
+    assert read_all(client, f"{folder}/a") == DATA[:length]
+
+
+def test_nothing_stays_of_an_aborted_file(client: HdfsClient, folder: str) -> None:
+    writer = begin(client, f"{folder}/a")
+    writer.write(DATA)
+    writer.abort()
+    writer.abort()
+    assert list(client.list(folder)) == []
+    for attempt in (lambda: writer.write(b"x"), writer.close):
+        with pytest.raises(UsageError):
+            attempt()
+
+
+def test_a_file_that_somebody_removed_cannot_be_written_on(client: HdfsClient, folder: str) -> None:
+    writer = begin(client, f"{folder}/a")
+    writer.write(DATA[: MIB // 2])
+    client.delete(f"{folder}/a")
+    with pytest.raises((NotFoundError, TransientError)):
+        writer.write(DATA)
+        writer.close()
+    writer.abort()
+
+
+def test_a_block_whose_datanode_fails_is_begun_again_elsewhere(tmp_path: Path) -> None:
+    def hang(number: int) -> None:
+        running.hang(number)
+
+    with (
+        HdfsCluster(tmp_path, num_datanodes=3) as running,
+        closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client,
+    ):
+        for name, fail in (("killed", running.kill), ("hung", hang)):
+            writer = begin(client, f"/{name}")
+            writer.write(DATA[: MIB + MIB // 2])
+            node = running.where(f"/{name}")[1].nodes[0]
+            number = running.nodes.index(node)
+            # What it has is whole, or is written again; a first block that it alone has cannot be read without it.
+            fail(number)
+            try:
+                writer.write(DATA[MIB + MIB // 2 :])
+                writer.close()
+                assert all(node not in block.nodes for block in running.where(f"/{name}")[1:])
+            finally:
+                running.restart(number) if name == "killed" else running.resume(number)
+            assert read_all(client, f"/{name}") == DATA
+
+
+class TestLate:
+    """DataNodes that tell the NameNode late of what they have confirmed to its writer."""
+
+    @pytest.fixture
+    def late(self, tmp_path: Path) -> Iterator[HdfsCluster]:
+        with HdfsCluster(tmp_path, num_datanodes=2, settings=LATE) as running:
+            yield running
+
+    def test_no_way_of_writing_fails_for_it(self, late: HdfsCluster, tmp_path: Path) -> None:
+        authority = late.uri.removeprefix("hdfs://")
+        hadoop.write_conf(tmp_path / "other", {"hdfs-site.xml": {"dfs.encrypt.data.transfer": "true"}})
+        through_library = NativeSettings(conf_dir=str(tmp_path / "other"))
+        with (
+            closing(HdfsClient(authority)) as client,
+            closing(HdfsClient(authority, through_library)) as library,
+            closing(HdfsStore(f"{late.uri}/store")) as store,
+        ):
+
+            def create(one: HdfsClient, path: str) -> None:
+                writer = one.create(path)
+                writer.write(DATA)
+                writer.close()
+
+            def apart(one: HdfsClient, path: str) -> None:
+                (part,) = one.begin_apart([path], block_size=8 * MIB)
+                part.write(DATA)
+                part.close()
+
+            def upload() -> None:
+                writing = store.upload()
+                writing.write(DATA)
+                writing.commit("object")
+
+            def plain() -> None:
+                from hdfs_native import Client, WriteOptions
+
+                with pytest.raises(RuntimeError, match="NotReplicatedYetException"):
+                    Client(late.uri).create("/plain", WriteOptions(block_size=MIB)).write(DATA)
+
+            ways: list[Callable[[], None]] = [
+                plain, upload,
+                lambda: create(client, "/create"), lambda: create(library, "/library/create"),
+                lambda: apart(client, "/apart"), lambda: apart(library, "/library/apart"),
+                lambda: client.put("/put", DATA, block_size=8 * MIB),
+                lambda: library.put("/library/put", DATA, block_size=8 * MIB),
+            ]  # fmt: skip
+            with ThreadPoolExecutor(len(ways)) as pool:
+                for done in [pool.submit(way) for way in ways]:
+                    done.result(300)
+            for path in ("/create", "/library/create", "/apart", "/library/apart", "/put", "/library/put"):
+                assert read_all(client, path) == DATA
+            assert b"".join(store.read("object")) == DATA

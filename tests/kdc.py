@@ -1,0 +1,93 @@
+"""A Kerberos of its own for tests: MIT's krb5kdc on loopback, with its keys and settings in one folder.
+
+with Kdc(tmp_path, ["nn/localhost", "alice"]) as kdc:
+    os.environ.update(kdc.environment)
+    kdc.log_in("alice")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from registry import free_port
+
+REALM = "EXAMPLE.COM"
+_START_S = 60.0
+_TOOLS = ("krb5kdc", "kdb5_util", "kadmin.local", "kinit")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def kdc_missing() -> str:
+    """Why no Kerberos can be started here, "" when one can."""
+    gone = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
+    return f"{', '.join(gone)} not installed (Debian: krb5-kdc krb5-admin-server krb5-user)" if gone else ""
+
+
+class Kdc:
+    """Lives as long as the `with` block. `principals` get keys, which all lie in `keytab`."""
+
+    def __init__(self, folder: Path, principals: Sequence[str]) -> None:
+        self.folder = folder / "kdc"
+        self.keytab = self.folder / "keytab"
+        self.conf = self.folder / "krb5.conf"
+        self.environment = {
+            "KRB5_CONFIG": str(self.conf),
+            "KRB5_KDC_PROFILE": str(self.folder / "kdc.conf"),
+            "KRB5CCNAME": f"FILE:{self.folder}/tickets",
+        }
+        """For whoever uses it."""
+        self._principals = principals
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Kdc:
+        self.folder.mkdir()
+        port = free_port()
+        self.conf.write_text(
+            f"[libdefaults]\n default_realm = {REALM}\n dns_lookup_kdc = false\n dns_canonicalize_hostname = false\n"
+            f" rdns = false\n udp_preference_limit = 1\n[realms]\n {REALM} = {{\n  kdc = 127.0.0.1:{port}\n }}\n"
+            f"[domain_realm]\n localhost = {REALM}\n"
+        )
+        (self.folder / "kdc.conf").write_text(
+            f"[kdcdefaults]\n kdc_listen = 127.0.0.1:{port}\n kdc_tcp_listen = 127.0.0.1:{port}\n"
+            f"[realms]\n {REALM} = {{\n"
+            f"  database_name = {self.folder}/principal\n  key_stash_file = {self.folder}/stash\n }}\n"
+            f"[logging]\n kdc = FILE:{self.folder}/kdc.log\n"
+        )
+        self._run("kdb5_util", "create", "-s", "-P", "secret", "-r", REALM)
+        for name in self._principals:
+            self._run("kadmin.local", "-q", f"addprinc -randkey {name}")
+            self._run("kadmin.local", "-q", f"ktadd -k {self.keytab} {name}")
+        with (self.folder / "server.log").open("wb") as log:
+            self._server = subprocess.Popen(["krb5kdc", "-n"], stdout=log, stderr=log, env=self._environment())
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+                return self
+            except OSError:
+                if time.monotonic() > until or self._server.poll() is not None:
+                    self.__exit__(None, None, None)
+                    raise
+            time.sleep(0.05)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+
+    def log_in(self, name: str) -> None:
+        """Get a ticket."""
+        self._run("kinit", "-k", "-t", str(self.keytab), name)
+
+    def _run(self, *words: str) -> None:
+        subprocess.run(words, env=self._environment(), capture_output=True, check=True, timeout=_START_S)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **self.environment, "PATH": _PATH}
