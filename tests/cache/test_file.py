@@ -218,7 +218,7 @@ def test_closing_under_readers_gives_them_errors_and_no_wrong_bytes(cache, index
 
     def read():
         rng = random.Random()
-        started.wait(30)
+        started.wait(120)
         try:
             while True:
                 offset = rng.randrange(len(data))
@@ -230,11 +230,11 @@ def test_closing_under_readers_gives_them_errors_and_no_wrong_bytes(cache, index
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    started.wait(30)
+    started.wait(120)
     cached.close()
     others = [cache.open(index) for _ in range(5)]
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert wrong == []
     for other in others:

@@ -130,3 +130,6 @@ class _Ticket:
 
     def hurry(self) -> None:
         pass
+
+    def left_s(self) -> float:
+        return 0.0

@@ -61,6 +61,8 @@ class CachedFile:
         self._anchored = False
         self._closed = False
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
+        # At the end of the process the kernel closes them, when no thread can write to their numbers any more.
+        self._finalizer.atexit = False
 
     def ready(self, block: int) -> bool:
         """Whether a block is here, as far as is known: `read` has the last word."""

@@ -27,7 +27,8 @@ class AheadSettings:
     first_bytes: int = 2 * _MIB
     """The first window of a stream: little is lost when it ends there, as the reading of a header does."""
     max_bytes: int = 64 * _MIB
-    """The largest window: 0.1 s of a line of 5 Gbit/s, more than any line here keeps under way."""
+    """The largest window: 0.1 s of a line of 5 Gbit/s, more than any line here keeps under way. Files whose disks take
+    turns at long stretches need more."""
     forward_bytes: int = 16 * _MIB
     """A read so far beyond its stream still belongs to it."""
     backward_bytes: int = 4 * _MIB

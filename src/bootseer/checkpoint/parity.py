@@ -22,6 +22,11 @@ def _numpy() -> ModuleType | None:
     return numpy
 
 
+def make_ready() -> None:
+    """Import numpy now: at the first rebuild it would hold up a thread that receives from DataNodes."""
+    _numpy()
+
+
 def xor_into(target: bytearray | memoryview, *others: Buffer) -> None:
     """Change `target` to its XOR with the others, none of which may be longer than it. All are bytes."""
     numpy = _numpy()

@@ -202,5 +202,5 @@ def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
     timer.after(0.05, made.release)
     timer.close()
     timer.after(0.05, made.release)
-    assert made.acquire(timeout=10)
-    assert made.acquire(timeout=10)
+    assert made.acquire(timeout=180)
+    assert made.acquire(timeout=180)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -22,10 +26,11 @@ class Disk:
         self.go = threading.Event()
         self.put_blocks, self.released = [], []
         self.synced = self.closed = 0
+        self.has_closed = threading.Event()
         self._error = error
 
     def put(self, block, data):
-        assert self.go.wait(10)
+        assert self.go.wait(120)
         if self._error is not None:
             raise self._error
         self.put_blocks.append(block)
@@ -38,6 +43,7 @@ class Disk:
 
     def close(self):
         self.closed += 1
+        self.has_closed.set()
 
 
 @pytest.mark.parametrize("parity", [False, True])
@@ -113,9 +119,10 @@ def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
     assert 11 <= len(ended) <= 12, "those that do not fit are let go at once"
     assert facts.all()["not_kept_chunks"] == len(ended)
     keeper.close_file(disk)
-    assert not keeper.drain(0.05)
+    assert not keeper.settle(60, 0.05)
     disk.go.set()
-    assert keeper.drain(10)
+    assert keeper.settle(60, 10)
+    assert disk.has_closed.wait(120)
     assert len(disk.put_blocks) == 20 - facts.all()["not_kept_chunks"]
     assert sorted(disk.released) == sorted(ended) == list(range(20))
     assert (disk.synced, disk.closed) == (1, 1)
@@ -128,8 +135,8 @@ def test_a_full_disk_is_left_alone_for_a_while(error):
     keeper = Keeper(facts)
     ended = threading.Event()
     keeper.put(disk, 0, memoryview(b"data"), ended.set)
-    assert ended.wait(10)
-    assert keeper.drain(10)
+    assert ended.wait(120)
+    assert keeper.settle(60, 10)
     assert facts.all()["not_kept_chunks"] == 1
     assert disk.released == [0]
     assert keeper.has_room(1) != isinstance(error, CacheFull)
@@ -143,3 +150,52 @@ def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
     empty.log.clear()
     reading_of().open("file").read(0, 4 * MIB)
     assert not {read.path for read in empty.log} & set(part_paths("file", head))
+
+
+def test_whoever_closes_waits_no_longer_than_the_disk_goes_on():
+    facts, disk, ended = Facts(), Disk(), []
+    keeper = Keeper(facts)
+    data = memoryview(bytearray(MIB))
+    for block in range(10):
+        keeper.put(disk, block, data, lambda block=block: ended.append(block))
+    keeper.close_file(disk)
+    began = time.monotonic()
+    keeper.close(60, 0.05)
+    assert time.monotonic() - began < 30
+    assert len(ended) >= 9, "all but the one that the disk is busy with"
+    keeper.put(disk, 10, data, lambda: ended.append(10))
+    assert ended[-1] == 10
+    disk.go.set()
+    assert disk.has_closed.wait(120)
+    assert len(disk.put_blocks) <= 1
+    assert sorted(disk.released) == list(range(11))
+
+
+LOADER = """
+import sys
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from pathlib import Path
+
+settings = ReadingSettings(keep_s=60.0, keep_still_s=60.0)
+reading = Reading(FolderPlace(Path(sys.argv[1])), cache=Cache(Path(sys.argv[2])), settings=settings)
+file = reading.open("file")
+file.readinto(0, bytearray(file.size_bytes))
+"""
+
+
+def test_a_process_that_ends_when_it_has_read_leaves_all_of_it_in_the_cache(empty, reading_of, tmp_path):
+    content = content_of(48 * MIB)
+    put_striped(empty, "file", content)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, "-c", LOADER, str(tmp_path / "own"), str(tmp_path / "cache")], check=True, timeout=120, env=env
+    )
+    reading = reading_of()
+    with reading.open("file") as file:
+        memory = bytearray(len(content))
+        file.readinto(0, memory)
+    assert memory == content
+    assert reading.facts()["place_bytes"] == 0

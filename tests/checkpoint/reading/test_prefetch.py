@@ -19,7 +19,7 @@ SMALL = ReadingSettings(memory_bytes=8 * MIB, prefetch_bytes=3 * MIB)
 
 
 def until(condition):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     assert condition()

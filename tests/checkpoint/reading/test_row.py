@@ -2,37 +2,16 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from bootseer.checkpoint.places.place import Outcome
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.late_nodes import LateNodes
 from bootseer.checkpoint.reading.means import Means
-from bootseer.checkpoint.reading.row import Row, skipped
+from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import TransientError
 
 CHUNK = b"\7" * 1000
-
-
-@pytest.mark.parametrize(
-    ("delays", "wanted", "parity_s", "expected"),
-    [
-        ({0: 0.0, 1: 0.0, 2: 0.0}, {0, 1, 2}, 0.0, None),
-        ({0: 0.1, 1: 0.5, 2: 0.1}, {0, 1, 2}, 0.1, 1),
-        ({0: 0.1, 1: 0.12, 2: 0.1}, {0, 1, 2}, 0.1, None),  # not worth the computing
-        ({0: 0.1, 1: 0.5, 2: 0.1}, {0, 1, 2}, 0.5, None),  # parity would come as late
-        ({0: 0.1, 1: 0.5, 2: 0.1}, {1}, 0.1, 1),  # much later than all others together
-        ({0: 0.4, 1: 0.5, 2: 0.1}, {1}, 0.1, None),  # the others would have to be read, and are late as well
-        ({0: 60.0, 1: 0.0, 2: 0.0}, {1, 2}, 0.0, None),  # nobody wants the one that is late
-        ({0: 60.0, 1: 60.0, 2: 0.0}, {0, 1, 2}, 0.0, 0),  # one can be helped
-        ({7: 60.0}, {7}, 0.0, 7),  # a row of one chunk: parity is its copy
-    ],
-)
-def test_parity_is_read_for_the_chunk_that_comes_last_where_that_pays(delays, wanted, parity_s, expected):
-    assert skipped(delays, frozenset(wanted), parity_s) == expected
 
 
 class OneChunk:
@@ -67,6 +46,9 @@ class OneChunk:
 
     def cancel(self):
         pass
+
+    def left_s(self):
+        return 0.0
 
     def hold(self, segment):
         pass
@@ -105,6 +87,9 @@ class LateChunk:
     def stop(self):
         pass
 
+    def left_s(self):
+        return 0.0
+
     def finish(self, error, *, keep=True):
         self.ends.append(error)
         self.ended.release()
@@ -113,14 +98,14 @@ class LateChunk:
 def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
     segment, timer, facts = OneChunk(), Timer(), Facts()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    means = Means("file", segment, ReadingSettings(late_s=0.01), facts, timer, buffer, LateNodes(), None)
+    means = Means("file", segment, ReadingSettings(late_s=0.01, look_s=0.01), facts, timer, buffer, None)
     row = Row(means, range(1))
     job = LateChunk(row, segment)
     row.add(job)
     row.begin(job)
-    assert job.ended.acquire(timeout=10)
+    assert job.ended.acquire(timeout=180)
     assert not job.ended_early, "its memory is its owner's again, and is about to be written to"
     assert job.ends == [None]
     assert job.into == CHUNK
-    assert buffer.wait_empty(10)
+    assert buffer.wait_empty(120)
     timer.close()

@@ -7,7 +7,6 @@ names file, chunk, part and nodes when that cannot be. Made by `striped`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from bootseer.checkpoint.reading.row import Row
 
 _POLL_S = 0.01
-_MAX_WRONG = 3
-"""Wrong bytes may be a fault of the way or of one disk; three times in a row they are the part's."""
+_MAX_WRONG = 4
+"""Wrong bytes may be a fault of the way or of one disk; so many times in a row they are the part's."""
 
 
 class ChunkRead:
@@ -96,11 +95,16 @@ class ChunkRead:
         if (ticket := self._ticket) is not None:
             ticket.cancel()
 
+    def left_s(self) -> float:
+        """Seconds until its own part will have come, by estimate; 0 where nobody knows."""
+        ticket = self._ticket
+        return 0.0 if ticket is None else ticket.left_s()
+
     def read_own(self) -> None:
         """Ask its own part. Ends in `Row.own_ended`, or in `finish`."""
         part, offset = self.segment.place_of(self.chunk)
         self.expected_s = part.delay_s(offset, self.num_bytes)
-        self.started_s = time.monotonic()
+        self.started_s = self._means.timer.now_s()
         part.then(self._part_opened)
 
     def is_right(self, data: memoryview) -> bool:
@@ -127,7 +131,7 @@ class ChunkRead:
                     self._own_ended(None, keep=False)
                     return
             else:
-                now = time.monotonic()
+                now = means.timer.now_s()
                 if self._waits_until is None:
                     self._waits_until = now + means.settings.claim_s
                     means.facts.add("claims_waited")
@@ -175,7 +179,6 @@ class ChunkRead:
         facts.add("place_bytes", self.num_bytes)
         if self.is_right(self.into):
             facts.add("chunks")
-            self._means.late_nodes.forget(outcome.node)
             self._own_ended(None)
             return
         facts.add("wrong_chunks")
@@ -185,8 +188,10 @@ class ChunkRead:
         others = [node for node in file.nodes(offset) if node not in bad]
         if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
             facts.add("retries")
-            # Where nobody else has it, the same node gets a second chance, under its own checksums.
-            self._ask(file, bad if others else frozenset(), check=not others)
+            # The same node gets a second chance, under the place's own checksums: when these fail, too, the place
+            # turns to the others by itself, and knows that this copy is damaged.
+            again = len(self._wrong) == 1
+            self._ask(file, frozenset(others) if again else bad, check=again)
         else:
             self._own_ended(self._wrong_error())
 
@@ -201,8 +206,6 @@ class ChunkRead:
     def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:
         if error is not None:
             self.problem = error
-            if not self._stopped:
-                self._means.late_nodes.blame(*self.segment.place_of(self.chunk), time.monotonic())
         if self._row is None:
             self.finish(error, keep=keep)
         else:

@@ -11,7 +11,6 @@ from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.donors import Donors
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.keeper import Keeper
-from bootseer.checkpoint.reading.late_nodes import LateNodes
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.timer import Timer
 from bootseer.checkpoint.reading.workers import Workers
@@ -35,7 +34,6 @@ class Engine:
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
         self.keeper = Keeper(facts) if cache is not None else None
         self.donors = Donors(cache, settings.max_donors, settings.donors_s) if cache is not None else None
-        self.late_nodes = LateNodes()
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[float, int]] = {}
         self._counted_s = 0.0
@@ -55,7 +53,12 @@ class Engine:
     def close(self) -> None:
         """All files were closed: end what is on its way, wait a little for what is to be kept, and end the threads."""
         self.buffer.cancel(TransientError(f"{self.place.uri}: the reading was closed"))
-        self.buffer.wait_empty(_CLOSE_S)
         if self.keeper is not None:
-            self.keeper.drain(_CLOSE_S)
+            self.keeper.close(self.settings.keep_s, self.settings.keep_still_s)
+        self.buffer.wait_empty(_CLOSE_S)
         self.timer.close()
+
+    def settle(self) -> None:
+        """The process ends: wait a little for what is to be kept."""
+        if self.keeper is not None:
+            self.keeper.settle(self.settings.keep_s, self.settings.keep_still_s)

@@ -1,7 +1,8 @@
 """Puts chunks that were read into the node's cache, behind the readers' backs.
 
 One thread writes; what waits for it is bounded, and what does not fit is not kept, so that a slow or full disk never
-holds up a reader. What was put is made durable when there is nothing else to do, and before a file is closed.
+holds up a reader. What was put is made durable when there is nothing else to do, and before a file is closed. Whoever
+ends waits for a moment for what is still on its way: it would be read from the place again by the next process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from bootseer.cache.errors import CacheFull
 from bootseer.cache.file import CachedFile
@@ -40,13 +42,15 @@ class Keeper:
         self._queue: deque[_Chunk | CachedFile] = deque()  # a file stands for its closing
         self._unsynced: set[CachedFile] = set()
         self._queued_bytes = 0
+        self._num_chunks = 0  # queued, or being put
         self._full_until = 0.0
         self._running = False
-        self._busy = False
+        self._closed = False
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so much would be kept now."""
-        return self._queued_bytes + num_bytes <= _QUEUE_BYTES and time.monotonic() >= self._full_until
+        has_room = self._queued_bytes + num_bytes <= _QUEUE_BYTES
+        return has_room and not self._closed and time.monotonic() >= self._full_until
 
     def put(self, cached: CachedFile, block: int, data: memoryview, then: Callable[[], None]) -> None:
         """Keep a verified chunk, and give up the claim on it if there is one. `then` is called when it is done, or not
@@ -56,21 +60,48 @@ class Keeper:
             accepted = self.has_room(len(data))
             if accepted:
                 self._queued_bytes += len(data)
+                self._num_chunks += 1
                 self._add(_Chunk(cached, block, data, then))
         if not accepted:
-            self._facts.add("not_kept_chunks")
-            _release(cached, block)
-            then()
+            self._drop(cached, block, then)
 
     def close_file(self, cached: CachedFile) -> None:
         """Close a file when all that was put into it is there."""
         with self._change:
             self._add(cached)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until all is done that was asked for so far."""
+    def settle(self, timeout_s: float, still_s: float) -> bool:
+        """Wait until all chunks are kept that were put: whether they are. Waits `timeout_s` at most, and not for a disk
+        that has kept none for `still_s`. A chunk that is kept survives this process."""
+        until = time.monotonic() + timeout_s
         with self._change:
-            return self._change.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+            while self._num_chunks:
+                before = self._num_chunks
+                wait_s = min(still_s, until - time.monotonic())
+                if not self._change.wait_for(partial(self._fewer_than, before), max(wait_s, 0.0)):
+                    return False
+        return True
+
+    def _fewer_than(self, num_chunks: int) -> bool:
+        return self._num_chunks < num_chunks
+
+    def close(self, timeout_s: float, still_s: float) -> None:
+        """`settle`, and drop what is not kept then. Files are still closed."""
+        self.settle(timeout_s, still_s)
+        with self._change:
+            self._closed = True
+            dropped = [item for item in self._queue if isinstance(item, _Chunk)]
+            self._queue = deque(item for item in self._queue if not isinstance(item, _Chunk))
+            for chunk in dropped:
+                self._queued_bytes -= len(chunk.data)
+            self._num_chunks -= len(dropped)
+        for chunk in dropped:
+            self._drop(chunk.cached, chunk.block, chunk.then)
+
+    def _drop(self, cached: CachedFile, block: int, then: Callable[[], None]) -> None:
+        self._facts.add("not_kept_chunks")
+        _release(cached, block)
+        then()
 
     def _add(self, item: _Chunk | CachedFile) -> None:
         self._queue.append(item)
@@ -87,14 +118,11 @@ class Keeper:
     def _step(self) -> bool:
         """Do the next thing: whether there was any."""
         with self._change:
-            self._busy = False
-            self._change.notify_all()
             self._change.wait_for(lambda: self._queue, _IDLE_S)
             item = self._queue.popleft() if self._queue else None
             if item is None and not self._unsynced:
                 self._running = False
                 return False
-            self._busy = True
         if isinstance(item, _Chunk):
             self._put(item)
         elif item is not None:
@@ -116,6 +144,8 @@ class Keeper:
         _release(chunk.cached, chunk.block)
         with self._change:
             self._queued_bytes -= len(chunk.data)
+            self._num_chunks -= 1
+            self._change.notify_all()
         chunk.then()
 
     def _sync(self, cached: CachedFile) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.keeper import Keeper
-from bootseer.checkpoint.reading.late_nodes import LateNodes
 from bootseer.checkpoint.reading.segments import OpenSegment, Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.timer import Timer
@@ -26,7 +25,6 @@ class Means:
     facts: Facts
     timer: Timer
     buffer: ChunkBuffer
-    late_nodes: LateNodes
     keeper: Keeper | None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:

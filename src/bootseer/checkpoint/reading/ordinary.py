@@ -26,6 +26,7 @@ class Ordinary:
         self.size_bytes = file.size_bytes
         self.version = file.version
         self.unit_bytes = self.row_bytes = settings.unit_bytes
+        self.max_ahead_bytes = settings.ahead_ordinary_bytes
         self._file = file
         self._settings = settings
         self._facts = facts

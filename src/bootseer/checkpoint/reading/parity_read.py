@@ -5,11 +5,11 @@ Nothing says whether its bytes are right: what is computed from them has a diges
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
+from bootseer.checkpoint.reading.instead import is_late
 from bootseer.checkpoint.reading.means import Means
 from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.errors import BootseerError
@@ -26,7 +26,7 @@ class ParityRead:
         self._ended = ended
         self._part, self._offset = segment.parity_of(first_chunk)
         self._expected_s = self._part.delay_s(self._offset, CHUNK_BYTES)
-        self._since_s = time.monotonic()
+        self._since_s = means.timer.now_s()
         self._cancelled = False
         self._ticket: Ticket | None = None
 
@@ -41,12 +41,13 @@ class ParityRead:
             ticket.cancel()
 
     def is_late(self, now: float) -> bool:
-        """Whether it has taken too long by `now`; its node is remembered for that."""
-        settings = self._means.settings
-        late = now - self._since_s >= max(settings.late_s, settings.late_factor * self._expected_s)
-        if late:
-            self._means.late_nodes.blame(self._part, self._offset, now)
-        return late
+        """Whether it has taken too long by `now`."""
+        return is_late(now - self._since_s, self._expected_s, self._means.settings)
+
+    def left_s(self) -> float:
+        """Seconds until it will be here, by estimate; 0 where nobody knows."""
+        ticket = self._ticket
+        return 0.0 if ticket is None else ticket.left_s()
 
     def _opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is None:
@@ -66,7 +67,6 @@ class ParityRead:
     def _arrived(self, outcome: Outcome) -> None:
         if outcome.error is None:
             self._means.facts.add("place_bytes", len(self.data))
-            self._means.late_nodes.forget(outcome.node)
         self._end(outcome.error)
 
     def _end(self, error: BootseerError | None) -> None:

@@ -52,7 +52,7 @@ class LazyPart:
     def delay_s(self, offset: int, length: int) -> float:
         """See `OpenFile.delay_s`."""
         file = self._file
-        return 0.0 if file is None else file.delay_s(offset, length)
+        return self._place.delay_s(self._part.nodes, length) if file is None else file.delay_s(offset, length)
 
     def close(self) -> None:
         """Not read any more."""

@@ -7,6 +7,7 @@ and by the command line.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -103,6 +104,11 @@ class Reading:
             shared.close()
         self._engine.close()
 
+    def settle(self) -> None:
+        """The process ends without `close`: wait a little for what is to be kept, a moment where nothing is."""
+        if not self._closed:
+            self._engine.settle()
+
     def after_fork(self) -> None:
         """In a child: the parent's threads are not here, its locks may be held for ever, its memory is not ours."""
         self._facts = Facts()
@@ -136,9 +142,7 @@ class Reading:
             self._place, path, head,
             workers=engine.workers, cache=engine.cache, keeper=engine.keeper, max_open=self._settings.max_segments,
         )  # fmt: skip
-        means = Means(
-            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.late_nodes, engine.keeper
-        )
+        means = Means(path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.keeper)
         return Striped(head, means, engine.donors)
 
 
@@ -178,4 +182,10 @@ def _after_fork() -> None:
             reading.after_fork()
 
 
+def _at_exit() -> None:
+    for reading in list(_readings):
+        reading.settle()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

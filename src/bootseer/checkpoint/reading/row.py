@@ -12,14 +12,15 @@ Made by `striped` for each batch of reads. Two rows of the same chunks do not kn
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from math import inf
 
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.parity import xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
+from bootseer.checkpoint.reading.instead import is_late, is_regretted, overtaken, skipped
 from bootseer.checkpoint.reading.means import Means, alike
 from bootseer.checkpoint.reading.parity_read import ParityRead
 from bootseer.checkpoint.reading.parts import LazyPart
@@ -27,14 +28,7 @@ from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.checkpoint.reading.source import Want
 from bootseer.errors import BootseerError
 
-_WORTH = 1.5
-_WORTH_S = 0.05
-"""Rebuilding costs some time of the processor: parity must come so much earlier."""
-_ALONE_WORTH = 2.0
-_ALONE_WORTH_S = 0.25
-"""... and much earlier where the other chunks of the row must be read for it, which nobody asked for."""
 _NO_ROOM_S = 0.05
-_LATE_S = 60.0
 
 
 class _Parity(Enum):
@@ -93,7 +87,7 @@ class Row:
                 self._asked[job.chunk] = job
             watch, self._watching = not self._watching, True
         if watch:
-            self._means.timer.after(self._means.settings.late_s, self._look)
+            self._means.timer.after(self._means.settings.look_s, self._look)
         if self._chosen == job.chunk:
             self._go_on()
         else:
@@ -125,38 +119,60 @@ class Row:
 
     def _choose(self, segment: OpenSegment) -> int | None:
         """The chunk that parity is read for from the beginning; None: each chunk is read from its own part."""
-        delays = {chunk: self._delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
-        parity_s = self._delay_s(*segment.parity_of(self._chunks.start))
-        return skipped(delays, frozenset(self._jobs), parity_s)
-
-    def _delay_s(self, part: LazyPart, offset: int) -> float:
-        """When a chunk would be here: nothing is expected of nodes that are late, but for a try now and then."""
-        nodes, late = part.nodes(offset), self._means.late_nodes
-        if late.are_late(nodes) and not late.may_try(nodes, time.monotonic()):
-            return _LATE_S
-        return part.delay_s(offset, CHUNK_BYTES)
+        delays = {chunk: _delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
+        return skipped(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
 
     def _look(self) -> None:
-        """Have chunks rebuilt that are late."""
-        settings = self._means.settings
+        """Have chunks rebuilt that are late, or that would come sooner so, now that more is known of their nodes."""
+        settings, now = self._means.settings, self._means.timer.now_s()
         with self._lock:
             if not self._num_active:
                 self._watching = False
                 return
-            now = time.monotonic()
+            on_way: dict[int, ChunkRead] = {}
             for chunk in self._begun - self._have.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
                 job = self._jobs[chunk]
                 if job.started_s is None:
                     continue
+                on_way[chunk] = job
                 waited_s = now - job.started_s
-                if waited_s >= max(settings.late_s, settings.late_factor * job.expected_s) and self._pays(waited_s):
+                if is_late(waited_s, job.expected_s, settings) and self._pays(waited_s):
                     self._asked[chunk] = job
-                    self._means.late_nodes.blame(*job.segment.place_of(chunk), now)
-            instead = self._without_late_parity(now)
+            instead = self._reconsidered(on_way) + self._without_late_parity(now)
         for job in instead:
             job.read_own()
-        self._means.timer.after(settings.late_s / 2, self._look)
+        self._means.timer.after(settings.look_s, self._look)
         self._go_on()
+
+    def _reconsidered(self, on_way: dict[int, ChunkRead]) -> list[ChunkRead]:
+        """Use parity for the chunk that would come last, as far as is known now, or for none. Returns those that it was
+        to stand in for, and which are to be asked of their own parts after all.
+        """
+        segment = self._segment
+        untried = [job for job in self._asked.values() if job.started_s is None]
+        if segment is None or self._lost or len(self._asked) > len(untried) or self._rebuilding is not None:
+            return []
+        left = {chunk: job.left_s() for chunk, job in on_way.items()}
+        left |= {job.chunk: _delay_s(*segment.place_of(job.chunk)) for job in untried}
+        others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._have]
+        others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
+        parity_s = self._parity_s(segment)
+        loser = overtaken(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
+        if loser in on_way:
+            self._asked = {loser: on_way[loser]}
+        elif loser is None and any(is_regretted(left[job.chunk], parity_s) for job in untried):
+            self._asked = {}
+        else:
+            return []
+        return untried
+
+    def _parity_s(self, segment: OpenSegment) -> float:
+        """When parity will be here, or would be if it was asked for now."""
+        if self._parity is _Parity.NONE:
+            return _delay_s(*segment.parity_of(self._chunks.start))
+        if self._parity is _Parity.LOADING and self._parity_read is not None:
+            return self._parity_read.left_s()
+        return 0.0 if self._parity is _Parity.HERE else inf
 
     def _without_late_parity(self, now: float) -> list[ChunkRead]:
         """Chunks that parity was to be read for, when it is parity that is late."""
@@ -361,13 +377,6 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
-def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:
-    """Which chunk of a row to compute from parity; None: none of them.
-
-    `delays`: when each chunk of the row would be here, in seconds; `wanted`: those that somebody asked for.
-    """
-    last = max(wanted, key=lambda chunk: delays[chunk])
-    others = [delay_s for chunk, delay_s in delays.items() if chunk not in wanted]
-    instead_s = max([parity_s, *others])
-    worth, worth_s = (_ALONE_WORTH, _ALONE_WORTH_S) if others else (_WORTH, _WORTH_S)
-    return last if delays[last] > instead_s * worth + worth_s else None
+def _delay_s(part: LazyPart, offset: int) -> float:
+    """When a chunk of this part would be here, if it was asked for now."""
+    return part.delay_s(offset, CHUNK_BYTES)

@@ -18,6 +18,11 @@ class ReadingSettings:
     Readers wait for room rather than exceed it; only one row at a time that must be rebuilt may."""
     direct_bytes: int = 64 * _MIB
     """What one large read may have under way, in the caller's own memory."""
+    direct_ordinary_bytes: int = 128 * _MIB
+    """The same of an ordinary file: several disks have what is under way, and the more there is to choose from, the
+    evener they share it."""
+    direct_lane_bytes: int = 32 * _MIB
+    """... and for one disk. A link of 1 MiB/s brings this within the deadline."""
     direct_min_bytes: int = 4 * _MIB
     """A read from this size on goes straight into the caller's memory; a smaller one through chunks read ahead."""
     piece_bytes: int = 4 * _MIB
@@ -27,17 +32,27 @@ class ReadingSettings:
     prefetch_bytes: int = 64 * _MIB
     """What a prefetch may have under way."""
     ahead: AheadSettings = field(default_factory=AheadSettings)
+    ahead_ordinary_bytes: int = 512 * _MIB
+    """The largest window of an ordinary file, as far as half of the memory allows: its blocks lie one after the other,
+    usually 128 MiB each, so that several disks have work only where the window spans several blocks."""
     idle_s: float = 5.0
     """What nobody has asked for in so long is dropped: handles that nobody reads from hold nothing."""
 
     deadline_s: float = 60.0
     """One attempt at one chunk, by all means the place has."""
+    look_s: float = 0.05
+    """So often a row with parity looks whether one of its chunks would come sooner by rebuilding it."""
     late_s: float = 0.3
     """A chunk that is this much later than expected is rebuilt from the others of its row, if there is parity."""
     late_factor: float = 2.0
     """... or later than so many times the expectation."""
     claim_s: float = 2.0
     """How long to wait for a chunk that another process of this node is fetching, before it is fetched twice."""
+
+    keep_s: float = 5.0
+    """Who ends waits so long, at most, for what was read and is still on its way into the node's cache."""
+    keep_still_s: float = 1.0
+    """... and not for a disk that has kept nothing for so long."""
 
     max_segments: int = 64
     """Segments of one file that are open at once; the others are opened again when they are read."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 
@@ -45,7 +46,8 @@ class SharedFile:
         self._engine = engine
         self._source = self._make_source(engine)
         row_bytes = max(self._source.row_bytes, self._source.unit_bytes)
-        self._ahead = Ahead(self._source.size_bytes, engine.settings.ahead, row_bytes=row_bytes)
+        ahead = replace(engine.settings.ahead, max_bytes=self._source.max_ahead_bytes)
+        self._ahead = Ahead(self._source.size_bytes, ahead, row_bytes=row_bytes)
         self._lock = threading.Lock()
         self._prefetches: set[Prefetch] = set()
         self._alone = count(1)
@@ -228,7 +230,14 @@ class SharedFile:
         if not direct:
             return None
         gather.expect()
-        transfer = Transfer(self._source, direct, max_bytes=self._engine.settings.direct_bytes, then=gather.ended)
+        settings = self._engine.settings
+        transfer = Transfer(
+            self._source,
+            direct,
+            max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
+            max_lane_bytes=settings.direct_lane_bytes,
+            then=gather.ended,
+        )
         transfer.start()
         return transfer
 

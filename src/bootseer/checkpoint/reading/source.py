@@ -54,6 +54,8 @@ class Source(Protocol):
     """Reading multiples of this together costs least."""
     whole_units: bool
     """Only whole units can be read: each has a digest."""
+    max_ahead_bytes: int
+    """Read-ahead is worth while so far."""
     num_lanes: int
     """So many lanes wait for each other at most; 0: they do not."""
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from bootseer.checkpoint.head import Head, Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, row_of
+from bootseer.checkpoint.parity import make_ready
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
 from bootseer.checkpoint.reading.donors import Donors
 from bootseer.checkpoint.reading.means import Means
@@ -28,12 +29,15 @@ class Striped:
         self.version = head.id
         self.num_lanes = max(segment.stripes for segment in head.segments)
         self.row_bytes = self.num_lanes * CHUNK_BYTES
+        self.max_ahead_bytes = means.settings.ahead.max_bytes
         self._head = head
         self._means = means
         self._donors = donors
 
     def prepare(self) -> None:
         """See `Source.prepare`."""
+        if any(segment.parity is not None for segment in self._head.segments):
+            make_ready()
         if self._donors is not None:
             self._donors.search()
 

@@ -25,9 +25,13 @@ class Timer:
         self._running = False
         self._closed = False
 
+    def now_s(self) -> float:
+        """The time that calls are made by: seconds of a monotonic clock."""
+        return time.monotonic()
+
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call it in so many seconds."""
-        at = time.monotonic() + delay_s
+        at = self.now_s() + delay_s
         with self._change:
             heapq.heappush(self._heap, (at, next(self._order), call))
             if not self._running:

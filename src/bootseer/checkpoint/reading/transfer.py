@@ -27,8 +27,17 @@ class _Lane:
 class Transfer:
     """Reads of one source into memory that the caller owns until `then` is called."""
 
-    def __init__(self, source: Source, wants: Sequence[tuple[int, memoryview]], *, max_bytes: int, then: Done) -> None:
-        """`then` is called once, from any thread, when nobody writes into any of the memory any more."""
+    def __init__(
+        self,
+        source: Source,
+        wants: Sequence[tuple[int, memoryview]],
+        *,
+        max_bytes: int,
+        max_lane_bytes: int,
+        then: Done,
+    ) -> None:
+        """`then` is called once, from any thread, when nobody writes into any of the memory any more. At most
+        `max_bytes` are under way, and `max_lane_bytes` in each lane."""
         self._then = then
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
@@ -44,7 +53,7 @@ class Transfer:
         self._waiting = deque(self._lanes.values())
         # Lanes that wait for each other must all be able to go on, however many they are.
         self._max_bytes = max(max_bytes, source.num_lanes * source.unit_bytes)
-        self._max_in_lane = max(self._max_bytes // max(len(self._lanes), 1), source.unit_bytes)
+        self._max_in_lane = max(min(self._max_bytes // max(len(self._lanes), 1), max_lane_bytes), source.unit_bytes)
 
     def start(self) -> None:
         """Begin."""

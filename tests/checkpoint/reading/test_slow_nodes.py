@@ -1,0 +1,163 @@
+"""What one slow or hung DataNode costs, in virtual time: the same on every machine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.reading.buffer import ChunkBuffer
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.ordinary import Ordinary
+from bootseer.checkpoint.reading.segments import Segments
+from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.striped import Striped
+from bootseer.checkpoint.reading.transfer import Transfer
+from checkpoint.striped_files import content_of, put_striped
+from hdfs.virtual import MIB, Links, rate
+
+LINK = 45.2
+"""MiB/s of 400 Mbit/s."""
+NODES = ["a:1", "b:1", "c:1", "d:1", "e:1"]
+
+
+class AtOnce:
+    """As `Workers`."""
+
+    def call(self, call):
+        call()
+
+
+class Clock:
+    """As `Timer`."""
+
+    def __init__(self, links):
+        self.after = links.after
+        self.now_s = lambda: links.now_s
+
+
+class LinkedPlace:
+    """As a `Place`: the files of a folder, each on a DataNode of its own."""
+
+    def __init__(self, folder, links):
+        self._folder, self._links = folder, links
+        self._files = {}
+
+    def open(self, path):
+        if path not in self._files:
+            data = self._folder.read_bytes(path, 1 << 30)
+            self._files[path] = self._links.store(path, [(data, [NODES[len(self._files) % len(NODES)]])])
+        return self._files[path]
+
+    def delay_s(self, nodes, length):
+        return 0.0
+
+
+class Striping:
+    """A striped file of 4 + 1 parts on five DataNodes, in the order of `NODES`: the last has the parity."""
+
+    def __init__(self, tmp_path, size_bytes, *, parity=True):
+        self.content = content_of(size_bytes)
+        self._folder = FolderPlace(tmp_path)
+        self._head = put_striped(self._folder, "file", self.content, parity=parity)
+
+    def open(self, rates):
+        links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Facts(), ReadingSettings()
+        clock = Clock(links)
+        place = LinkedPlace(self._folder, links)
+        segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, keeper=None, max_open=64)
+        for part in segments.acquire(0).parts:
+            part.then(lambda file, error: None)
+        buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)
+        means = Means("file", segments, settings, facts, clock, buffer, None)
+        return Reader(self.content, links, Striped(self._head, means, None), settings)
+
+
+class Reader:
+    """Reads a file in virtual time. One that was made for it knows nothing of the nodes yet."""
+
+    def __init__(self, content, links, source, settings):
+        self._content = content
+        self.links = links
+        self._source = source
+        self._settings = settings
+
+    def read(self):
+        """Read all of it, and compare: MiB/s."""
+        memory, ends = memoryview(bytearray(len(self._content))), []
+        wants = [(at, memory[at : at + MIB]) for at in range(0, len(self._content), MIB)]
+        settings = self._settings
+        Transfer(
+            self._source,
+            wants,
+            max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
+            max_lane_bytes=settings.direct_lane_bytes,
+            then=ends.append,
+        ).start()
+        seconds = self.links.run(lambda: bool(ends))
+        assert ends == [None]
+        assert memory == self._content
+        return rate(len(self._content), seconds)
+
+
+@pytest.fixture(scope="module")
+def striping(tmp_path_factory):
+    return Striping(tmp_path_factory.mktemp("parity"), 128 * MIB)
+
+
+@pytest.mark.parametrize("sick", [0, 2, 4])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5])
+def test_one_sick_node_costs_a_file_with_parity_little_from_the_first_read_on(striping, sick, part):
+    """Its parts on the other four have all of the file between them: 4 x 45.2 MiB/s."""
+    reader = striping.open([LINK * part if number == sick else LINK for number in range(5)])
+    first, second = reader.read(), reader.read()
+    assert first > 0.93 * 4 * LINK
+    assert second > 0.96 * 4 * LINK
+
+
+def test_a_healthy_cluster_reads_from_all_its_nodes_that_of_the_parity_too(striping):
+    reader = striping.open([LINK] * 5)
+    assert reader.read() > 1.05 * 4 * LINK
+    served = reader.links.served
+    assert sum(served.values()) < 1.05 * 128 * MIB, "what was read twice is lost"
+    assert served["e:1"] > 10 * MIB
+
+
+def test_a_node_that_becomes_slow_is_found_out_and_one_that_recovers_is_used_again(striping):
+    reader = striping.open([LINK] * 5)
+    reader.read()
+    reader.links.rates["b:1"] = LINK / 10
+    assert reader.read() > 0.9 * 4 * LINK
+    assert reader.read() > 0.96 * 4 * LINK
+    reader.links.rates["b:1"] = LINK
+    reader.links.now_s += 60.0
+    assert reader.read() > 4 * LINK
+
+
+PAIRS = list(itertools.combinations(NODES[:4], 2))
+
+
+def ordinary(rates, nodes_of_blocks):
+    """A file of blocks of 8 MiB."""
+    links = Links(dict(zip(NODES, rates, strict=False)))
+    block = content_of(8 * MIB)
+    file = links.store("/f", [(block, nodes) for nodes in nodes_of_blocks])
+    settings = ReadingSettings()
+    return Reader(block * len(nodes_of_blocks), links, Ordinary(file, settings, Facts()), settings)
+
+
+@pytest.mark.parametrize(("part", "least"), [(1.0, 0.9), (0.1, 0.88), (0.0, 0.88)])
+def test_the_healthy_nodes_of_an_ordinary_file_with_two_copies_are_all_busy(part, least):
+    reader = ordinary([LINK * part, LINK, LINK, LINK], PAIRS * 3)
+    allowed = (3 + part) * LINK
+    assert reader.read() > least * allowed
+    assert reader.read() > least * allowed
+
+
+def test_an_ordinary_file_with_one_copy_is_read_as_fast_as_its_placement_allows():
+    names = [NODES[int(digit)] for digit in "001023013021000312"]
+    reader = ordinary([LINK] * 4, [[name] for name in names])
+    most = max(names.count(name) for name in NODES)
+    assert reader.read() > 0.97 * LINK * len(names) / most
