@@ -25,7 +25,7 @@ from fuse.memory_files import MemoryFiles
 
 pytestmark = pytest.mark.fuse
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 MIB = 1 << 20
 Mount = Callable[[MemoryFiles], WritableSession]
 

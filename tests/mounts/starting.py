@@ -11,7 +11,7 @@ from typing import Protocol
 from bootseer.mounts.daemon import Daemon
 
 JOB = Path(__file__).with_name("daemon_job.py")
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

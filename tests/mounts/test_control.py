@@ -32,4 +32,4 @@ def test_an_answer_that_goes_wrong_is_told_and_does_not_end_the_daemon(
         with pytest.raises(PermanentError, match=r"RuntimeError: can't start|TypeError: "):
             control.ask(tmp_path, "status")
         assert control.ask(tmp_path, "else") == {"fine": True}
-        daemon.join(10)
+        daemon.join(120)

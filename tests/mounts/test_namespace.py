@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -20,7 +21,6 @@ from bootseer.mounts.table import is_mounted_anywhere
 from plain_user import UID, as_plain_user
 
 pytestmark = pytest.mark.root
-DEADLINE_S = 30.0
 BOTH = pytest.mark.parametrize("user", [False, True])
 
 
@@ -108,24 +108,29 @@ def test_a_defect_in_the_helper_is_an_error_here_and_unwinds_nothing() -> None:
 
 
 def test_a_helper_that_hangs_is_given_up() -> None:
-    answer, report = os.pipe()
+    answer, report = os.pipe2(os.O_NONBLOCK)
 
     def hang() -> None:
         os.write(report, str(os.getpid()).encode())
-        time.sleep(DEADLINE_S)
+        time.sleep(600)
 
-    with pytest.raises(TransientError, match="in time"):
-        Namespace.made(hang, deadline_s=0.5)
-    helper = int(os.read(answer, 20))
+    helper = 0
+    for deadline_s in (0.5, 5.0, 50.0):
+        with pytest.raises(TransientError, match="in time"):
+            Namespace.made(hang, deadline_s=deadline_s)
+        with contextlib.suppress(BlockingIOError):  # on a busy machine it may not come so far in the time
+            helper = int(os.read(answer, 20))
+            break
     os.close(answer)
     os.close(report)
+    assert helper
     assert not Path(f"/proc/{helper}").exists()
 
 
 def test_everything_ends_with_the_last_holder(place: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     namespace = Namespace.made(tmpfs(place))
-    sleeper = subprocess.Popen(["sleep", str(DEADLINE_S)], preexec_fn=namespace.enter)  # noqa: PLW1509
+    sleeper = subprocess.Popen(["sleep", "600"], preexec_fn=namespace.enter)  # noqa: PLW1509
     namespace.close()
     namespace.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -55,6 +55,21 @@ def test_a_mount_is_found_listed_and_removed(place: Path) -> None:
     assert list(runtime.mounts.iterdir()) == []
 
 
+def test_what_several_remove_at_once_is_gone_for_all(place: Path) -> None:
+    runtime = Runtime(place / "run")
+    for _ in range(20):
+        folder = runtime.new_folder()
+        state = MountState(folder.name, str(place / "target"), "what", runtime.boot)
+        runtime.write(state)
+        for number in range(30):
+            (folder / f"f{number}").touch()
+            (folder / f"d{number}").mkdir()
+        with ThreadPoolExecutor(4) as threads:
+            for _ in threads.map(lambda _, state=state: runtime.remove(state), range(4)):
+                pass
+        assert not folder.exists()
+
+
 def test_leftovers_of_an_earlier_boot_are_gone(place: Path) -> None:
     runtime = Runtime(place / "run")
     state = dataclasses.replace(mounted_state(runtime, place), boot="another")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 
 NAME = "control"
 _MAX_LINE = 65_536
+_TICK_S = 0.5
 _PATIENCE_S = 2.0
 """How long the daemon waits for a question on an open connection: it answers one at a time."""
 Answer = dict[str, object]
@@ -78,8 +81,11 @@ def _encoded(said: Answer) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
-def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
-    """Ask the daemon of `folder`. Raises `NotFoundError` when none answers, `PermanentError` for a refusal."""
+def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[], None] = lambda: None) -> Answer:
+    """Ask the daemon of `folder`. `waiting` is called twice a second until it answers.
+
+    Raises `NotFoundError` when none answers, `TransientError` after `timeout_s`, `PermanentError` for a refusal.
+    """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with link:
         link.settimeout(timeout_s)
@@ -87,6 +93,7 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
             with _short(folder) as path:
                 link.connect(path)
             link.sendall(_encoded({"do": what}))
+            _await(link, timeout_s, waiting)
             said = json.loads(_line(link))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error
@@ -97,6 +104,17 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0) -> Answer:
     if "error" in said:
         raise PermanentError(str(said["error"]))
     return said
+
+
+def _await(link: socket.socket, timeout_s: float, waiting: Callable[[], None]) -> None:
+    """Wait until there is something to be read. Raises `TimeoutError`."""
+    until = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    while not poll.poll(1000 * min(_TICK_S, max(until - time.monotonic(), 0.0))):
+        if time.monotonic() >= until:
+            raise TimeoutError
+        waiting()
 
 
 def _line(link: socket.socket) -> bytes:

@@ -38,8 +38,12 @@ _NAME = "bootseer-mount"
 """What `ps` and `top` show, so that nobody takes the daemon for the program that started it."""
 _MAX_REPORT = 65_536
 _GRACE_S = 1.0
+_LET_GO_S = 10.0
+_TICK_S = 0.5
 
 OnError = Callable[[str], None]
+Waiting = Callable[[], None]
+"""Called twice a second while a daemon is waited for; what it raises ends the wait."""
 
 
 class Recorder(Protocol):
@@ -142,26 +146,39 @@ class Daemon:
         """Tell it that the startup is over: training has begun."""
         control.ask(self.folder, "began")
 
-    def stop(self, *, timeout_s: float = 30.0) -> dict[str, object]:
+    def stop_unused(self) -> None:
+        """Let it unmount and end when only the kernel can still use its files: it lets go of those of layers that were
+        unmounted a moment ago, which takes seconds on a busy machine. Raises `PermanentError` when it does not."""
+        deadline = time.monotonic() + _LET_GO_S
+        while True:
+            try:
+                self.stop()
+                return
+            except PermanentError:
+                if time.monotonic() > deadline:
+                    raise
+
+    def stop(self, *, timeout_s: float = 30.0, waiting: Waiting = lambda: None) -> dict[str, object]:
         """Let it unmount, finish what was written, and end; what it says of that. Raises `PermanentError` while its
         files are in use.
 
-        A daemon that does not answer is killed after `timeout_s`: readers get an I/O error then.
+        A daemon that does not answer is killed after `timeout_s`: readers get an I/O error then. One that is not waited
+        for to the end, because `waiting` or a signal raised something, does all of it all the same.
         """
-        return self._end("stop", timeout_s)
+        return self._end("stop", timeout_s, waiting)
 
-    def end(self, *, timeout_s: float) -> dict[str, object]:
+    def end(self, *, timeout_s: float, waiting: Waiting = lambda: None) -> dict[str, object]:
         """Let it unmount although its files are in use, finish what was written, and end; what it says of that.
 
         Whoever uses a file gets an error. A daemon that is not done after `timeout_s` is killed.
         """
-        return self._end("end", timeout_s)
+        return self._end("end", timeout_s, waiting)
 
-    def _end(self, how: str, timeout_s: float) -> dict[str, object]:
+    def _end(self, how: str, timeout_s: float, waiting: Waiting) -> dict[str, object]:
         deadline = time.monotonic() + timeout_s
         said: dict[str, object] = {}
         try:
-            said = control.ask(self.folder, how, timeout_s=timeout_s)
+            said = control.ask(self.folder, how, timeout_s=timeout_s, waiting=waiting)
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):
@@ -178,10 +195,11 @@ class Daemon:
         return True
 
 
-def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0) -> Daemon:
+def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting = lambda: None) -> Daemon:
     """Start a daemon; its files can be read when this returns.
 
-    Raises what its `open` or the mount raised, or `TransientError` when it does not serve within `deadline_s`.
+    Raises what its `open` or the mount raised, or `TransientError` when it does not serve within `deadline_s`. Whatever
+    is raised, no daemon is left; a mount may be that was made a moment ago.
     """
     (spec.folder / FILES).mkdir(parents=True, exist_ok=True)
     spec.folder.chmod(0o700)
@@ -200,29 +218,53 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0) -> Daemon:
         # The middle process ends at once, and takes the daemon's parenthood with it: nobody must wait for zombies.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(middle, 0)
-        return _hear(spec, pipe.fileno(), time.monotonic() + deadline_s, deadline_s)
+        birth = _Birth(spec, pipe.fileno())
+        try:
+            return birth.hear(deadline_s, waiting)
+        except BaseException:
+            birth.end()
+            raise
 
 
-def _hear(spec: DaemonSpec, pipe: int, deadline: float, deadline_s: float) -> Daemon:
-    process: ProcessId | None = None
-    data = b""
-    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        piece = os.read(pipe, _MAX_REPORT)
-        data += piece
-        *lines, data = data.split(b"\n")
-        for line in lines:
-            said = json.loads(line)
-            if "pid" in said:
-                process = ProcessId.of(said["pid"])
-            elif "error" in said:
-                raise _error(said["kind"], said["error"])
-            elif process is not None:
-                return Daemon(spec.folder, process)
-        if not piece:
-            raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
-    if process is not None:
+class _Birth:
+    """A daemon that does not serve yet, and the pipe on which it says how far it is."""
+
+    def __init__(self, spec: DaemonSpec, pipe: int) -> None:
+        self._spec = spec
+        self._pipe = pipe
+        self._process: ProcessId | None = None
+
+    def hear(self, deadline_s: float, waiting: Waiting) -> Daemon:
+        spec, data = self._spec, b""
+        deadline = time.monotonic() + deadline_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not select.select([self._pipe], [], [], min(left_s, _TICK_S))[0]:
+                waiting()
+                continue
+            piece = os.read(self._pipe, _MAX_REPORT)
+            data += piece
+            *lines, data = data.split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                if "pid" in said:
+                    self._process = ProcessId.of(said["pid"])
+                elif "error" in said:
+                    raise _error(said["kind"], said["error"])
+                elif self._process is not None:
+                    return Daemon(spec.folder, self._process)
+            if not piece:
+                raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
+        raise TransientError(f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}")
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        process = self._process
+        if process is None:  # one that has not told its number yet finds the pipe closed, and ends
+            return
         process.signal(signal.SIGKILL)
-    raise TransientError(f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}")
+        until = time.monotonic() + _GRACE_S
+        while process.alive and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def _error(kind: str, message: str) -> BootseerError:

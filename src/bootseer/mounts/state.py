@@ -203,16 +203,22 @@ def _process(value: Mapping[str, int] | None) -> ProcessId | None:
 
 
 def _delete(folder: Path) -> None:
-    device = folder.stat().st_dev
-    for path, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            Path(path, name).unlink()
-        for name in folders:
-            child = Path(path, name)
-            if child.is_symlink():
-                child.unlink()
-            elif child.stat().st_dev != device:
-                raise PermanentError(f"{child} is still mounted")
-            else:
-                child.rmdir()
-    folder.rmdir()
+    """What somebody else deletes at the same time, who unmounts the same, is gone too."""
+    with contextlib.suppress(FileNotFoundError):
+        device = folder.stat().st_dev
+        for path, folders, files in os.walk(folder, topdown=False):
+            for name in files:
+                Path(path, name).unlink(missing_ok=True)
+            for name in folders:
+                with contextlib.suppress(FileNotFoundError):
+                    _delete_folder(Path(path, name), device)
+        folder.rmdir()
+
+
+def _delete_folder(child: Path, device: int) -> None:
+    if child.is_symlink():
+        child.unlink()
+    elif child.stat().st_dev != device:
+        raise PermanentError(f"{child} is still mounted")
+    else:
+        child.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
-from checkpoint.mounted_place import MIB, until
+from checkpoint.mounted_place import MIB, number_of, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
@@ -35,7 +36,7 @@ def mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]
     target, runtime = tmp_path / "m", tmp_path / "run"
     values = ("stripes=2", "parity=true")
     argv = [sys.executable, str(JOB), f"{cluster.uri}/", str(target), str(runtime), "", *values]
-    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout)
+    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True).stdout)
     assert said["target"] == str(target), said
     found = find_checkpoint(runtime_of(runtime), target)
     yield found
@@ -108,3 +109,13 @@ def test_a_mount_goes_on_when_the_namenode_was_started_again(mounted: MountedChe
         "after",
         "before",
     ]
+
+
+def test_names_that_hdfs_does_not_take_are_refused_before_anything_is_written(mounted: MountedCheckpoint) -> None:
+    root = mounted.target
+    (root / "f").write_text("f")
+    assert number_of(lambda: os.open(root / "step-12:30", os.O_WRONLY | os.O_CREAT)) == errno.EINVAL
+    assert number_of((root / "step-12:30").mkdir) == errno.EINVAL
+    assert number_of(lambda: (root / "f").rename(root / "12:30")) == errno.EINVAL
+    assert not (root / "step-12:30").exists()
+    assert (root / "f").read_text() == "f"

@@ -23,7 +23,7 @@ from checkpoint.mounted_place import MIB, until
 pytestmark = pytest.mark.fuse
 
 JOB = Path(__file__).with_name("mount_job.py")
-DEADLINE_S = 60
+DEADLINE_S = 120
 LARGE = 20 * MIB + 5
 Start = Callable[..., dict[str, Any]]
 
@@ -270,5 +270,4 @@ def test_what_one_start_reads_is_brought_for_the_next(tmp_path: Path, runtime: R
     until(lambda: int(the(runtime, target).status()["place_bytes"]) >= LARGE, "brought")
     assert len((target / "step-2/used").read_bytes()) == LARGE
     status = the(runtime, target).status()
-    assert LARGE <= status["place_bytes"] < 2 * LARGE, "what was not used is not brought"
-    assert status["cache_bytes"] >= LARGE
+    assert LARGE <= status["place_bytes"] < 2 * LARGE, "what was not used is not brought, nor anything twice"

@@ -127,6 +127,74 @@ def test_shutil_and_pathlib(one: MountedPlace, tree: Path) -> None:
     until(lambda: list(one.target.iterdir()) == [], "all gone")
 
 
+@needs("git")
+def test_git(one: MountedPlace, mounts: Mounts, tree: Path) -> None:
+    settings = "-c user.name=n -c user.email=e -c init.defaultBranch=main -c protocol.file.allow=always"
+    work = f"""
+        set -e
+        git() {{ command git {settings} "$@"; }}
+        git init -q first && cp -r {tree}/. first && cd first
+        git add . && git commit -qm one
+        echo more >> deep/1.bin && git commit -qam two
+        git checkout -q -b side HEAD~1 && echo side > new && git add new && git commit -qm three
+        git merge -q -m merged main && git gc -q && git fsck --strict
+        cd .. && git clone -q --no-local first second && cd second && git fsck --strict && git status --porcelain
+    """
+    said = subprocess.run(
+        ["/bin/bash", "-c", work], cwd=one.target, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert said.stdout == ""
+    second = mounts().target / "second"
+    assert (second / "new").read_text() == "side\n"
+    assert (second / "deep/4.bin").read_bytes() == (tree / "deep/4.bin").read_bytes()
+
+
+@needs("zip")
+@needs("unzip")
+def test_archives_and_files_that_are_changed_in_place(one: MountedPlace, mounts: Mounts, tree: Path) -> None:
+    work = f"""
+        set -e
+        cp -r {tree} tree
+        zip -qr a.zip tree && echo more > tree/new && zip -qr a.zip tree && zip -q a.zip -d tree/deep/0.bin
+        unzip -tqq a.zip && unzip -q a.zip -d out
+        tar --sparse -cf a.tar tree && tar -rf a.tar a.zip && tar --delete -f a.tar tree/new
+        mkdir o2 && tar -xf a.tar -C o2
+        seq 200000 > lines && sed -i s/7/seven/ lines
+        flock lock flock -n lock true || echo locked > locked
+    """
+    subprocess.run(["/bin/bash", "-c", work], cwd=one.target, capture_output=True, timeout=DEADLINE_S, check=True)
+    root = mounts().target
+    assert (root / "out/tree/deep/4.bin").read_bytes() == (tree / "deep/4.bin").read_bytes()
+    assert not (root / "out/tree/deep/0.bin").exists()
+    assert (root / "out/tree/new").read_text() == "more\n"
+    assert (root / "o2/tree/deep/4.bin").read_bytes() == (tree / "deep/4.bin").read_bytes()
+    assert not (root / "o2/tree/new").exists()
+    assert (root / "lines").read_text().splitlines()[76] == "seven7"
+    assert (root / "locked").read_text() == "locked\n"
+
+
+def test_numpy_maps_files_and_writes_to_them(one: MountedPlace, mounts: Mounts) -> None:
+    pytest.importorskip("numpy")
+    code = """
+import numpy as np, sys
+new = np.memmap(sys.argv[1], dtype="i4", mode="w+", shape=(1500, 1000))
+new[:] = np.arange(1000)
+new.flush()
+del new
+there = np.memmap(sys.argv[1], dtype="i4", mode="r+", shape=(1500, 1000))
+there[700] = 7
+there.flush()
+"""
+    run(sys.executable, "-c", code, one.target / "array")
+    check = """
+import numpy as np, sys
+wanted = np.tile(np.arange(1000, dtype="i4"), (1500, 1))
+wanted[700] = 7
+assert (np.memmap(sys.argv[1], dtype="i4", mode="r", shape=(1500, 1000)) == wanted).all()
+"""
+    run(sys.executable, "-c", check, mounts().target / "array")
+
+
 def test_a_database_with_a_journal(one: MountedPlace, mounts: Mounts) -> None:
     code = """
 import sqlite3, sys

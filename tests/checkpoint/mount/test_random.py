@@ -134,7 +134,9 @@ class Machine:
         self.open.clear()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.integers(0, 2**32))
 def test_random_programs_do_the_same_as_in_memory(mounts: Mounts, seed: int) -> None:
     one = mounts()

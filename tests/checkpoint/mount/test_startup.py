@@ -156,16 +156,16 @@ def test_the_end_of_a_mount_ends_what_is_being_brought(job: Job) -> None:
 
     def wait(path: str) -> None:
         reached.set()
-        assert gate.wait(30)
+        assert gate.wait(120)
 
     job.before = wait
     startup, _ = job.start("")
     thread = threading.Thread(target=startup.begin)
     thread.start()
-    assert reached.wait(30)
+    assert reached.wait(120)
     startup.drop()
     gate.set()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert len(job.opened) == 1
     assert job.said == []

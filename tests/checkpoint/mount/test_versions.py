@@ -146,7 +146,7 @@ def test_what_was_written_here_is_read_as_the_place_has_it(one: MountedPlace) ->
 def in_another_process(code: str, path: Path) -> None:
     """Run code with `path`. A page that is missing is waited for with Python's lock held: not where the server is."""
     code = f"import mmap, os, sys; path = sys.argv[1]\n{textwrap.dedent(code)}"
-    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=180)
 
 
 def test_files_are_mapped_into_memory(one: MountedPlace, other: MountedPlace) -> None:

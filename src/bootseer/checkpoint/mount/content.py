@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.mount.held import Held
 from bootseer.checkpoint.mount.nodes import Node
 from bootseer.checkpoint.mount.numbers import number_of, refusal, stale
 from bootseer.errors import BootseerError, PermanentError
@@ -116,9 +117,8 @@ class Content:
         self._node = node
         self._sources = sources
         self._detach = detach
-        self._reader: Reader | None = None
-        self._read_from = ""
-        """The path that the reader was opened at; it may open parts there later."""
+        self._read: Held | None = None
+        """The version that is read, once somebody does."""
         self._writer: Writer | None = None
         self._is_dirty = False
         self._is_removed = False
@@ -129,6 +129,11 @@ class Content:
     def is_live(self) -> bool:
         """Whether this, and not the place, says what the file's name leads to."""
         return self._writer is not None and not self._is_removed
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the name is gone, or leads to another file, by what was done here."""
+        return self._is_removed
 
     @property
     def is_dirty(self) -> bool:
@@ -150,18 +155,18 @@ class Content:
             if self._writer is not None:
                 return True
             fresh = self._open_version()
-            if self._reader is not None and fresh.version != self._reader.version:
+            if self._read is not None and fresh.version != self._read.reader.version:
                 fresh.close()
                 self._detach(self._node)
                 raise stale()
-            keep = self._reader is not None or self._node.pages_of in (None, fresh.version)
-            self._read(fresh)
+            keep = self._read is not None or self._node.pages_of in (None, fresh.version)
+            self._begin_reading(fresh)
             return keep
 
     def begin_writing(self) -> bool:
         """Somebody may write, who reads nothing. As `begin_reading`."""
         with self.lock:
-            if self._writer is None and self._reader is None:
+            if self._writer is None and self._read is None:
                 # Whatever is written anew begins with what the place has then.
                 self._node.pages_of = None
                 return False
@@ -172,27 +177,30 @@ class Content:
         if self._writer is None:
             self._check_small(self.size_bytes)
 
-    def _open_reader(self) -> Reader | None:
-        """The published version, or None while there is new content."""
+    def _hold_reader(self) -> Held | None:
+        """The published version, to be let go of, or None while there is new content."""
         with self.lock:
             if self._writer is not None:
                 return None
-            if self._reader is None:
+            if self._read is None:
                 # What was written has ended, while the file stayed open; the pages are of what was written.
-                self._read(self._open_version())
+                self._begin_reading(self._open_version())
                 self._node.pages_of = ""
-            elif self._node.path not in (None, self._read_from):
+            elif self._node.path not in (None, self._read.path):
                 with contextlib.suppress(BootseerError, OSError):  # the old one may have all that it needs
                     self.begin_reading()
-            return self._reader
+            return None if self._read is None else self._read.hold()
 
-    def _read(self, reader: Reader) -> None:
+    def _begin_reading(self, reader: Reader) -> None:
         """Read by this one from now on; reads that were begun by another one still end."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = reader
-        self._read_from = self._node.path or ""
+        self._end_reading()
+        self._read = Held(reader, self._node.path or "")
         self._node.pages_of = reader.version
+
+    def _end_reading(self) -> None:
+        held, self._read = self._read, None
+        if held is not None:
+            held.let_go()
 
     def _open_version(self) -> Reader:
         path = self._node.path
@@ -220,9 +228,15 @@ class Content:
                     if writer is self._writer:
                         raise
                     writer = self._writer
-        reader = self._open_reader()
-        if reader is None:
+        held = self._hold_reader()
+        if held is None:
             return self.read(offset, length, reply, room)
+        try:
+            return self._read_version(held.reader, offset, length, reply, room)
+        finally:
+            held.let_go()
+
+    def _read_version(self, reader: Reader, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         wanted = min(length, reader.size_bytes - offset)
         if wanted <= 0:
             reply(b"")
@@ -233,9 +247,11 @@ class Content:
             if isinstance(result, BootseerError):
                 self._sources.on_error(f"reading {self._node.info.path}: {result}")
                 reply(number_of(result))
-            else:
-                # A shorter answer would tell the kernel that the file ends there.
-                reply(result if len(result) == wanted else errno.EIO)
+            elif len(result) == wanted:
+                reply(result)
+            else:  # which would tell the kernel that the file ends there
+                self._sources.on_error(f"reading {self._node.info.path}: {len(result)} bytes in place of {wanted}")
+                reply(errno.EIO)
 
         return reader.read_async(offset, wanted, done, room[:wanted])
 
@@ -315,9 +331,7 @@ class Content:
             try:
                 self.end_writing()
             finally:
-                if self._reader is not None:
-                    self._reader.close()
-                    self._reader = None
+                self._end_reading()
 
     def _changed(self) -> None:
         self._is_dirty = True
@@ -326,13 +340,12 @@ class Content:
         self._node.info = replace(self._node.info, entry=entry)
 
     def _begin(self) -> Writer:
-        path = self._node.path
+        # What has no name any more is never published, and wants no other room than what has one.
+        path = self._node.info.path if self._is_removed else self._node.path
         if path is None:
             raise stale()
         self._writer = self._sources.begin(path, stat.S_IMODE(self._node.info.entry.mode))
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        self._end_reading()
         return self._writer
 
     def _rewrite(self, keep_bytes: int, check: Check = no_check) -> Writer:
@@ -340,8 +353,8 @@ class Content:
         self._check_small(keep_bytes)
         if keep_bytes == 0:
             return self._begin()
-        base = self._reader or self._open_version()
-        self._reader = None
+        held = Held(self._open_version(), "") if self._read is None else self._read.hold()
+        base = held.reader
         try:
             writer = self._begin()
             try:
@@ -353,7 +366,7 @@ class Content:
                 writer.abort()
                 raise
         finally:
-            base.close()
+            held.let_go()
         return writer
 
     def _check_small(self, keep_bytes: int) -> None:
@@ -368,9 +381,10 @@ class Content:
             raise stale()
         info = files.stat(path)
         is_same = True
-        if wanted.owner and (info.entry.owner, info.entry.group) != (wanted.owner, wanted.group):
+        owner, group = wanted.owner or info.entry.owner, wanted.group or info.entry.group
+        if (owner, group) != (info.entry.owner, info.entry.group):
             with contextlib.suppress(PermanentError):  # only few may give files away
-                files.set_owner(path, wanted.owner, wanted.group)
+                files.set_owner(path, owner, group)
                 is_same = False
         if stat.S_IMODE(info.entry.mode) != stat.S_IMODE(wanted.mode):
             files.set_mode(path, stat.S_IMODE(wanted.mode))

@@ -35,7 +35,7 @@ _MAX_NAME = 255
 _MAX_TOLD = 100
 """Names in one answer to whoever asks what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
-"""Told of names whose node nobody has asked for: numbers of nodes do not come so far."""
+"""Told of names whose node nobody has asked for: all numbers of nodes are larger."""
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +131,7 @@ class CheckpointFiles:
             inode=node.number,
             mode=(stat.S_IFDIR if info.is_folder else stat.S_IFREG) | stat.S_IMODE(entry.mode),
             size=info.size_bytes if content is None else content.size_bytes,
-            nlink=2 if info.is_folder else 1,
+            nlink=2 if info.is_folder else int(node.path is not None),
             uid=owners.uid_of(entry.owner),
             gid=owners.gid_of(entry.group),
             mtime_ns=entry.mtime_ns,
@@ -145,8 +145,8 @@ class CheckpointFiles:
             content = found.content
             if content is not None:
                 with content.lock:
-                    if content.is_live:
-                        # What is not published gets its attributes when it is.
+                    if content.is_live or content.is_removed:
+                        # What is not published gets its attributes when it is, if ever.
                         found.info = _changed(found.info, changes)
                         content.attributes_changed(changes.mtime_ns)
                         return self._attributes(found)
@@ -194,10 +194,8 @@ class CheckpointFiles:
                 except BaseException:
                     self._nodes.forget(found.node, 1)  # the kernel does not hear of it
                     raise
-            owner, group = owners.owner_of(caller.uid), owners.group_of(caller.gid)
-            if caller.uid == os.geteuid():
-                owner = group = ""  # as the place has it
-            entry = Entry(path, False, 0, time.time_ns(), mode, owner, group, "")
+            owner = "" if caller.uid == os.geteuid() else owners.owner_of(caller.uid)
+            entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
             node = self._nodes.tell_new(path, FileInfo(entry, 0, is_striped=False))
             try:
                 opened = self._open.open(node, flags | os.O_TRUNC, caller.thread)
@@ -206,6 +204,13 @@ class CheckpointFiles:
                 self._nodes.forget(node.number, 1)
                 raise
             return Found(node.number, self._attributes(node)), opened
+
+    def _group_in(self, parent: int, caller: Caller) -> str:
+        """The group of what is made in a folder; "": the one that the place gives."""
+        entry = self._nodes.get(parent).info.entry
+        if entry.mode & stat.S_ISGID:
+            return entry.group
+        return "" if caller.uid == os.geteuid() else owners.group_of(caller.gid)
 
     def _is_there(self, path: str) -> bool:
         node = self._nodes.at(path)
@@ -293,11 +298,11 @@ class CheckpointFiles:
         with self._telling(f"making {path}"):
             if self._nodes.at(path) is not None and self._is_there(path):
                 raise refusal(errno.EEXIST)
-            self._files.make_folder(path, mode=mode)
+            self._files.make_folder(path, mode=mode | self._nodes.get(parent).info.entry.mode & stat.S_ISGID)
             self._listings.forget(_folder(path))
             if caller.uid != os.geteuid():
                 with suppress(PermanentError):  # only few may give folders away
-                    self._files.set_owner(path, owners.owner_of(caller.uid), owners.group_of(caller.gid))
+                    self._files.set_owner(path, owners.owner_of(caller.uid), self._group_in(parent, caller))
             return self._told(path, self._files.stat(path))
 
     def remove_folder(self, parent: int, name: bytes) -> None:
@@ -343,8 +348,13 @@ class CheckpointFiles:
 
     def _new_child(self, parent: int, name: bytes) -> str:
         path = self._child(parent, name)
-        if is_hidden(path.rpartition("/")[2]):
+        own_name = path.rpartition("/")[2]
+        if is_hidden(own_name):
             raise refusal(errno.EPERM)
+        why = self._files.place.refusal(own_name)
+        if why:  # told now, and not when all of a file was written
+            self._sources.on_error(f"{path}: {why}")
+            raise refusal(errno.EINVAL)
         return path
 
     # Folders

@@ -3,6 +3,9 @@
 A shell opens the file of `{ a; b; } > file` once; each program in it gets a copy of the descriptor and closes it when
 it ends. The kernel tells a file system of each of these closes, and not which one is the last before the file is to be
 complete. /proc tells. Called by `open_files`.
+
+Only files of /proc are read that never wait for the process. Of one that executes another program the kernel keeps
+`stat` and `fd/N` until the new one is there, and closes its files before: it would wait for us, and we for it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel
+_MEMORY = "\nVmSize:"
+"""Told of a thread that has memory, which it gives back before it closes its files when it ends."""
 
 
 def process_of(thread: int) -> int:
@@ -26,25 +31,29 @@ def process_of(thread: int) -> int:
     return 0
 
 
-def was_killed(process: int) -> bool:
-    """Whether a process ends, or has ended, by a signal. What cannot be seen was not killed."""
+def was_killed(thread: int) -> bool:
+    """Whether a thread that closes files ends by a signal, its process with it. What cannot be seen was not killed."""
     try:
-        fields = (_PROC / str(process) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        status = (_PROC / str(thread) / "status").read_text("utf-8", "replace")
+        if thread <= 0 or _MEMORY in status:
+            return False  # it goes on, and may be executing another program
+        fields = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         return bool(int(fields[6]) & _SIGNALED)
     except (OSError, ValueError, IndexError):
         return False
 
 
 def num_writing(process: int, name: str, inode: int) -> int:
-    """How many descriptors of `process` can write to a file of this name and inode number; 0 for what cannot be seen.
+    """How many descriptors of `process` can write to a file of this inode number; 0 for what cannot be seen.
 
-    Descriptors of several openings of one file look the same.
+    Kernels before 5.14 do not tell inode numbers: there all files of this `name` are taken for it. Descriptors of
+    several openings of one file look the same.
     """
     if process <= 0:
         return 0
     folder = _PROC / str(process)
     try:
-        numbers = os.listdir(folder / "fd")  # noqa: PTH208 - numbers, not paths
+        numbers = os.listdir(folder / "fdinfo")  # noqa: PTH208 - numbers, not paths
     except OSError:
         return 0
     return sum(_is_open_at(folder, number, name, inode) for number in numbers)
@@ -52,11 +61,12 @@ def num_writing(process: int, name: str, inode: int) -> int:
 
 def _is_open_at(folder: Path, number: str, name: str, inode: int) -> bool:
     try:
-        # Of a link into a mount that hangs only the text is read.
-        path = str((folder / "fd" / number).readlink())
-        if path.removesuffix(" (deleted)").rpartition("/")[2] != name:
-            return False
         said = dict(line.split(":", 1) for line in (folder / "fdinfo" / number).read_text().splitlines() if ":" in line)
-        return int(said.get("ino", inode)) == inode and int(said["flags"], 8) & os.O_ACCMODE != os.O_RDONLY
+        if int(said["flags"], 8) & os.O_ACCMODE == os.O_RDONLY:
+            return False
+        if "ino" in said:
+            return int(said["ino"]) == inode
+        path = str((folder / "fd" / number).readlink())
+        return path.removesuffix(" (deleted)").rpartition("/")[2] == name
     except (OSError, ValueError, KeyError):
         return False

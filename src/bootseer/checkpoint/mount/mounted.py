@@ -19,7 +19,7 @@ from bootseer.checkpoint.mount.serving import Serving
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, start_daemon
+from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, Waiting, start_daemon
 from bootseer.mounts.state import MountState, Runtime
 
 END_S = 600.0
@@ -71,12 +71,13 @@ class MountedCheckpoint:
         """Take it away. Raises `TransientError` while its files are in use."""
         self.unmount()
 
-    def unmount(self, *, force: bool = False) -> Mapping[str, Any]:
+    def unmount(self, *, force: bool = False, waiting: Waiting = lambda: None) -> Mapping[str, Any]:
         """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published.
 
         In what is returned, `published` are the files that were published by this, as they were, and `lost` those that
         could not be when nobody waited for it, now or earlier. Where another mount namespace has a copy of the mount,
-        the daemon goes on until that is gone.
+        the daemon goes on until that is gone. `waiting` is called twice a second meanwhile; when it raises something,
+        the daemon does its work to the end all the same.
 
         Raises `TransientError` while its files are in use, unless `force`.
         """
@@ -86,10 +87,10 @@ class MountedCheckpoint:
             if kernel.is_mount(self.target):
                 detach(self.target, force=True)
         elif force:
-            said = daemon.end(timeout_s=END_S)
+            said = daemon.end(timeout_s=END_S, waiting=waiting)
         else:
             try:
-                said = daemon.stop(timeout_s=END_S)
+                said = daemon.stop(timeout_s=END_S, waiting=waiting)
             except PermanentError as error:
                 if kernel.is_mount(self.target):
                     raise TransientError(self._busy(str(error))) from error
@@ -122,11 +123,13 @@ def mount_checkpoint(
     parity: bool | None = None,
     slot: str | None = None,
     lifeline: bool = False,
+    waiting: Waiting = lambda: None,
 ) -> MountedCheckpoint:
     """Mount the place `uri` on `target`, an absolute path that is made when it is not there; None: a folder of its own.
 
     The other values are those of `MountRequest`; `runtime` is the runtime folder. The process that serves the mount is
-    forked: nothing may have been used before that does not survive a fork. With `lifeline` it ends with this one. A
+    forked: nothing may have been used before that does not survive a fork. With `lifeline` it ends with this one.
+    `waiting` is called twice a second while the place does not answer; what it raises ends the mount. A
     mount on `target` whose daemon is dead is taken away first. Raises `UsageError` when something else is mounted
     there, and what the place raises when it cannot be reached.
     """
@@ -147,9 +150,11 @@ def mount_checkpoint(
     folder = record.new_folder()
     spec = DaemonSpec(folder, Serving(request), label=_label(uri), window_s=_WINDOW_S, at=target, lifeline=lifeline)
     try:
-        daemon = start_daemon(spec, deadline_s=_START_S)
+        daemon = start_daemon(spec, deadline_s=_START_S, waiting=waiting)
     except BaseException:
         with contextlib.suppress(BootseerError, OSError):
+            if kernel.is_mount(target or folder / FILES):
+                detach(target or folder / FILES, force=True)
             record.clear(folder)
         raise
     state = MountState(

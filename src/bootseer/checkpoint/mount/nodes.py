@@ -8,6 +8,7 @@ many threads.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from bootseer.fuse.protocol import ROOT
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.content import Content
+
+_FIRST = 1 << 40
+"""Numbers of nodes are not smaller, the root's excepted."""
 
 
 class Node:
@@ -59,7 +63,8 @@ class Nodes:
     def __init__(self, root: FileInfo) -> None:
         self.root = Node(ROOT, "", root)
         self._lock = threading.Lock()
-        self._numbers = itertools.count(ROOT + 1)
+        # Unlike those of other file systems: by its number alone it is known who has a file open (`holders`).
+        self._numbers = itertools.count(_FIRST + secrets.randbits(40))
         self._by_number = {ROOT: self.root}
         self._by_path = {"": self.root}
 

@@ -49,6 +49,10 @@ class OpenFiles:
         `thread` asks.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
+        if flags & os.O_TRUNC and not writes:
+            # Nothing will be added to it by this one, whose closing nobody hears of.
+            with self.changing(node) as emptied:
+                emptied.begin_empty()
         handle = self._new_handle(node, writes, thread)
         try:
             content = self._handles[handle].content
@@ -117,9 +121,9 @@ class OpenFiles:
         opened = self._get(handle)
         if not opened.writes:
             return
-        process = process_of(thread)
-        if was_killed(process):
+        if was_killed(thread):
             return  # nobody can be told, and it could not end before: `close` publishes
+        process = process_of(thread)
         with opened.content.lock:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return

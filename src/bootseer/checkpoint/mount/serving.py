@@ -17,9 +17,11 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.mount.content import Sources
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
+from bootseer.checkpoint.mount.freed_memory import keep_freed_memory
 from bootseer.checkpoint.mount.request import MountRequest
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import NotFolderError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -45,6 +47,7 @@ class Serving:
     request: MountRequest
 
     def __call__(self, on_error: OnError) -> Served:
+        keep_freed_memory()
         source = _Source(self.request, on_error)
 
         def show(target: Path, label: str, on_error: OnError) -> WritableSession:
@@ -69,6 +72,8 @@ class _Source:
         with contextlib.ExitStack() as opened:
             place = open_place(request.uri)
             opened.callback(place.close)
+            if not place.stat("").is_folder:
+                raise NotFolderError(f"{place.uri} is not a folder")
             files = Files(place)
             cache = None if request.cache is None else Cache(blocks_folder(request.cache))
             settings = ReadingSettings(memory_bytes=request.memory_bytes)

@@ -1,0 +1,135 @@
+"""Ways to open a file, and to let go of it, that programs use now and then: they work as on a disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from checkpoint.mount.conftest import Mounts
+from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until
+
+pytestmark = pytest.mark.fuse
+
+LARGE = 5 * MIB + 321
+
+
+def finished(code: str, *paths: Path) -> int:
+    """What a program ends with. One that hangs is told by a deadline, and freed when the mount is taken away."""
+    program = subprocess.Popen([sys.executable, "-c", code, *paths])
+    until(lambda: program.poll() is not None, "it has ended")
+    return program.returncode
+
+
+def test_a_program_that_executes_another_one_publishes_what_it_has_open(one: MountedPlace, other: MountedPlace) -> None:
+    # The kernel closes the file while it holds up all who look at the process in /proc.
+    code = """
+import os, sys
+handle = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)  # closed by exec, as all that Python opens
+os.write(handle, b"x" * 3_000_000)
+check = "import sys; sys.exit(open(sys.argv[1], 'rb').read() != b'x' * 3_000_000)"
+os.execv(sys.executable, [sys.executable, "-c", check, sys.argv[2]])
+"""
+    assert finished(code, one.target / "f", other.target / "f") == 0
+    assert (other.target / "f").stat().st_size == 3_000_000
+
+
+def test_a_program_that_is_started_beside_an_open_file_holds_nothing_up(one: MountedPlace, other: MountedPlace) -> None:
+    code = """
+import subprocess, sys
+with open(sys.argv[1], "wb") as file:
+    for number in range(20):
+        file.write(bytes([number]) * 100_000)
+        file.flush()
+        subprocess.run(["/bin/true"], close_fds=False, check=True)
+"""
+    assert finished(code, one.target / "f") == 0
+    assert (other.target / "f").read_bytes() == b"".join(bytes([number]) * 100_000 for number in range(20))
+
+
+@pytest.mark.parametrize("flags", [0, os.O_EXCL])
+def test_a_file_is_made_by_who_only_reads(one: MountedPlace, other: MountedPlace, flags: int) -> None:
+    handle = os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT | flags, 0o640)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert os.read(handle, 10) == b""
+    assert (other.target / "lock").stat().st_mode == 0o100640, "whoever makes it adds nothing to it"
+    assert number_of(lambda: os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
+    (one.target / "lock").write_bytes(b"written")
+    assert (other.target / "lock").read_bytes() == b"written"
+    os.close(os.open(one.target / "lock", os.O_RDONLY | os.O_CREAT, 0o600))
+    assert (one.target / "lock").read_bytes() == b"written"
+    os.close(handle)
+
+
+@pytest.mark.parametrize("size", [7, LARGE])
+def test_a_file_is_emptied_by_who_only_reads(one: MountedPlace, other: MountedPlace, size: int) -> None:
+    (one.target / "f").write_bytes(os.urandom(size))
+    handle = os.open(one.target / "f", os.O_RDONLY | os.O_TRUNC)
+    assert (os.read(handle, 10), os.fstat(handle).st_size) == (b"", 0)
+    assert (other.target / "f").read_bytes() == b""
+    os.close(handle)
+
+
+def test_a_file_without_a_name_is_changed_as_any_other(one: MountedPlace) -> None:
+    data = os.urandom(LARGE)
+    with tempfile.TemporaryFile(dir=one.target) as file:
+        file.write(data)
+        file.truncate(LARGE - 1000)
+        file.truncate(LARGE)
+        os.fchmod(file.fileno(), 0o640)
+        os.utime(file.fileno(), (0, 1_000_000_000))
+        os.fsync(file.fileno())
+        file.seek(0)
+        assert file.read() == data[: LARGE - 1000] + bytes(1000)
+        seen = os.fstat(file.fileno())
+        assert (seen.st_size, seen.st_nlink, seen.st_mtime) == (LARGE, 0, 1_000_000_000)
+        assert stat.S_IMODE(seen.st_mode) == 0o640
+        assert os.listdir(one.target) == []  # noqa: PTH208
+    until(lambda: not list(one.root.glob(".stripes/*")), "nothing of it is left")
+    assert number_of(lambda: os.open(one.target, os.O_TMPFILE | os.O_RDWR)) == errno.EOPNOTSUPP
+
+
+def test_what_is_written_to_a_file_that_was_removed_is_for_those_who_have_it_open(
+    one: MountedPlace, other: MountedPlace
+) -> None:
+    (one.target / "f").write_bytes(b"published")
+    with (one.target / "f").open("r+b", buffering=0) as file, (one.target / "f").open("rb", buffering=0) as reader:
+        (one.target / "f").unlink()
+        file.write(b"PUB")
+        file.truncate(5)
+        assert reader.read() == b"PUBli"
+        (one.target / "f").write_bytes(b"another")
+    assert (other.target / "f").read_bytes() == b"another"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups that it is not in")
+def test_a_group_given_to_an_open_file_is_that_of_the_published_one(one: MountedPlace, other: MountedPlace) -> None:
+    with (one.target / "f").open("wb") as file:
+        file.write(b"x")
+        os.fchown(file.fileno(), -1, 5)
+    assert (other.target / "f").stat().st_gid == 5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups that it is not in")
+def test_what_is_made_in_a_folder_of_a_group_belongs_to_it(one: MountedPlace, mounts: Mounts) -> None:
+    folder = one.target / "shared"
+    folder.mkdir()
+    os.chown(folder, -1, 5)
+    folder.chmod(0o2777)
+
+    for user in (0, 1234):
+        begin = f"import os; os.chdir('{folder}'); os.setgid({user}); os.setuid({user})"
+        made = f"os.mkdir('{user}'); open('{user}/f', 'wb').write(bytes({LARGE}))"
+        subprocess.run([sys.executable, "-c", f"{begin}; {made}"], check=True, timeout=DEADLINE_S)
+        for root in (one.target, mounts().target):
+            seen = (root / f"shared/{user}").stat()
+            assert (seen.st_uid, seen.st_gid, seen.st_mode & 0o2000) == (user, 5, 0o2000)
+            seen = (root / f"shared/{user}/f").stat()
+            assert (seen.st_uid, seen.st_gid) == (user, 5)
