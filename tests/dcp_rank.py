@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from bootseer.checkpoint.dcp import LoadSettings, StripedReader, StripedWriter
 
-COLLECTIVES_S = 300
+COLLECTIVES_S = 1200
 """Far beyond the test's own patience: a rank that waits for it is seen to hang."""
 
 

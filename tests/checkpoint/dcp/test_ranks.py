@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 RANK = Path(__file__).parents[2] / "dcp_rank.py"
-PATIENCE_S = 120
+PATIENCE_S = 400
 """Of the test. A collective's time-out is longer, so that ranks that wait for it fail the test."""
 
 

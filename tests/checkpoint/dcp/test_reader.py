@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     load({"model": other.state_dict()}, tmp_path)
     assert torch.equal(model.weight, other.weight)
     assert other.weight.requires_grad
+
+
+def test_tied_weights_are_right_wherever_their_elements_lie_in_the_file(tmp_path: Path) -> None:
+    # Nobody expects the elements of this type where they are, so that all are read to the wrong place first.
+    weight = torch.randint(0, 255, (5000, 100), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    names = [f"layer.{number}" for number in range(16)]
+    save_plainly({name: weight.clone() for name in names}, tmp_path)
+    for span_bytes in (1 << 16, 32 * MIB):
+        for _ in range(5):
+            tied = torch.zeros_like(weight)
+            load(dict.fromkeys(names, tied), tmp_path, settings=LoadSettings(span_bytes=span_bytes))
+            assert_same({"tied": weight}, {"tied": tied})
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
@@ -250,6 +263,33 @@ def test_ranks_that_would_load_different_checkpoints_fail(tmp_path: Path) -> Non
         reader.prepare_global_plan(plans)
 
 
+def test_ranks_may_reach_one_checkpoint_by_different_paths(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "node-1" / "step-1"))
+    shutil.copytree(tmp_path / "node-1", tmp_path / "node-2")
+    plans = []
+    for node in ("node-1", "node-2"):
+        reader = StripedReader(tmp_path / node / "step-1")
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(dcp.planner.LoadPlan([])))
+    assert reader.prepare_global_plan(plans) == plans
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["replaced", "removed"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(tmp_path: Path, again: bool) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=StripedWriter(tmp_path / "new"))
+    dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "step-1"))
+
+    class Planner(DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+            (tmp_path / "step-1").rename(tmp_path / "old")
+            if again:
+                (tmp_path / "new").rename(tmp_path / "step-1")
+
+    reader = StripedReader(tmp_path / "step-1")
+    with pytest.raises(CheckpointException, match=r"step-1: the checkpoint was replaced or removed"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=Planner())
+
+
 def test_a_reader_without_a_checkpoint_says_so() -> None:
     with pytest.raises(CheckpointException, match="the reader has no checkpoint"):
         dcp.load({"w": torch.zeros(1)}, storage_reader=StripedReader())
@@ -360,5 +400,5 @@ def test_after_an_error_no_thread_is_left_waiting(tmp_path: Path) -> None:
     refusal(empty(), tmp_path)
     for thread in threading.enumerate():
         if thread.name == "bootseer-dcp" and thread not in before:
-            thread.join(10)
+            thread.join(120)
             assert not thread.is_alive()

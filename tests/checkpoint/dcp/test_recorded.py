@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,20 @@ def test_elements_are_not_copied() -> None:
     tensor.fill_(1.0)  # nobody does this; it shows whose memory is read
     loaded = torch.load(io.BytesIO(recorded.replay(0, recorded.size_bytes)))
     assert torch.equal(loaded, tensor)
+
+
+def test_a_small_tensor_is_one_piece() -> None:
+    class Counted(io.BytesIO):
+        num_writes = 0
+
+        def write(self, data: Any, /) -> int:
+            self.num_writes += 1
+            return super().write(data)
+
+    to = Counted()
+    Recorded().save(torch.zeros(10), to)
+    assert to.num_writes == 1  # torch.save makes some forty of them
+    assert not torch.load(io.BytesIO(to.getvalue())).any()
 
 
 def test_small_tensors_are_copied() -> None:

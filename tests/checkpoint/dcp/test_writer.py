@@ -137,6 +137,22 @@ def test_latest_moves_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-2\n"
 
 
+@pytest.mark.parametrize("move_latest", [True, False], ids=["moving it", "over it"])
+def test_nothing_is_saved_as_the_name_of_the_latest(tmp_path: Path, move_latest: bool) -> None:
+    if not move_latest:
+        dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "step-1", move_latest=True))
+    with pytest.raises(CheckpointException, match=r"latest: this names a checkpoint and is none"):
+        dcp.save({"w": torch.zeros(3)}, storage_writer=StripedWriter(tmp_path / "latest", move_latest=move_latest))
+
+
+def test_a_folder_of_ones_own_may_be_called_latest(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    dcp.save({"w": torch.ones(3)}, storage_writer=StripedWriter(tmp_path / "latest"))
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, storage_reader=StripedReader(tmp_path / "latest"))
+    assert target["w"].tolist() == [1, 1, 1]
+
+
 def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     writer = StripedWriter(tmp_path / "one")
     dcp.save(full(), storage_writer=writer)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,8 +95,47 @@ def test_a_file_whose_writer_fails_does_not_appear(tmp_path: Path, system: Folde
     assert system.cat(f"{tmp_path}/file") == b"old"
     forgotten = system.open(f"{tmp_path}/other", "wb")
     forgotten.write(b"new")
-    del forgotten
+    with pytest.warns(RuntimeWarning, match="other: not saved"):
+        del forgotten
     assert not system.exists(f"{tmp_path}/other")
+
+
+@pytest.mark.parametrize("how", [{"mode": "wb"}, {"mode": "wt"}, {"mode": "wb", "compression": "gzip"}], ids=str)
+@pytest.mark.parametrize("by", ["open", "file system"])
+def test_what_is_put_around_a_file_changes_nothing_of_that(
+    tmp_path: Path, system: FolderFileSystem, by: str, how: dict[str, str]
+) -> None:
+    path = f"{tmp_path}/file"
+    data: Any = "text" if how["mode"] == "wt" else b"data"
+
+    def opened_file(mode: str) -> Any:
+        options = {**how, "mode": mode}
+        return (
+            system.open(path, **options) if by == "file system" else fsspec.open(f"bootseer+file://{path}", **options)
+        )
+
+    with pytest.raises(KeyError), opened_file(how["mode"]) as file:
+        file.write(data)
+        raise KeyError
+    assert not system.exists(path)
+    try:
+        raise ValueError
+    except ValueError:  # what is saved because of an error is saved
+        with opened_file(how["mode"]) as file:
+            file.write(data)
+    with opened_file(how["mode"].replace("w", "r")) as file:
+        assert file.read() == data
+
+
+def test_the_end_of_an_iteration_is_no_error(tmp_path: Path, system: FolderFileSystem) -> None:
+    file = system.open(f"{tmp_path}/file", "wb")
+    pieces = iter([b"one", b"two"])
+    try:
+        while True:
+            file.write(next(pieces))
+    except StopIteration:
+        file.close()
+    assert system.cat(f"{tmp_path}/file") == b"onetwo"
 
 
 def test_files_of_a_transaction_appear_at_its_end(tmp_path: Path, system: FolderFileSystem) -> None:
@@ -180,6 +220,18 @@ def test_names_are_changed_and_removed(tmp_path: Path, system: FolderFileSystem)
     system.rm(f"{tmp_path}/c", recursive=True)
     system.rmdir(f"{tmp_path}/a/b")
     assert system.ls(str(tmp_path), detail=False) == [f"{tmp_path}/a"]
+
+
+def test_a_new_file_makes_its_folder(tmp_path: Path, system: FolderFileSystem) -> None:
+    system.pipe(f"{tmp_path}/new/folder/file", b"data")
+    system.copy(f"{tmp_path}/new/folder/file", f"{tmp_path}/other/copy")
+    assert system.cat(f"{tmp_path}/other/copy") == b"data"
+
+
+def test_a_file_is_moved_into_a_folder(tmp_path: Path, system: FolderFileSystem) -> None:
+    system.pipe({f"{tmp_path}/file": b"data", f"{tmp_path}/folder/other": b""})
+    system.mv(f"{tmp_path}/file", f"{tmp_path}/folder/")
+    assert system.find(str(tmp_path)) == [f"{tmp_path}/folder/file", f"{tmp_path}/folder/other"]
 
 
 def test_links_are_followed_but_removed_themselves_never_their_target(tmp_path: Path, system: FolderFileSystem) -> None:

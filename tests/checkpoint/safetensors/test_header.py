@@ -111,6 +111,8 @@ BAD: dict[str, bytes] = {
     "a name twice": encoded(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     "metadata that is no text": encoded({"__metadata__": {"k": 1}}),
     "metadata that is a list": encoded({"__metadata__": ["k"]}),
+    "metadata that is an empty list": encoded({"__metadata__": []}),
+    "a name that is half a character": encoded(b'{"\\ud800":%b}' % json.dumps(entry()).encode(), bytes(8)),
 }  # fmt: skip
 
 

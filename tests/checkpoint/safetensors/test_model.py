@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ import safetensors.torch  # noqa: E402
 from bootseer.checkpoint.opened import opened  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file, load_sharded, safe_open  # noqa: E402
 from bootseer.checkpoint.safetensors.dtypes import _NAMES, PAIRS  # noqa: E402
-from bootseer.errors import CorruptError, NotFoundError, UsageError  # noqa: E402
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError  # noqa: E402
 from dcp_states import content  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -134,6 +136,43 @@ def test_slices_are_what_slicing_the_tensor_gives(tmp_path: Path) -> None:
                 # Nothing but the slice is kept.
                 assert found.untyped_storage().nbytes() < found.nbytes + 64
         assert file.get_slice("scalar")[...].item() == 2.5
+
+
+@pytest.mark.parametrize(
+    "index",
+    [None, [2, 0], ([1, 2], slice(0, 3)), (..., ...), (None, 0), True, torch.tensor([3, 1]), torch.arange(7) > 3],
+    ids=str,
+)
+def test_other_indexes_are_what_the_library_makes_of_them(tmp_path: Path, index: Any) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.arange(35).reshape(7, 5)}, path)
+    with library.safe_open(path, "pt") as theirs, safe_open(path) as ours:
+        assert_equal(ours.get_slice("w")[index], theirs.get_slice("w")[index])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4, 1)], ids=str)
+def test_pairs_that_are_no_pairs_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    entry = {"dtype": "F4", "shape": shape, "data_offsets": [0, math.prod(shape) // 2]}
+    header = json.dumps({"w": entry}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(math.prod(shape) // 2))
+    with pytest.raises(PermanentError, match="two are one element"):
+        load_file(path)
+    with safe_open(path) as file, pytest.raises(PermanentError, match="two are one element"):
+        file.get_slice("w")
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}], ids=str)
+def test_all_tensors_of_an_open_file_and_its_metadata_are_the_librarys(tmp_path: Path, metadata: Any) -> None:
+    tensors = model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(tensors, path, metadata)
+    with library.safe_open(path, "pt") as theirs, safe_open(path) as ours:
+        assert ours.metadata() == theirs.metadata()
+        found = ours.get_tensors()
+        assert sorted(found) == ours.keys()
+        for name, tensor in tensors.items():
+            assert_equal(found[name], tensor)
 
 
 def test_a_few_rows_or_far_columns_cost_a_few_bytes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,14 +64,17 @@ class Expected:
         layout = layout_of(Pieces(len(sample.getbuffer()), [(0, sample.getbuffer())]))
         self._first = layout.at if layout else 0
         self._seen: dict[tuple[object, ...], int] = {}
+        self.again = threading.Lock()
+        """Held while an item is read as a whole that could not be taken straight: no budget counts that memory."""
 
     def of(self, item: Stored) -> int:
-        """Where in the item its elements begin, by experience."""
+        """Where in the item its elements begin, by experience; 0 when they cannot be taken as they are."""
         return self._seen.get(_kind(item), self._first)
 
     def note(self, item: Stored, at: int) -> None:
-        """Remember where they began. Safe from any thread: a lost note costs a little time."""
-        self._seen[_kind(item)] = self._first = at
+        """Remember where they began, or 0. Safe from any thread: a lost note costs a little time."""
+        self._seen[_kind(item)] = at
+        self._first = at or self._first
 
 
 def _kind(item: Stored) -> tuple[object, ...]:

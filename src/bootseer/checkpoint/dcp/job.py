@@ -89,15 +89,16 @@ def _prepare_item(job: Job, item: Stored, planner: LoadPlanner, expected: Expect
         job.deliveries.append(Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=targets))
         return
     part, at = direct
-    pieces = [(at + part.start, memory_of(targets[0][1]))]
+    edges: list[tuple[int, memoryview]] = []
     if item.form is not Form.BARE:
         # All around the elements, or as much as it takes to know where they are.
         is_whole = part.length == part.total
         head = at if is_whole else min(_EDGE_BYTES, at + part.start)
         tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
-        pieces = [(0, _buffer(job, head)[1]), *pieces, (item.length - tail, _buffer(job, tail)[1])]
-    job.reads.extend((item.offset + start, view) for start, view in pieces)
-    job.deliveries.append(Delivery(item, Pieces(item.length, pieces), None, part, at, targets))
+        edges = [(0, _buffer(job, head)[1]), (item.length - tail, _buffer(job, tail)[1])]
+    elements = (at + part.start, memory_of(targets[0][1]))
+    job.reads.extend((item.offset + start, view) for start, view in (elements, *edges))
+    job.deliveries.append(Delivery(item, Pieces(item.length, edges), None, part, at, targets))
 
 
 def _direct(
@@ -111,11 +112,10 @@ def _direct(
         return None
     request, target = targets[0]
     part = part_for(item, request, target)
-    if part is None or part.length < settings.direct_bytes:
+    if part is None or part.length < settings.direct_bytes or target.dtype != item.dtype:
         return None
     if item.form is Form.BARE:
-        # Without an archive around them, the metadata alone says what the elements are.
-        return (part, 0) if target.dtype == item.dtype else None
+        return part, 0  # there is no archive around the elements: the metadata alone says what they are
     at = expected.of(item)
     if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
         return None
@@ -149,35 +149,39 @@ def perform(job: Job, file: RangedFile, expected: Expected, undo: Undo) -> list[
             content = undo(delivery.item, cast("IO[bytes]", delivery.content)).read(-1)
             done.extend((request, content) for request in delivery.item.requests)
         else:
-            if not _is_in_place(delivery, file, expected):
+            if delivery.part is None:
                 _copy(delivery, expected, undo)
+            elif not _is_in_place(delivery, delivery.part, file, expected):
+                with expected.again:
+                    _copy(_whole(delivery, file), expected, undo)
             done.extend(delivery.targets)
     return done
 
 
-def _is_in_place(delivery: Delivery, file: RangedFile, expected: Expected) -> bool:
-    """Whether the target holds its elements already; else the whole item is at hand afterwards."""
-    item, part = delivery.item, delivery.part
-    if part is None:
-        return False
+def _is_in_place(delivery: Delivery, part: Part, file: RangedFile, expected: Expected) -> bool:
+    """Whether the target holds its elements, after another read if they were elsewhere in the item."""
+    item = delivery.item
     if item.form is Form.BARE:
         return True
     target = delivery.targets[0][1]
     layout = layout_of(delivery.content)
-    if layout is not None:
-        expected.note(item, layout.at)
-    if layout is not None and layout.is_contiguous and layout.size == item.sizes and layout.dtype == target.dtype:
-        if layout.at == delivery.at:
-            return True
-        if part.length < part.total:
-            file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
-            return True
-    if part.length < part.total:
-        delivery.buffer = arena(item.length)
-        view = memory_of(delivery.buffer)
-        file.read_ranges([(item.offset, view)])
-        delivery.content = Pieces(item.length, [(0, view)])
-    return False
+    if layout is None or layout.size != item.sizes or layout.dtype != target.dtype or not layout.is_contiguous:
+        expected.note(item, 0)
+        return False
+    expected.note(item, layout.at)
+    if layout.at != delivery.at:
+        # Not moved within the target: tensors may share their memory (tied weights), and another thread fill it now.
+        file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
+    return True
+
+
+def _whole(delivery: Delivery, file: RangedFile) -> Delivery:
+    """The same with all of the item at hand."""
+    item = delivery.item
+    buffer = arena(item.length)
+    view = memory_of(buffer)
+    file.read_ranges([(item.offset, view)])
+    return Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=delivery.targets)
 
 
 def _copy(delivery: Delivery, expected: Expected, undo: Undo) -> None:
@@ -210,7 +214,7 @@ def _tensor(delivery: Delivery, expected: Expected, undo: Undo) -> torch.Tensor:
     else:
         layout = layout_of(content)
         if layout is not None:
-            expected.note(item, layout.at)
+            expected.note(item, layout.at if layout.is_contiguous else 0)
             if buffer is not None and layout.at % layout.dtype.itemsize == 0:
                 return _elements(buffer, layout)
         content.seek(0)

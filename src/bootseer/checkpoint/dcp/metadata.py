@@ -9,6 +9,7 @@ import pickle
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import CorruptError
 
 NAME = ".metadata"
@@ -19,6 +20,13 @@ MAX_BYTES = 4 << 30
 def name_of(rank: int | None) -> str:
     """The file of a checkpoint's metadata, or of one rank's when each rank wrote its own."""
     return NAME if rank is None else f"__{rank}{NAME}"
+
+
+def content(file: CheckpointFile, where: str) -> bytes:
+    """All of a file of metadata. Raises `CorruptError` when it is too large to be one."""
+    if file.size_bytes > MAX_BYTES:
+        raise CorruptError(f"{where}: {file.size_bytes} bytes are more than the metadata of any checkpoint")
+    return file.read(0, file.size_bytes)
 
 
 def parse(data: bytes, where: str, load_id: str) -> Metadata:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+from blake3 import blake3
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -25,6 +26,12 @@ from bootseer.checkpoint.dcp.safetensors_items import bare_items
 from bootseer.checkpoint.dcp.settings import LoadSettings
 from bootseer.checkpoint.opened import Opened, is_uri, opened
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+
+
+class _MetadataFile(NamedTuple):
+    name: str
+    version: str
+    digest: str
 
 
 class StripedReader(StorageReader):
@@ -46,6 +53,7 @@ class StripedReader(StorageReader):
         self._uri: str | None = None
         self._folder: Opened | None = None
         self._metadata: Metadata | None = None
+        self._read: _MetadataFile | None = None
         self._failed: BootseerError | None = None
         self.load_id = ""
         self.reset(uri)
@@ -54,6 +62,7 @@ class StripedReader(StorageReader):
         """Forget what was read; from now on read `checkpoint_id` if it is given."""
         self._folder = None
         self._metadata = None
+        self._read = None
         self._failed = None
         self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
@@ -71,7 +80,10 @@ class StripedReader(StorageReader):
                 self._folder = self._look()
             folder = self._folder
             name = meta.name_of(rank)
-            return meta.parse(folder.read_bytes(name, meta.MAX_BYTES), folder.where(name), self.load_id)
+            with folder.open(name) as file:
+                data = meta.content(file, folder.where(name))
+                self._read = _MetadataFile(name, file.version, blake3(data).hexdigest())
+            return meta.parse(data, folder.where(name), self.load_id)
         except NotFoundError as error:
             self._failed = NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}")
             raise self._failed from error
@@ -85,15 +97,18 @@ class StripedReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Tells the coordinator which checkpoint this rank loads."""
-        return replace(plan, storage_data=None if self._folder is None else self._folder.uri)
+        if self._folder is None or self._read is None:
+            return plan
+        uri = self._folder.uri
+        return replace(plan, storage_data=((self._read.digest, uri.rpartition("/")[2]), uri))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Runs once. Raises `TransientError` when `latest` was moved while the ranks looked at it."""
-        named = sorted({str(plan.storage_data) for plan in plans})
-        if len(named) > 1:
-            raise TransientError(
-                f"{self._uri}: ranks would load different checkpoints, {' and '.join(named)}; load again"
-            )
+        """Runs once. Raises `TransientError` when ranks have read different metadata: `latest` was moved, or the
+        checkpoint replaced, while they looked at it. The paths by which they reach it may differ."""
+        seen = dict(plan.storage_data for plan in plans if plan.storage_data is not None)
+        if len(seen) > 1:
+            named = " and ".join(sorted(seen.values()))
+            raise TransientError(f"{self._uri}: ranks would load different checkpoints, {named}; load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -105,9 +120,23 @@ class StripedReader(StorageReader):
         plain = [item for item in items if item.form is not Form.SAFETENSORS]
         packed = [item for item in items if item.form is Form.SAFETENSORS]
         load_all(plain + bare_items(packed, folder.open), planner, folder.open, self._undo, self._settings)
+        self._check_unchanged(folder)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _check_unchanged(self, folder: Opened) -> None:
+        """Files of two checkpoints, one written over the other, would fit together: same names, same sizes. Our writer
+        and whoever replaces the folder remove the metadata before any of the new data is there."""
+        if self._read is None:
+            return
+        try:
+            with folder.open(self._read.name) as file:
+                if file.version == self._read.version:
+                    return
+        except NotFoundError:
+            pass
+        raise TransientError(f"{folder.uri}: the checkpoint was replaced or removed while it was loaded; load again")
 
     def _undo(self, item: Stored, stream: IO[bytes]) -> IO[bytes]:
         for extension in self._extensions.from_descriptor_list(item.descriptors):

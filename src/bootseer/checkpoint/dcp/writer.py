@@ -9,6 +9,7 @@ new data.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import threading
 from collections.abc import Sequence
@@ -28,10 +29,10 @@ from bootseer.checkpoint.dcp import metadata as meta
 from bootseer.checkpoint.dcp.filesystem import Path, StripedFileSystem
 from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource
 from bootseer.checkpoint.dcp.streamed import Streamed
-from bootseer.checkpoint.latest import move_latest
+from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.opened import opened
 from bootseer.checkpoint.writing.source import BytesSource
-from bootseer.errors import UsageError
+from bootseer.errors import NotFoundError, UsageError
 
 _MAX_COPIED_BYTES = 256 << 20
 """Of one file, what may be held in memory because it does not lie there as it is saved."""
@@ -91,6 +92,11 @@ class StripedWriter(filesystem.FileSystemWriter):
         """Called by DCP before the plan."""
         if not self.path:
             raise UsageError("the writer has no checkpoint", hint="StripedWriter(URI), or dcp.save(checkpoint_id=URI)")
+        if os.fspath(self.path).rstrip("/").rpartition("/")[2] == LATEST and (self._move_latest or self._is_file()):
+            raise UsageError(
+                f"{self.path}: this names a checkpoint and is none",
+                hint="save under a name of its own, with move_latest=True",
+            )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -175,6 +181,13 @@ class StripedWriter(filesystem.FileSystemWriter):
         length = stream.tell() - begin
         place = filesystem._StorageInfo(file, begin, length, transform_descriptors=descriptors or None)
         return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+
+    def _is_file(self) -> bool:
+        there = opened(self.path)
+        try:
+            return not there.system.files.stat(there.path).is_folder
+        except NotFoundError:
+            return False
 
     def _metadata_uri(self) -> str:
         return self._striped.concat_path(self.path, meta.name_of(None if self.use_collectives else self.rank))

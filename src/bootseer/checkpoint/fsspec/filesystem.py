@@ -16,13 +16,16 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+from fsspec.compression import compr  # type: ignore[import-untyped]
+from fsspec.core import get_compression  # type: ignore[import-untyped]
 
 from bootseer.checkpoint.files import FileInfo
-from bootseer.checkpoint.fsspec.open_files import ReadFile, WriteFile
+from bootseer.checkpoint.fsspec.open_files import ReadFile, WriteFile, closing_both
 from bootseer.checkpoint.fsspec.os_errors import os_errors
 from bootseer.checkpoint.opened import FileSystem, opened_below
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.spans import GAP_BYTES, Range, Span, join, spread
+from bootseer.errors import NotFoundError
 
 _SPAN_BYTES = 32 << 20
 _AT_ONCE = 8
@@ -142,7 +145,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
                     self.rm_file(found)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """Give a file or folder another name, in one step; a striped file goes to another folder by copying."""
+        """Give a file or folder another name, in one step; a striped file goes to another folder by copying.
+
+        Into `path2`, if that is a folder, as all file systems of fsspec do.
+        """
+        if self.isdir(path2):
+            path2 = posixpath.join(path2, posixpath.basename(self._strip_protocol(path1)))
         try:
             with self._at(path1, follow=False) as (system, source), self._at(path2, follow=False) as (_, target):
                 system.files.rename(source, target)
@@ -163,6 +171,22 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
 
     # --- content ---
 
+    def open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: Any = None,
+        cache_options: Any = None,
+        compression: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A file to read or to write, as text without `b` in `mode`. A missing folder of a new file is made."""
+        if compression is None or "b" not in mode:
+            return super().open(path, mode, block_size, cache_options, compression, **kwargs)
+        file = super().open(path, mode, block_size, cache_options, None, **kwargs)
+        codec = get_compression(path, compression)
+        return file if codec is None else closing_both(compr[codec](file, mode=mode[0]), file)
+
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
         if mode == "rb":
             with self._at(path) as (system, below):
@@ -172,7 +196,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         if mode not in ("wb", "xb"):
             raise OSError(errno.EOPNOTSUPP, f"files are read or written whole, not opened with {mode!r}", path)
         with self._at(path) as (system, below):
-            return WriteFile(system.writing.open(below), path, autocommit=autocommit)
+            try:
+                writer = system.writing.open(below)
+            except NotFoundError:
+                system.files.make_folder(posixpath.dirname(below), parents=True)
+                writer = system.writing.open(below)
+        return WriteFile(writer, path, autocommit=autocommit)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """The bytes of a file from `start` to `end`, which count from its end when they are negative."""

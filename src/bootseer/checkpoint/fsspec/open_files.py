@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +58,11 @@ class _RawFile(Positioned):
 
 class WriteFile(io.RawIOBase):
     """A new file, written from its beginning to its end. It appears, whole and durable, when this is closed; it never
-    does when a `with` block ends in an error, or when this is forgotten."""
+    does when a `with` block ends in an error, or when this is forgotten.
+
+    What fsspec and Python put around it (`fsspec.open`, text, compression) only call `close` when their `with` block
+    ends in an error. So a `close` while an error is on its way that was not at the opening drops the file too.
+    """
 
     mode = "wb"
 
@@ -65,6 +72,7 @@ class WriteFile(io.RawIOBase):
         self._writer: FileWriter | None = writer
         self._at = 0
         self._autocommit = autocommit
+        self._handled = sys.exception()
 
     def writable(self) -> bool:
         return True
@@ -84,6 +92,8 @@ class WriteFile(io.RawIOBase):
     def close(self) -> None:
         if not self.closed and self._autocommit:
             try:
+                if self._is_failing():
+                    self.discard()
                 self.commit()
             finally:
                 super().close()
@@ -102,6 +112,11 @@ class WriteFile(io.RawIOBase):
         if writer is not None:
             writer.abort()
 
+    def _is_failing(self) -> bool:
+        error = sys.exception()
+        # The end of an iteration is no error: `except StopIteration: file.close()` means what it says.
+        return not (error is None or error is self._handled or isinstance(error, StopIteration | StopAsyncIteration))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -110,7 +125,30 @@ class WriteFile(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
+        if getattr(self, "_writer", None) is None:
+            return
         self.discard()
+        if not self._is_failing():
+            warnings.warn(
+                f"{self.path}: not saved, because the file was never closed; open it in a `with` statement",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def closing_both(compressed: Any, file: ReadFile | WriteFile) -> Any:
+    """Let the closing of a compressor close the file that it writes to; most leave it open, and it would be lost."""
+    close = compressed.close
+
+    def close_both() -> None:
+        try:
+            close()
+        finally:
+            file.close()
+
+    with contextlib.suppress(AttributeError):  # zstandard's, which closes the file itself
+        compressed.close = close_both
+    return compressed
 
 
 def as_any(file: ReadFile | WriteFile) -> Any:

@@ -25,11 +25,27 @@ class Box(NamedTuple):
     """Index into the box: steps, and dimensions that an int removes."""
 
 
+def is_box(index: object) -> bool:
+    """Whether this is made of numbers and slices, with one `...` at most, so that it has a box."""
+    given = index if isinstance(index, tuple) else (index,)
+    return sum(one is ... for one in given) <= 1 and all(
+        isinstance(one, slice | EllipsisType) or _is_number(one) for one in given
+    )
+
+
+def _is_number(index: object) -> bool:
+    if isinstance(index, bool):
+        return False
+    try:
+        operator.index(cast(SupportsIndex, index))
+    except (TypeError, ValueError):
+        return False
+    return not getattr(index, "shape", ())  # an array of one number is an array
+
+
 def box_of(shape: Sequence[int], index: Index | tuple[Index, ...]) -> Box:
-    """The box of an index as Python writes it. Raises `IndexError` and `TypeError` as PyTorch does."""
+    """The box of an index that `is_box`. Raises `IndexError` as PyTorch does."""
     given = list(index) if isinstance(index, tuple) else [index]
-    if given.count(...) > 1:
-        raise IndexError("an index can have one ellipsis")
     if ... not in given:
         given.append(...)
     at = given.index(...)
@@ -47,8 +63,6 @@ def _of_one(size: int, index: Index) -> tuple[int, int, int | slice]:
             raise IndexError("a step must be positive")
         chosen = range(start, stop, step)
         return (start, chosen[-1] - start + 1, slice(None, None, step)) if chosen else (0, 0, slice(None))
-    if isinstance(index, bool):
-        raise TypeError("a tensor in a file cannot be indexed by bool")
     number = operator.index(cast(SupportsIndex, index))
     if not -size <= number < size:
         raise IndexError(f"index {number} in a dimension of {size}")

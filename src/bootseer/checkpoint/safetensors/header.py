@@ -62,7 +62,7 @@ class Header:
     """Where in the file the tensors begin."""
     tensors: Mapping[str, TensorEntry]
     """By name, in the order of the header."""
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] | None
 
 
 def read_headers(
@@ -107,12 +107,14 @@ def read_header(file: HeaderFile, name: str, begin: int = 0) -> Header:
 def _parse(encoded: bytes, data: int, size: int) -> Header:
     try:
         read = json.loads(encoded.decode(), object_pairs_hook=_unique)
+        for name in read:
+            str(name).encode()  # half of an escaped pair is no text
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"the safetensors header is damaged: {error}") from None
     if not isinstance(read, dict):
         raise CorruptError("the safetensors header is no object")
-    metadata = read.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = read.pop("__metadata__", None)
+    if metadata is not None and not _are_texts(metadata):
         raise CorruptError("the safetensors header has metadata that is not text")
     tensors = {name: _entry(name, entry) for name, entry in read.items()}
     end = 0
@@ -149,6 +151,10 @@ def _entry(name: str, entry: object) -> TensorEntry:
     if bits != 8 * length:
         raise CorruptError(f"the safetensors header gives {name} {length} bytes; its shape takes {bits / 8:g}")
     return TensorEntry(dtype, tuple(shape), offsets[0], length)
+
+
+def _are_texts(metadata: object) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
 
 
 def _are_counts(numbers: object) -> bool:

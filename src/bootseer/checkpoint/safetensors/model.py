@@ -86,7 +86,7 @@ def _is_beside(file: object) -> bool:
 def _load(
     folder: Opened, files: list[str], device: Device, names: Mapping[str, Collection[str]] | None
 ) -> dict[str, torch.Tensor]:
-    with contextlib.ExitStack() as to_close, ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+    with contextlib.ExitStack() as to_close:
 
         def begin(name: str) -> _File:
             file = folder.open(name)
@@ -95,15 +95,9 @@ def _load(
             header = read_header(file, where)
             return _File(file, header, _chosen(header, None if names is None else names[name], where))
 
-        def read(job: tuple[str, Span[_Named]]) -> dict[str, torch.Tensor]:
-            of_file = found[job[0]]
-            return _read_span(of_file.file, of_file.header.data, job[1], device)
-
-        found = dict(zip(files, threads.map(begin, files), strict=True))
-        tensors = {name: torch.empty(0) for one in found.values() for name in one.chosen}  # in the order of the files
-        for some in threads.map(read, spread({name: one.spans() for name, one in found.items()})):
-            tensors.update(some)
-        return tensors
+        with ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+            found = dict(zip(files, threads.map(begin, files), strict=True))
+        return _read_all(found, device)
 
 
 _Named = tuple[str, TensorEntry]
@@ -121,6 +115,20 @@ class _File(NamedTuple):
             Range(begin + one.start, begin + one.start + one.length, (name, one)) for name, one in self.chosen.items()
         )
         return join(ranges, max_bytes=_SPAN_BYTES)
+
+
+def _read_all(files: Mapping[str, _File], device: Device) -> dict[str, torch.Tensor]:
+    """The chosen tensors of all files, in their order."""
+
+    def read(job: tuple[str, Span[_Named]]) -> dict[str, torch.Tensor]:
+        of_file = files[job[0]]
+        return _read_span(of_file.file, of_file.header.data, job[1], device)
+
+    tensors = {name: torch.empty(0) for one in files.values() for name in one.chosen}
+    with ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+        for some in threads.map(read, spread({name: one.spans() for name, one in files.items()})):
+            tensors.update(some)
+    return tensors
 
 
 def _chosen(header: Header, names: Iterable[str] | None, where: str) -> dict[str, TensorEntry]:
@@ -196,11 +204,15 @@ class safe_open:  # noqa: N801 - the name that users know
 
     def metadata(self) -> dict[str, str] | None:
         """What the writer noted, if anything."""
-        return dict(self._header.metadata) or None
+        return None if self._header.metadata is None else dict(self._header.metadata)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A whole tensor. Raises `NotFoundError`."""
         return self.get_slice(name)[...]
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, many reads at once."""
+        return _read_all({"": _File(self._file, self._header, self._header.tensors)}, self._device)
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed; nothing is read before. Raises `NotFoundError`."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from bootseer.checkpoint.safetensors.box import Index, box_of, runs_of, strides_of
+from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
 from bootseer.checkpoint.safetensors.dtypes import PAIRS, dtype_of
 from bootseer.checkpoint.safetensors.header import TensorEntry
 from bootseer.checkpoint.tensor_memory import arena, memory_of
+from bootseer.errors import PermanentError
 
 
 class RangedFile(Protocol):
@@ -22,15 +23,17 @@ class RangedFile(Protocol):
 
 
 def shape_of(entry: TensorEntry) -> tuple[int, ...]:
-    """The shape that PyTorch gives such a tensor."""
-    if entry.dtype == PAIRS and entry.shape:
+    """The shape that PyTorch gives such a tensor. Raises `PermanentError` when it has none."""
+    if entry.dtype == PAIRS:
+        if not entry.shape or entry.shape[-1] % 2:
+            raise PermanentError(f"PyTorch has no tensors of the shape {entry.shape} of {PAIRS}: two are one element")
         return (*entry.shape[:-1], entry.shape[-1] // 2)
     return entry.shape
 
 
 class TensorSlice:
     """What `get_slice` returns: `[100:200, :64]` reads just that, in rows or, where it costs less, with what lies
-    between."""
+    between. For all that is not made of numbers and slices, as `[[3, 5]]`, the whole tensor is read."""
 
     def __init__(self, file: RangedFile, data: int, entry: TensorEntry, device: str | int | torch.device) -> None:
         self._file = file
@@ -47,7 +50,9 @@ class TensorSlice:
         """Type of the elements, as the format calls it: F32, BF16, …"""
         return self._entry.dtype
 
-    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if not is_box(index):
+            return self[...][index]  # lists, masks, None: PyTorch knows what they mean
         box = box_of(self._shape, index)
         dtype = dtype_of(self._entry.dtype)
         if 0 in box.counts:
