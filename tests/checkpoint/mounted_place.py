@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError
 from bootseer.fuse.writable_session import WritableSession, mount_writable
 
 MIB = 1 << 20
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 STRIPED = Policy(stripes=3, part_bytes=2 * MIB, min_bytes_per_stripe=MIB)
 """Files of two chunks and more are striped, and those of seven have two segments."""
 

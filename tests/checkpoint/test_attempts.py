@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -43,11 +44,17 @@ def test_an_attempt_is_left_alone_as_long_as_its_writer_lives(place: Place, job:
     assert list((job / ".attempts").iterdir()) == []
 
 
+def test_users_of_a_job_share_the_folder_of_attempts(place: Place, job: Path) -> None:
+    job.chmod(0o2775)
+    with Attempt(place, "step-1"):
+        assert (job / ".attempts").stat().st_mode & 0o7777 == 0o2775
+
+
 def test_a_lease_is_renewed(place: Place, job: Path) -> None:
     with Attempt(place, "step-1", lease_s=0.5) as attempt:
         lease = job / f"{attempt.path}.lease"
         first = lease.stat().st_mtime_ns
-        until_s = time.monotonic() + 60
+        until_s = time.monotonic() + 120
         while lease.stat().st_mtime_ns == first:
             assert time.monotonic() < until_s, "nobody renewed it"
 
@@ -246,3 +253,13 @@ def test_parts_without_a_head_go_a_day_later_or_with_their_lease(place: Place, j
     age(folders["d"], 24 * _HOUR_S)
     assert collect(place, "") == 1
     assert sorted(path.name for path in (job / STRIPES).iterdir()) == sorted(["a" * 32, "b" * 32, head.id])
+
+
+@pytest.mark.parametrize("name", ["y" * 300, "a\0b", "\udcff" * 300])
+def test_a_lease_with_a_name_that_nothing_can_have_stops_no_collector(place: Place, job: Path, name: str) -> None:
+    place.make_folder(".attempts/0.old", parents=True)
+    place.write_bytes(".attempts/0.lease", json.dumps({"target": name}).encode())
+    age(job / ".attempts/0.lease", _HOUR_S)
+    place.make_folder(".attempts/1.gone")
+    assert collect(place, "") == 1
+    assert (job / ".attempts/0.old").is_dir()

@@ -146,3 +146,15 @@ def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, jo
 
     place.before = refuse
     assert [found.name for found in checkpoints(Files(place), "")] == ["step-2"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["folder", "long"])
+def test_a_latest_that_is_somebodys_own_hinders_nobody(files: Files, job: Path, kind: str) -> None:
+    make(job, "step-1", model=1)
+    if kind == "folder":
+        make(job, "latest", model=1)
+    else:
+        (job / "latest").write_bytes(b"x" * 5000)
+    assert [one.name for one in checkpoints(files, "")] == (["latest"] if kind == "folder" else []) + ["step-1"]
+    remove(files, "", "step-1")
+    assert not (job / "step-1").exists()

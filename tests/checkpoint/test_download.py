@@ -11,8 +11,9 @@ import pytest
 from bootseer.checkpoint.download import Got, get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import BootseerError, UsageError
+from bootseer.errors import BootseerError, TransientError, UsageError
 from checkpoint.striped_files import content_of, part_paths, put_striped
+from stepwise_place import StepwisePlace
 
 _MIB = 1 << 20
 
@@ -116,3 +117,40 @@ def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_
     files.place.write_bytes(name, b"x")
     get_checkpoint(files, reading, name, tmp_path / name)
     assert (tmp_path / name).read_bytes() == b"x"
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halves(
+    files: Files, job: Path, tmp_path: Path
+) -> None:
+    for version in ("old", "new"):
+        for name in ("a", "b", "c"):
+            files.make_folder(f"{version}/below", parents=True)
+            files.place.write_bytes(f"{version}/below/{name}", version.encode())
+    place = StepwisePlace(files.place)
+    opened: list[str] = []
+
+    def replace(step: str, path: str) -> None:
+        if step == "open":
+            opened.append(path)
+        if len(opened) == 2:
+            place.before = lambda step, path: None
+            (job / "old").rename(job / "away")
+            (job / "new").rename(job / "old")
+
+    place.before = replace
+    with contextlib.closing(Reading(place)) as reading:  # type: ignore[arg-type]
+        with pytest.raises(TransientError, match="was changed while it was copied"):
+            get_checkpoint(files, reading, "old", tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["job"]
+        get_checkpoint(files, reading, "old", tmp_path / "out")
+    assert {path.read_text() for path in (tmp_path / "out/below").iterdir()} == {"new"}
+
+
+def test_large_and_small_files_are_copied_side_by_side(files: Files, reading: Reading, tmp_path: Path) -> None:
+    large = content_of(17 * _MIB)
+    put_striped(files.place, "ckpt/large", large)
+    for number in range(50):
+        files.place.write_bytes(f"ckpt/{number}", b"%d" % number)
+    assert get_checkpoint(files, reading, "ckpt", tmp_path / "out").num_files == 51
+    assert (tmp_path / "out/large").read_bytes() == large
+    assert all((tmp_path / f"out/{number}").read_bytes() == b"%d" % number for number in range(50))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -22,8 +24,11 @@ from bootseer.checkpoint.head import (
     peek_id,
 )
 from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from checkpoint.heads import some_head
+from checkpoint.striped_files import content_of, put_striped
 
 _MIB = 1 << 20
 
@@ -198,3 +203,45 @@ def test_paths() -> None:
 def with_part(head: Head, part: object) -> Head:
     first, *others = head.segments
     return replace(head, segments=(replace(first, parts=(part, *first.parts[1:])), *others))
+
+
+@pytest.fixture(scope="module")
+def striped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A folder with the striped file `file`, and its content."""
+    folder = tmp_path_factory.mktemp("striped")
+    content = content_of(5 * _MIB + 77)
+    with contextlib.closing(FolderPlace(folder)) as place:
+        put_striped(place, "file", content, stripes=2, parity=True, segment_rows=2)
+    return folder, content
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_head_says_readers_get_what_was_written_or_an_error_of_ours(
+    striped: tuple[Path, bytes], data: st.DataObject
+) -> None:
+    folder, content = striped
+    original = (folder / "file").read_bytes()
+    body = bytearray(original[: body_end(original)])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(PEEK_BYTES, len(body) - 1))
+        length = data.draw(st.sampled_from([1, 2, 8, 32, 300]))
+        kind = data.draw(st.sampled_from(["change", "take", "add", "repeat"]))
+        if kind == "change":
+            body[at] = data.draw(st.integers(0, 255))
+        elif kind == "take":
+            del body[at : at + length]
+        elif kind == "add":
+            body[at:at] = data.draw(st.binary(min_size=length, max_size=length))
+        else:
+            body[at : at + length] = body[PEEK_BYTES : PEEK_BYTES + length]
+    struct.pack_into("<Q", body, 40, len(body))
+    struct.pack_into("<Q", body, 16, data.draw(st.sampled_from([len(content), 0, 1, 2 * _MIB, 1 << 40])))
+    forged = sealed(bytes(body) + bytes(32), len(body))
+    (folder / "forged").write_bytes(forged + bytes((4083 - len(forged)) % 4096))
+    with contextlib.closing(FolderPlace(folder)) as place, contextlib.closing(Reading(place)) as reading:
+        try:
+            with reading.open("forged") as file:
+                assert file.read(0, 8 * _MIB) == content
+        except BootseerError:
+            pass

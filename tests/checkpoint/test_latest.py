@@ -117,7 +117,7 @@ def test_a_lock_that_is_held_is_waited_for_and_left_alone(files: Files, job: Pat
         moving = threads.submit(move_latest, files, "", "step-1", lock_s=60.0)
         assert read_latest(files.place, "") is None
         lock.unlink()
-        assert moving.result(timeout=30) == "step-1"
+        assert moving.result(timeout=180) == "step-1"
 
 
 def test_dropping_names_another_one_or_nothing(files: Files, job: Path) -> None:
@@ -129,4 +129,15 @@ def test_dropping_names_another_one_or_nothing(files: Files, job: Path) -> None:
     drop_latest(files, "", "step-2", "step-1")
     assert read_latest(files.place, "") == "step-1"
     drop_latest(files, "", "step-1", None)
+    assert read_latest(files.place, "") is None
+
+
+def test_a_latest_that_is_no_small_file_is_told_or_nobodys(files: Files, job: Path) -> None:
+    (job / "step-1").mkdir()
+    (job / "latest").write_bytes(b"step-1\n" + b" " * 5000)
+    with pytest.raises(CorruptError, match="names no checkpoint"):
+        read_latest(files.place, "")
+    assert move_latest(files, "", "step-1") == "step-1"
+    (job / "latest").unlink()
+    (job / "latest").mkdir()
     assert read_latest(files.place, "") is None

@@ -15,7 +15,7 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import TakenError
+from bootseer.checkpoint.places.place import IsFolderError, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
@@ -121,7 +121,7 @@ def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
         def meet(step: str, path: str) -> None:
             # Both have written everything when the first of them publishes.
             if step == "rename" and (path.count("/") == 1 if kind == "folder" else path.endswith("model")):
-                barrier.wait(timeout=60)
+                barrier.wait(timeout=180)
                 place.before = lambda step, path: None
 
         place.before = meet
@@ -291,3 +291,45 @@ def test_a_latest_that_cannot_be_moved_does_not_hide_that_the_checkpoint_is_ther
     with pytest.raises(PermanentError, match="step-1 is published, but"):
         put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     assert verify(files, "step-1").problems == []
+
+
+def test_a_job_is_not_replaced_by_a_checkpoint(files: Files, job: Path, source: Path) -> None:
+    for step in (1, 2):
+        put_checkpoint(files.place, source, f"step-{step}", folder="moe", settings=_STRIPED)
+    with pytest.raises(UsageError, match="moe is a job"):
+        put_checkpoint(files.place, source, "moe", settings=PutSettings(replace=True))
+    assert verify(files, "moe").num_files == 11
+    assert verify(files, "moe").problems == []
+
+
+def test_a_file_that_is_to_replace_a_folder_is_refused_before_anything_is_written(
+    files: Files, job: Path, source: Path
+) -> None:
+    put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    with pytest.raises(IsFolderError, match="a file does not replace"):
+        put_checkpoint(
+            files.place,
+            source / "model",
+            "step-1",
+            settings=PutSettings(replace=True),
+            progress=lambda done, of: fail(),
+        )
+    assert verify(files, "step-1").problems == []
+
+
+def fail() -> None:
+    raise AssertionError("something was written")
+
+
+def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_written(
+    files: Files, job: Path, source: Path
+) -> None:
+    place = StepwisePlace(files.place)
+    place.refusal = lambda name: "no colons" if ":" in name else ""  # type: ignore[attr-defined]
+    (source / "optimizer" / "12:30").write_bytes(b"x")
+    for what, name in ((source, "step-1"), (source / "model", "step-1:2")):
+        with pytest.raises(UsageError, match="no colons"):
+            put_checkpoint(place, what, name)  # type: ignore[arg-type]
+    assert list(job.iterdir()) == []
+    put_checkpoint(place, source / "optimizer" / "12:30", "step-1")  # type: ignore[arg-type]
+    assert (job / "step-1").read_bytes() == b"x"

@@ -28,7 +28,7 @@ from typing import Self
 
 from bootseer.checkpoint.files import GONE, Files
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
-from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError
+from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, make_alike
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 LEASE_S = 600.0
@@ -36,6 +36,7 @@ LEASE_S = 600.0
 LEASE_NAME = "lease"
 """Of a file's parts on their way, among them."""
 _RENEW_S = 60.0
+_END_S = 10.0
 _NO_LEASE_S = 24 * 3600.0
 _SCHEMA = "bootseer.lease/1"
 _MAX_LEASE_BYTES = 1 << 16
@@ -62,7 +63,7 @@ class Attempt:
         self._over = threading.Event()
         self._has_taken = False
         """Whether what had the target's name may lie in our `.old`."""
-        place.make_folder(attempts, parents=True)
+        make_alike(place, attempts)
         self._renew()
         place.make_folder(self.path)
         self._thread = threading.Thread(target=self._keep, name="bootseer-lease", daemon=True)
@@ -76,12 +77,14 @@ class Attempt:
     ) -> None:
         """Remove what was not published."""
         self._over.set()
-        self._thread.join(self._lease_s)
+        # A place that does not answer holds it up; what it writes then is a lease that nobody renews.
+        self._thread.join(_END_S)
         if self._has_taken:
             return  # it could not be put back: `collect` will do it, and needs the lease to know its name
-        for rest in (self.path, self.path + _LEASE):
-            with contextlib.suppress(BootseerError):
-                self._place.delete(rest, recursive=True)
+        with contextlib.suppress(TransientError):  # who does not answer once is not asked again
+            for rest in (self.path, self.path + _LEASE):
+                with contextlib.suppress(PermanentError):
+                    self._place.delete(rest, recursive=True)
 
     def publish(self, *, replace: bool = False) -> None:
         """Show the folder as the target. Raises `TakenError` when there is something of this name.
@@ -116,7 +119,7 @@ class Attempt:
             with contextlib.suppress(NotFoundError, CorruptError):
                 replaced = visible.head(self._target)
         if head is not None:
-            self._place.make_folder(_join(_folder(self._target), STRIPES), parents=True)
+            make_alike(self._place, _join(_folder(self._target), STRIPES))
             self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
         try:
             _rename(self._place, source, self._target, replace=replace)
@@ -241,11 +244,12 @@ def _put_back(place: Place, path: str) -> None:
     name = target.rpartition("/")[2] if isinstance(target, str) else ""
     if name in ("", ".", "..") or is_hidden(name):
         return
-    with contextlib.suppress(NotFoundError):
-        try:
-            place.rename(path + _OLD, _join(_folder(_folder(path)), name), replace=False)
-        except TakenError:
-            _delete(place, path + _OLD)
+    try:
+        place.rename(path + _OLD, _join(_folder(_folder(path)), name), replace=False)
+    except TakenError:
+        _delete(place, path + _OLD)
+    except PermanentError:
+        pass  # another one was faster, or it is a name that nothing can have: then it stays, for people
 
 
 def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:

@@ -16,6 +16,7 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
+from bootseer.checkpoint.places.place import make_alike
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
@@ -93,7 +94,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     path = f"{folder}/{name}" if folder else name
     check_visible(path)
     found = _measured(files, files.stat(path), None)
-    if found.is_folder and not force and _is_job(files, path):
+    if found.is_folder and not force and is_job(files, path):
         raise UsageError(
             f"{files.place.uri}/{path} is a job with checkpoints of its own; nothing was removed",
             hint="name one of its checkpoints, or --force",
@@ -110,7 +111,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     if found.is_folder:
         attempts = f"{folder}/{ATTEMPTS}" if folder else ATTEMPTS
         hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
-        files.place.make_folder(attempts, parents=True)
+        make_alike(files.place, attempts)
         files.place.rename(path, hidden, replace=False)
         # Another one may collect what is gone, too.
         with contextlib.suppress(NotFoundError):
@@ -121,7 +122,8 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     return found.size_bytes
 
 
-def _is_job(files: Files, path: str) -> bool:
+def is_job(files: Files, path: str) -> bool:
+    """Whether checkpoints are put into a folder."""
     return any(entry.path.endswith(f"/{ATTEMPTS}") for entry in files.place.list(path))
 
 

@@ -9,23 +9,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.checkpoint.beside import OLD, beside, remove
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import PermanentError, UsageError
+from bootseer.errors import PermanentError, TransientError, UsageError
 
 _PIECE_BYTES = 16 << 20
 _AT_ONCE = 4
-"""Pieces that are read at the same time; `reading` reads each from several nodes."""
+"""Pieces, or small files, that are read at the same time; `reading` reads each from several nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +44,28 @@ def get_checkpoint(
     replace: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Got:
-    """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`."""
+    """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`, and
+    `TransientError` when somebody changed the checkpoint meanwhile.
+    """
     target = _full(target)
     _check_free(target, replace)
     if replace and target.is_dir():
         _check_harmless(files, target)
     info = files.stat(path)
     infos = list(walk(files, path))
-    temporary = target.with_name(f".bootseer-get-{secrets.token_hex(8)}")
-    try:
-        with _local_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
+    with _local_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with beside(target) as own:
+            copy = own / "copy"
             if info.is_folder:
-                temporary.mkdir()
+                copy.mkdir()
                 for folder in _folders(files, path):
-                    (temporary / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
-            _copy_all(reading, path, infos, temporary, progress)
-            _take_place(temporary, target, replace)
-    finally:
-        _remove(temporary)
+                    (copy / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
+            _copy_all(reading, path, infos, copy, progress)
+            if _versions(walk(files, path)) != _versions(infos):
+                # Each file is one version, but some may be of another checkpoint than others.
+                raise TransientError(f"{files.place.uri}/{path} was changed while it was copied; get it again")
+            _take_place(copy, target, replace)
     return Got(sum(info.size_bytes for info in infos), len(infos))
 
 
@@ -91,6 +93,10 @@ def _folders(files: Files, path: str) -> Iterator[str]:
         folders += below
 
 
+def _versions(infos: Iterable[FileInfo]) -> dict[str, str]:
+    return {info.path: info.entry.version for info in infos}
+
+
 def _copy_all(
     reading: Reading,
     path: str,
@@ -102,16 +108,18 @@ def _copy_all(
     done = 0
     lock = threading.Lock()
     stopped = threading.Event()
+    own = threading.local()
 
     def copy(file: CheckpointFile, descriptor: int, offset: int, length: int) -> None:
         nonlocal done
         if stopped.is_set():
             return
-        buffer = bytearray(length)
-        count = file.readinto(offset, memoryview(buffer))
+        if not hasattr(own, "buffer"):  # used again: what is freed in such pieces is not given back to the system
+            own.buffer = bytearray(_PIECE_BYTES)
+        view = memoryview(own.buffer)[:length]
+        count = file.readinto(offset, view)
         if count != length:
             raise PermanentError(f"{file.path}: {count} bytes instead of {length}; it was changed while it was read")
-        view = memoryview(buffer)
         while view:
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
@@ -120,29 +128,38 @@ def _copy_all(
             if progress is not None:
                 progress(done, total)
 
+    def copy_file(info: FileInfo, threads: ThreadPoolExecutor | None) -> None:
+        if not stopped.is_set():
+            _copy_file(reading, info, temporary / info.path[len(path) :].lstrip("/"), threads, copy)
+
     with ThreadPoolExecutor(_AT_ONCE, "bootseer-get") as threads:
         try:
             for info in infos:
-                local = temporary / info.path[len(path) :].lstrip("/") if info.path != path else temporary
-                _copy(reading, info, local, threads, copy)
+                if info.size_bytes > _PIECE_BYTES:
+                    copy_file(info, threads)
+            _wait_for([threads.submit(copy_file, info, None) for info in infos if info.size_bytes <= _PIECE_BYTES])
         finally:
             stopped.set()
 
 
-def _copy(
+def _copy_file(
     reading: Reading,
     info: FileInfo,
     local: Path,
-    threads: ThreadPoolExecutor,
+    threads: ThreadPoolExecutor | None,
     copy: Callable[[CheckpointFile, int, int, int], None],
 ) -> None:
+    """Copy a file, by these threads or in this one."""
     descriptor = os.open(local, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.closing(reading.open(info.path)) as file:
-            pieces = [
-                threads.submit(copy, file, descriptor, offset, min(_PIECE_BYTES, file.size_bytes - offset))
-                for offset in range(0, file.size_bytes, _PIECE_BYTES)
-            ]
+            pieces = []
+            for offset in range(0, file.size_bytes, _PIECE_BYTES):
+                length = min(_PIECE_BYTES, file.size_bytes - offset)
+                if threads is None:
+                    copy(file, descriptor, offset, length)
+                else:
+                    pieces.append(threads.submit(copy, file, descriptor, offset, length))
             _wait_for(pieces)
         os.fchmod(descriptor, info.entry.mode & 0o777)
         os.utime(descriptor, ns=(info.entry.mtime_ns, info.entry.mtime_ns))
@@ -169,14 +186,14 @@ def _take_place(temporary: Path, target: Path, replace: bool) -> None:
         if not temporary.is_dir() and (target.is_symlink() or not target.is_dir()):
             temporary.replace(target)
             return
-        old = temporary.with_name(temporary.name + "-old")
+        old = temporary.with_name(OLD)
         target.rename(old)
         try:
             temporary.rename(target)
         except BaseException:
             old.rename(target)
             raise
-        _remove(old)
+        remove(old)
         return
     _check_free(target, replace)
     temporary.rename(target)
@@ -185,14 +202,6 @@ def _take_place(temporary: Path, target: Path, replace: bool) -> None:
 def _check_free(target: Path, replace: bool) -> None:
     if os.path.lexists(target) and not replace:
         raise UsageError(f"{target} is there already", hint="give another name, or --replace")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import time
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Place
+from bootseer.checkpoint.places.place import Place, make_alike
 from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.errors import AccessError, NotFoundError, PermanentError
 
@@ -46,7 +46,7 @@ class FolderPolicies:
             with contextlib.suppress(NotFoundError):
                 self._place.delete(_path(folder))
         else:
-            self._place.make_folder(stripes, parents=True)
+            make_alike(self._place, stripes)
             self._place.write_bytes(_path(folder), encode_policy(policy))
         with self._lock:
             self._own.clear()

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
-from bootseer.checkpoint.places.place import Place, TakenError
+from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError, make_alike
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 LATEST = "latest"
@@ -45,13 +45,17 @@ def can_be_checkpoint(name: str) -> bool:
 
 
 def read_latest(place: Place, folder: str) -> str | None:
-    """The name that `latest` says; None when there is no such file. Raises `CorruptError` when it says no name."""
+    """The name that `latest` says; None when there is no such file, but perhaps a folder of somebody's own.
+
+    Raises `CorruptError` when it says no name.
+    """
     path = _path(folder, LATEST)
     try:
-        text = place.read_bytes(path, _MAX_BYTES).decode("utf-8", "replace").strip()
-    except NotFoundError:
+        data = place.read_first(path, _MAX_BYTES + 1)
+    except (NotFoundError, IsFolderError):
         return None
-    if not can_be_checkpoint(text):
+    text = data.decode("utf-8", "replace").strip()
+    if len(data) > _MAX_BYTES or not can_be_checkpoint(text):
         raise CorruptError(f"{place.uri}/{path} names no checkpoint: {text[:80]!r}; `bootseer ckpt latest` sets it")
     return text
 
@@ -113,7 +117,7 @@ def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
     attempts = _path(folder, ATTEMPTS)
     lock = f"{attempts}/{LATEST}.lock"
     mark = lease_bytes(secrets.token_hex(8))
-    place.make_folder(attempts, parents=True)
+    make_alike(place, attempts)
     until = time.monotonic() + 2 * lock_s
     while not place.create_bytes(lock, mark):
         with contextlib.suppress(NotFoundError, TakenError):

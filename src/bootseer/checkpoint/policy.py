@@ -18,7 +18,7 @@ SCHEMA = "bootseer.stripes/1"
 MAX_POLICY_BYTES = 1 << 16
 MAX_STRIPES = 64
 MAX_PART_BYTES = 1 << 40
-_MAX_REPLICATION = 32
+MAX_REPLICATION = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Policy:
             raise UsageError(f"{self.stripes} stripes", hint=f"1 to {MAX_STRIPES} are possible")
         if not CHUNK_BYTES <= self.part_bytes <= MAX_PART_BYTES or self.part_bytes % CHUNK_BYTES:
             raise UsageError(f"parts of {self.part_bytes} bytes", hint="parts have a whole number of MiB")
-        if self.replication is not None and not 1 <= self.replication <= _MAX_REPLICATION:
-            raise UsageError(f"replication {self.replication}", hint=f"1 to {_MAX_REPLICATION} are possible")
+        if self.replication is not None and not 1 <= self.replication <= MAX_REPLICATION:
+            raise UsageError(f"replication {self.replication}", hint=f"1 to {MAX_REPLICATION} are possible")
         if self.min_bytes_per_stripe < CHUNK_BYTES:
             raise UsageError(f"{self.min_bytes_per_stripe} bytes per stripe", hint="at least one chunk of 1 MiB")
 

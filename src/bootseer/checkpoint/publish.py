@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
-from bootseer.checkpoint.catalog import missing_parts, walk
+from bootseer.checkpoint.catalog import is_job, missing_parts, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest
-from bootseer.checkpoint.places.place import Place, TakenError
+from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
@@ -78,10 +78,11 @@ def put_checkpoint(
     if not can_be_checkpoint(name):
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
     _check_apart(place, source)
-    found = _files_of(source)
+    found = _files_of(source, name)
+    _check_names(place, name, found)
     place.make_folder(folder, parents=True)
     collect(place, folder, lease_s=settings.lease_s)
-    _check_free(files, target, settings.replace)
+    _check_free(files, target, found, settings.replace)
     policy = settings.policy or files.policy(folder)
     with Attempt(place, target, lease_s=settings.lease_s) as attempt:
         inside = Files(place, within=attempt.path)
@@ -128,14 +129,16 @@ def _check_apart(place: Place, source: Path) -> None:
         raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 
-def _files_of(source: Path) -> _Source:
-    """What is to be written. Links to files are followed, as model hubs make them; other special things are refused."""
+def _files_of(source: Path, name: str) -> _Source:
+    """What is to be written; `name` is what a single file is to be called. Links to files are followed, as model hubs
+    make them; other special things are refused.
+    """
     try:
         status = source.stat()
     except OSError as error:
         raise UsageError(f"{source}: {error.strerror}", hint="name a local folder or file") from error
     if stat.S_ISREG(status.st_mode):
-        return _Source(source, True, [_file(source.name, source)], [])
+        return _Source(source, True, [_file(name, source)], [])
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{source} is neither a folder nor a file", hint="name a local folder or file")
     files: list[_File] = []
@@ -162,6 +165,14 @@ def _files_of(source: Path) -> _Source:
     return _Source(source, False, files, folders)
 
 
+def _check_names(place: Place, name: str, source: _Source) -> None:
+    """What a place cannot store, it would refuse after hours of writing."""
+    paths = [name, *(file.name for file in source.files), *(folder for folder, _ in source.folders)]
+    for one in sorted({one for path in paths for one in path.split("/")}):
+        if reason := place.refusal(one):
+            raise UsageError(f"{one!r} cannot be a name in {place.uri}: {reason}", hint="rename it")
+
+
 def _listed(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
@@ -183,15 +194,23 @@ def _file(name: str, local: Path) -> _File:
     return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
 
 
-def _check_free(files: Files, target: str, replace: bool) -> None:
+def _check_free(files: Files, target: str, source: _Source, replace: bool) -> None:
     """Before hours of writing; what counts is the renaming at the end."""
-    if replace:
-        return
     try:
-        files.stat(target)
+        there = files.stat(target)
     except NotFoundError:
         return
-    raise TakenError(f"{files.place.uri}/{target} is there already; give another name, or replace it")
+    where = f"{files.place.uri}/{target}"
+    if not replace:
+        raise TakenError(f"{where} is there already; give another name, or replace it")
+    if there.is_folder and source.is_file:
+        raise IsFolderError(f"{where} is a folder, which a file does not replace; give another name, or remove it")
+    if there.is_folder and is_job(files, target):
+        raise UsageError(
+            f"{where} is a job with checkpoints of its own; it is not replaced",
+            hint=f"put it into {where}, or give another name",
+            exit_code=1,
+        )
 
 
 def _write_all(
@@ -206,19 +225,22 @@ def _write_all(
         # Not what the owner may not write into yet: modes of folders come last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
     total = sum(file.size_bytes for file in source.files)
-    done: dict[str, int] = {}
+    done = 0
     lock = threading.Lock()
     stopped = threading.Event()
     verify: Verify = "read" if settings.read_back else "length"
 
     def write(file: _File) -> None:
+        before = 0
+
         def heard(count: int, _: int) -> None:
+            nonlocal before, done
             if stopped.is_set():  # by an error elsewhere or a signal: what is half done ends here
                 raise PermanentError(f"{file.local}: no longer written")
             with lock:
-                done[file.name] = count
+                before, done = count, done + count - before
                 if progress is not None:
-                    progress(sum(done.values()), total)
+                    progress(done, total)
 
         with FileSource(file.local) as opened:
             if is_head_size(file.size_bytes) and peek(opened.read(0, PEEK_BYTES)) is not None:
@@ -245,7 +267,7 @@ def _write_all(
             stopped.set()
             for task in tasks:
                 task.cancel()
-    if _files_of(source.root) != source:
+    if _files_of(source.root, source.files[0].name) != source:
         raise PermanentError(f"{source.root} was changed while it was written; put it again when it is complete")
     for path, mode in reversed(source.folders):
         files.set_mode(f"{root}/{path}", mode)

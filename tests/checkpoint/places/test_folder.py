@@ -98,7 +98,7 @@ def test_closing_an_open_file_waits_for_nobody_and_ends_no_read(place: Place) ->
     file.close()
     file.close()
     for _ in into:
-        assert ends.acquire(timeout=60)
+        assert ends.acquire(timeout=180)
     assert [outcome.error for outcome in outcomes] == [None] * 32
     assert all(buffer == data[number % 4 << 20 : (number % 4 + 1) << 20] for number, buffer in enumerate(into))
     with pytest.raises(PermanentError, match="closed"):

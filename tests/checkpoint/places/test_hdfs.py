@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,8 +10,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import Place
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import NotFoundError
 from checkpoint.places.contract import PlaceContract
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
@@ -68,7 +74,8 @@ def test_a_part_of_more_than_the_largest_block_becomes_several_blocks(cluster: H
         writer.write(bytes(8 << 20))
     writer.close()
     assert place.stat("long").size_bytes == 129 * (8 << 20)
-    assert [block.size_bytes for block in cluster.where(f"{urlsplit(place.uri).path}/long")] == [1 << 30, 8 << 20]
+    blocks = [block.size_bytes for block in cluster.where(f"{urlsplit(place.uri).path}/long")]
+    assert blocks == [128 << 20] * 8 + [8 << 20]
 
 
 def test_a_small_file_has_as_many_copies_as_the_cluster_allows(
@@ -77,7 +84,7 @@ def test_a_small_file_has_as_many_copies_as_the_cluster_allows(
     place.write_bytes("small", b"x" * 5000)
     assert place.create_bytes("new", b"x")
     for name in ("small", "new"):
-        (block,) = cluster.where(f"{urlsplit(place.uri).path}/{name}")
+        (block,) = cluster.where(f"{urlsplit(place.uri).path}/{name}", replicas=3)
         assert len(block.nodes) == 3
     with HdfsCluster(tmp_path, settings={"dfs.replication.max": "2"}) as frugal:
         other = open_place(frugal.uri)
@@ -85,3 +92,36 @@ def test_a_small_file_has_as_many_copies_as_the_cluster_allows(
         other.write_bytes("small", b"y")
         assert other.read_bytes("small", 1) == b"y"
         other.close()
+
+
+def test_a_small_file_has_copies_also_where_its_policy_wants_one_of_each_part(
+    cluster: HdfsCluster, place: Place
+) -> None:
+    policy = Policy(stripes=2, parity=True, replication=1, min_bytes_per_stripe=1 << 20)
+    with contextlib.closing(Writing(Files(place))) as writing:
+        writing.write_file("metadata", BytesSource(b"x" * 5000), policy=policy)
+        writing.write_file("tensors", BytesSource(bytes(3 << 20)), policy=policy)
+    folder = urlsplit(place.uri).path
+    copies = {name: cluster.where(f"{folder}/{name}", replicas=3)[0].nodes for name in ("metadata", "tensors")}
+    assert [len(nodes) for nodes in copies.values()] == [3, 3]
+    (part, *_) = [entry.path for folder in place.list(".stripes") for entry in place.list(folder.path)]
+    assert len(cluster.where(f"{folder}/{part}")[0].nodes) == 1
+
+
+def test_names_that_hdfs_cannot_have_are_known_before_and_never_found(place: Place) -> None:
+    assert place.refusal("step-1_12:30") != ""
+    assert place.refusal("bad\udcff") != ""
+    assert place.refusal("schön=1.ckpt") == ""
+    for ask in (place.stat, place.open, place.delete, place.make_folder):
+        with pytest.raises(NotFoundError):
+            ask("bad\udcff")
+
+
+def test_contents_of_the_same_length_and_time_are_told_apart(place: Place) -> None:
+    versions = set()
+    for number in range(8):
+        place.write_bytes("head", b"%d" % number)
+        place.set_mtime("head", 10**18)
+        versions.add(place.stat("head").version)
+    # By chance, two of eight may be alike.
+    assert len(versions) >= 7

@@ -307,7 +307,7 @@ def test_a_segment_that_does_not_grow_is_ended(tmp_path: Path) -> None:
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
         writer.write_at(0, b"x" * 3 * MIB)
-        assert ended.wait(30)
+        assert ended.wait(120)
         writer.write_at(3 * MIB, b"y" * 3 * MIB)
         writer.commit()
         assert desk.read("job/file") == b"x" * 3 * MIB + b"y" * 3 * MIB

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
@@ -122,10 +124,15 @@ def test_a_failed_part_is_written_again_elsewhere_under_another_name_while_the_o
 def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhere(desk: Desk) -> None:
     policy = Policy(stripes=3, part_bytes=16 * MIB, min_bytes_per_stripe=MIB)
     slow: list[str] = []
+    others_sent = threading.Semaphore(0)
 
     def be_slow(step: str, path: str) -> None:
+        if step == "close":
+            others_sent.release()
         if step == "write" and ".1." in path and (not slow or path in slow):
             slow.append(path)
+            if len(slow) == 3:
+                assert all(others_sent.acquire(timeout=120) for _ in range(2))
             threading.Event().wait(0.2)
 
     desk.place.before = be_slow
@@ -223,7 +230,7 @@ def test_a_lease_is_kept_while_a_file_is_written_and_not_longer(tmp_path: Path) 
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
         writer.write_at(0, bytes(3 * MIB))
-        assert leased.wait(30)
+        assert leased.wait(120)
         writer.commit()
         assert desk.leftovers() == []
 
@@ -244,7 +251,7 @@ def test_after_close_nothing_is_begun_and_no_thread_stays(desk: Desk) -> None:
     mine = set(threading.enumerate()) - others
     desk.writing.close()
     for thread in mine:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     with pytest.raises(PermanentError, match="closed"):
         desk.writing.open("job/file")
@@ -270,7 +277,7 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
     )
     # With threads, newer Pythons warn about every fork.
     command = [sys.executable, "-W", "ignore", "-c", program, tmp_path]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=180)
     files = Files(FolderPlace(tmp_path))
     assert {name: files.stat(name).size_bytes for name in ("parent", "child", "after")} == dict.fromkeys(
         ("parent", "child", "after"), 5 * CHUNK_BYTES
@@ -315,4 +322,29 @@ def test_a_file_that_is_not_striped_waits_for_a_place_that_is_away_for_a_moment(
     assert not written.is_striped
     assert written.num_retries > 0
     assert desk.read("job/file") == b"x" * 9 * MIB
+    assert desk.leftovers() == []
+
+
+def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(retry_s=0.01, lease_s=0.03))
+    collected: list[int] = []
+
+    def collect_now(step: str, path: str) -> None:
+        if step != "close":
+            return
+        until = time.monotonic() + 120
+        while not list((desk.root / "job/.stripes").glob("*/lease")):
+            assert time.monotonic() < until, "nobody writes a lease"
+            time.sleep(0.005)
+        # HDFS tells the time at which a file was begun, until it ends.
+        os.utime(desk.root / path, (0, 0))
+        os.utime((desk.root / path).parent, (0, 0))
+        collected.append(collect(desk.files.place, "job"))
+
+    desk.place.before = collect_now
+    content = bytes(range(256)) * (9 * MIB // 256)
+    with contextlib.closing(desk.writing) as writing:
+        assert not writing.write_file("job/f", BytesSource(content), policy=Policy(stripes=1)).is_striped
+    assert collected == [0]
+    assert desk.read("job/f") == content
     assert desk.leftovers() == []

@@ -21,11 +21,20 @@ from bootseer.checkpoint.places.folder_errors import mapped
 from bootseer.checkpoint.places.folder_names import FOLDER, NEW, drop, enter, rename_new, sync, write_temporary
 from bootseer.checkpoint.places.folder_owners import gid_of, group_of, owner_of, uid_of
 from bootseer.checkpoint.places.folder_reads import FolderFile, FolderReads, version_of
-from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError, PartWriter, TakenError, names_of
+from bootseer.checkpoint.places.place import (
+    TEMPORARY,
+    Entry,
+    IsFolderError,
+    PartWriter,
+    TakenError,
+    make_alike,
+    names_of,
+)
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 
 # Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAX_NAME_BYTES = 255
 
 
 class FolderPlace:
@@ -35,6 +44,10 @@ class FolderPlace:
         self._root = Path(os.path.realpath(root))
         self._reads = FolderReads()
         self.uri = f"file://{self._root}".removesuffix("/")
+
+    def refusal(self, name: str) -> str:
+        """See `Place.refusal`."""
+        return "" if len(os.fsencode(name)) <= _MAX_NAME_BYTES else f"it has more than {_MAX_NAME_BYTES} bytes"
 
     def stat(self, path: str) -> Entry:
         """See `Place.stat`."""
@@ -66,6 +79,10 @@ class FolderPlace:
         return FolderFile(
             self._open(path), self._what(path), self._reads, lambda error: mapped(error, self._what(path))
         )
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """See `Place.delay_s`: nobody knows."""
+        return 0.0
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
         """See `Place.read_bytes`."""
@@ -118,7 +135,9 @@ class FolderPlace:
         begun: list[PartWriter] = []
         try:
             for path in paths:
-                self.make_folder(path.rpartition("/")[0], parents=True)
+                folder = path.rpartition("/")[0]
+                make_alike(self, folder.rpartition("/")[0])
+                self.make_folder(folder, parents=True)
                 begun.append(_FolderWriter(self, path, part_bytes, mode))
         except BaseException:
             for writer in begun:

@@ -46,6 +46,10 @@ class _Read:
         """See `Ticket.hurry`."""
         self.reads.hurry(self)
 
+    def left_s(self) -> float:
+        """See `Ticket.left_s`: nobody knows."""
+        return 0.0
+
 
 class FolderReads:
     """The threads of one place, and what they have done."""

@@ -15,6 +15,7 @@ from typing import cast
 
 from bootseer.checkpoint.places.hdfs_errors import place_errors
 from bootseer.checkpoint.places.place import (
+    SMALL_COPIES,
     TEMPORARY,
     Entry,
     IsFolderError,
@@ -25,8 +26,9 @@ from bootseer.checkpoint.places.place import (
     TakenError,
     names_of,
 )
-from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.placing import PlacedWriter
 from bootseer.hdfs.status import FileStatus
 from bootseer.hdfs.writer import HdfsWriter
@@ -35,11 +37,11 @@ _READ_S = 60.0
 """For a small file."""
 _CLOCK_S = 60.0
 """So long, the difference between the cluster's clock and ours is believed."""
-_MIN_COPIES = 3
-"""Of a small file: one that cannot be read, as a head or a checkpoint's metadata, makes all others useless."""
 _MIB = 1 << 20
+_CHECKSUM_BYTES = 512
+"""Blocks are whole numbers of what HDFS has checksums of."""
 _MAX_BLOCK_BYTES = 1 << 30
-"""A longer part becomes several blocks: DataNodes copy and check blocks as wholes."""
+"""A longer part becomes several blocks, of the cluster's size: DataNodes copy and check blocks as wholes."""
 
 
 class HdfsPlace:
@@ -52,6 +54,12 @@ class HdfsPlace:
         self._clock: tuple[float, float] | None = None
         self._may_copy = True
         self._lock = threading.Lock()
+
+    def refusal(self, name: str) -> str:
+        """See `Place.refusal`."""
+        if ":" in name:
+            return "HDFS takes no name with a colon"
+        return "" if _is_utf8(name) else "names in HDFS are UTF-8"
 
     def stat(self, path: str) -> Entry:
         """See `Place.stat`."""
@@ -73,6 +81,10 @@ class HdfsPlace:
         with place_errors():
             # Its outcomes are those of a place but for the name of their class.
             return cast(OpenFile, self._client.reads().open(self._full(path)))
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """See `Place.delay_s`."""
+        return self._client.reads().delay_s(nodes, length)
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
         """See `Place.read_bytes`."""
@@ -106,7 +118,7 @@ class HdfsPlace:
         avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
-        begun: Sequence[PlacedWriter | HdfsWriter]
+        begun: Sequence[PlacedWriter | LongWriter | HdfsWriter]
         full = [self._full(path) for path in paths]
         with place_errors():
             if part_bytes > _MAX_BLOCK_BYTES:
@@ -179,22 +191,25 @@ class HdfsPlace:
     def space(self) -> tuple[int, int]:
         """See `Place.space`."""
         with place_errors():
-            return self._client.space()
+            return self._client.space(self._root or "/")
 
     def facts(self) -> Mapping[str, object]:
         """See `Place.facts`."""
-        return self._client.reads().facts()
+        facts = self._client.reads().facts()
+        return {**facts, "fallback": facts["fallback"] or self._client.fallback}
 
     def close(self) -> None:
         """See `Place.close`."""
         self._client.close()
 
-    def _begin_long(self, paths: Sequence[str], mode: int, replication: int | None) -> Sequence[HdfsWriter]:
+    def _begin_long(
+        self, paths: Sequence[str], mode: int, replication: int | None
+    ) -> Sequence[LongWriter | HdfsWriter]:
         """Files of several blocks each, which lie where the NameNode puts them."""
         with contextlib.ExitStack() as begun:
             writers = []
             for path in paths:
-                writer = self._client.create(path, mode=mode, block_size=_MAX_BLOCK_BYTES, replication=replication)
+                writer = self._client.create(path, mode=mode, replication=replication)
                 begun.callback(writer.abort)
                 writers.append(writer)
             begun.pop_all()
@@ -219,10 +234,11 @@ class HdfsPlace:
                 raise
 
     def _put(self, full: str, data: bytes, mode: int) -> None:
-        # Quotas count whole blocks until a file has ended.
-        block_size = max(-(-len(data) // _MIB), 1) * _MIB
+        # Quotas count whole blocks until a file has ended. The rest tells one content from another of the same length
+        # whose time somebody has set to the same, as heads of versions that `tar` copied: see `Entry.version`.
+        block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
-            copies = max(self._client.replication or 0, _MIN_COPIES)
+            copies = max(self._client.replication or 0, SMALL_COPIES)
             try:
                 self._client.put(full, data, mode=mode, block_size=block_size, replication=copies)
                 return
@@ -265,16 +281,27 @@ class HdfsPlace:
         )
 
     def _full(self, path: str) -> str:
+        if not _is_utf8(path):
+            raise NotFoundError(f"{path!r} is no path of a file here: names in HDFS are UTF-8")
         return "/".join([self._root, *names_of(path)]) or "/"
 
     def _what(self, path: str) -> str:
         return f"{self._client.uri}{self._full(path)}"
 
 
+def _is_utf8(text: str) -> bool:
+    """Python keeps other bytes of local names as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class _HdfsPart:
     """A `PartWriter` under its path in the place."""
 
-    def __init__(self, path: str, writer: PlacedWriter | HdfsWriter) -> None:
+    def __init__(self, path: str, writer: PlacedWriter | LongWriter | HdfsWriter) -> None:
         self.path = path
         self._writer = writer
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.hdfs.native import QuotaError
 from bootseer.hdfs.native import TakenError as NameTakenError
 
 _KINDS: dict[str, type[PermanentError]] = {
@@ -19,7 +20,6 @@ _KINDS: dict[str, type[PermanentError]] = {
     "Path is not a file": IsFolderError,
     "already exists as a directory": IsFolderError,
     "must both be directories": IsFolderError,
-    "QuotaExceededException": NoSpaceError,
 }
 
 
@@ -37,6 +37,8 @@ def place_errors() -> Iterator[None]:
 
 def _exact(error: PermanentError) -> BootseerError:
     text = str(error)
+    if isinstance(error, QuotaError):
+        return NoSpaceError(text)
     for part, kind in _KINDS.items():
         if part in text:
             return kind(text)

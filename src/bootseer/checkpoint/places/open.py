@@ -12,11 +12,11 @@ from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Place
 from bootseer.errors import UsageError
 
-_FORMS = "use hdfs://host:port/dir, hdfs://service/dir, file:///dir or the path of a folder"
+_FORMS = "use hdfs://host:port/dir, hdfs://service/dir, hdfs:///dir, file:///dir or the path of a folder"
 
 
 def open_place(uri: str) -> Place:
-    """The place at `uri`: `hdfs://host:port/dir`, `file:///dir` or `/dir`. Nothing is connected yet.
+    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `file:///dir` or `/dir`. Nothing is connected yet.
 
     Raises `UsageError` for what is no place.
     """
@@ -43,14 +43,13 @@ def _open_hdfs(uri: str, rest: str) -> Place:
     if "@" in authority:
         # It would end up in logs and process lists.
         raise UsageError("hdfs://…: a user or password does not belong into an address", hint="set HADOOP_USER_NAME")
-    if not authority:
-        raise UsageError(f"{uri} names no file system", hint=_FORMS)
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
     try:
         from bootseer.checkpoint.places.hdfs import HdfsPlace
+        from bootseer.hdfs.addresses import default_authority
         from bootseer.hdfs.client import HdfsClient
     except ImportError as error:
         missing = error.name or "hdfs-native"
         raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error
-    return HdfsPlace(HdfsClient(authority), "/".join(name for name in path.split("/") if name))
+    return HdfsPlace(HdfsClient(authority or default_authority()), "/".join(name for name in path.split("/") if name))

@@ -19,6 +19,9 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError
 
 TEMPORARY = ".attempts-"
 """Names of files on their way begin so. Whoever shows names to people leaves these out (`head.is_hidden`)."""
+SMALL_COPIES = 3
+"""Copies of a small file, at least, where a place keeps any: one that cannot be read, as a head or a checkpoint's
+metadata, makes all others useless."""
 
 
 class TakenError(PermanentError):
@@ -88,6 +91,9 @@ class Ticket(Protocol):
     def hurry(self) -> None:
         """A reader waits for it now: serve it before those that nobody waits for."""
 
+    def left_s(self) -> float:
+        """Seconds until it will have ended, by estimate; 0 if nobody knows, infinity while its node is left alone."""
+
 
 class OpenFile(Protocol):
     """One version of one file: what is read from it is of this version, or an error."""
@@ -104,7 +110,8 @@ class OpenFile(Protocol):
         """Who has the byte at `offset`; empty where nobody knows."""
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nobody knows."""
+        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nobody knows, infinity
+        when nobody is expected to give it."""
 
     def read_into(
         self,
@@ -155,6 +162,9 @@ class Place(Protocol):
     uri: str
     """Where the root is, without credentials; `open_place` takes it."""
 
+    def refusal(self, name: str) -> str:
+        """Why nothing here can have this name, "" when something can: known before hours of writing, asking nobody."""
+
     def stat(self, path: str) -> Entry:
         """What is known of a name."""
 
@@ -164,6 +174,9 @@ class Place(Protocol):
     def open(self, path: str) -> OpenFile:
         """Begin to read a file as it is now."""
 
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """As `OpenFile.delay_s`, for what is known to lie on these nodes."""
+
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
         """The bytes of a small file from `start` on. Raises `PermanentError` when they are more than `limit`."""
 
@@ -171,7 +184,10 @@ class Place(Protocol):
         """The first `length` bytes, or all of a shorter file."""
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a small file: whole or not at all, durable, over what was there. The folder must be there."""
+        """Write a small file: whole or not at all, durable, over what was there. The folder must be there.
+
+        Places that keep copies keep `SMALL_COPIES` of it or more.
+        """
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """Write a small file unless there is one: whether it was written. Of many writers, one gets True."""
@@ -219,3 +235,13 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Give back connections. The place is not used afterwards."""
+
+
+def make_alike(place: Place, path: str) -> None:
+    """Make a folder, and those above it, with the rights of the folder that it lies in, so that its users share it."""
+    try:
+        place.stat(path)
+    except NotFoundError:
+        above = path.rpartition("/")[0]
+        place.make_folder(above, parents=True)
+        place.make_folder(path, mode=place.stat(above).mode, parents=True)

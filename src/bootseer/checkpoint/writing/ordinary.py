@@ -1,21 +1,19 @@
 """Files that are not striped: too small to gain anything, or of a folder whose policy says so.
 
-Small ones are one call of the place. Larger ones are written under a hidden name beside the target, checked, and
-renamed. Called by `writing` and `file_writer`.
+Small ones are one call of the place. Larger ones are written under a hidden name, checked, and renamed. Called by
+`writing` and `file_writer`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 from collections.abc import Callable
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.places.place import TEMPORARY
+from bootseer.checkpoint.places.place import SMALL_COPIES
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written
-from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.errors import NotFoundError
 
 _WHOLE_BYTES = 8 << 20
 """Up to here a file is held in memory."""
@@ -33,7 +31,8 @@ def write_ordinary(
 ) -> Written:
     """Write a file as one file of the place, and show it. `read` gives its bytes."""
     path = publication.path
-    if size_bytes <= _WHOLE_BYTES and policy.replication is None:
+    # With fewer copies than its siblings have parity for, one dead node would make the whole checkpoint useless.
+    if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_COPIES:
         data = read(0, size_bytes) if size_bytes else b""
         publication.put(lambda: files.place.write_bytes(path, data, mode=mode))
         if progress is not None:
@@ -43,17 +42,14 @@ def write_ordinary(
     names: list[str] = []
 
     def write() -> None:
-        names.append(f"{path.rpartition('/')[0]}/{TEMPORARY}{secrets.token_hex(8)}".lstrip("/"))
+        names.append(publication.hidden_name())
         _write(files, names[-1], size_bytes, read, policy, mode, progress, failed_on)
 
     publication.again(write)
-    temporary = names[-1]
     try:
-        publication.put(lambda: _rename(files, temporary, path, size_bytes))
-    except PermanentError:
-        with contextlib.suppress(BootseerError):
-            files.place.delete(temporary)
-        raise
+        publication.put(lambda: _rename(files, names[-1], path, size_bytes))
+    finally:
+        publication.remove_rest()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
 
 

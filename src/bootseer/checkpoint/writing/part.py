@@ -44,6 +44,7 @@ class PartTask:
         self._writer: PartWriter | None = None
         self._sha256 = hashlib.sha256()
         self._failures = 0
+        self._failing_since_s: float | None = None
         self._rows_sent = 0
         self._write_s = 0.0
         self._has_left = False
@@ -156,7 +157,14 @@ class PartTask:
             # A dead node may hold this for seconds.
             segment.lane.apart(lambda: _abort(writer))
         self._failures += 1
-        if isinstance(error, TransientError) and self._failures < segment.settings.part_tries:
+        now_s = time.monotonic()
+        if self.row or self._failing_since_s is None:  # a try that came as far as a node is no wait for nobody
+            self._failing_since_s = now_s
+        if (
+            isinstance(error, TransientError)
+            and self._failures < segment.settings.part_tries
+            and now_s < self._failing_since_s + segment.settings.retry_for_s
+        ):
             segment.pause(self._failures, error)
             return True
         segment.give_up(error)

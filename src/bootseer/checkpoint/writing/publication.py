@@ -18,7 +18,7 @@ from typing import TypeVar
 from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
-from bootseer.checkpoint.places.place import IsFolderError
+from bootseer.checkpoint.places.place import TEMPORARY, IsFolderError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.even import NodeUse
 from bootseer.checkpoint.writing.readback import verify_parts
@@ -86,6 +86,12 @@ class Publication:
             settings=self._settings,
         )
 
+    def hidden_name(self) -> str:
+        """Where a file that is not striped is written before it is shown: among the parts, under their lease, since
+        HDFS tells no time of files that are being written. In an attempt, which has a lease, beside the file."""
+        folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY}" if self._in_attempt else f"{self.folder}/"
+        return f"{folder}{secrets.token_hex(8)}"
+
     def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
         """Check the parts, then show the file in place of what has its name, and remove what it does not consist of.
 
@@ -149,11 +155,16 @@ class Publication:
 
     def again(self, step: Callable[[], T]) -> T:
         """What `step` returns, tried several times, with longer pauses each time."""
+        until = None
         for failures in range(1, self._settings.part_tries):
             try:
                 return step()
             except TransientError as error:
-                time.sleep(self._settings.pause_s(failures, error))
+                until = until or time.monotonic() + self._settings.retry_for_s
+                pause_s = self._settings.pause_s(failures, error)
+                if time.monotonic() + pause_s >= until:
+                    raise
+                time.sleep(pause_s)
         return step()
 
     def _show(self, head: bytes, names: frozenset[str]) -> None:

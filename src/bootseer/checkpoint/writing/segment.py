@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -224,6 +225,7 @@ class SegmentWriter:
 
     def _begin(self) -> None:
         numbers = range(self.stripes + self._target.parity)
+        until = time.monotonic() + self.settings.retry_for_s
         for failures in range(1, self.settings.part_tries + 1):
             if self.is_over:
                 return
@@ -231,7 +233,7 @@ class SegmentWriter:
                 writers = self._begin_files(numbers, self.sick.now())
                 break
             except TransientError as error:
-                if failures == self.settings.part_tries:
+                if failures == self.settings.part_tries or time.monotonic() >= until:
                     self.give_up(error)
                     return
                 self.pause(failures, error)

@@ -1,0 +1,66 @@
+"""The hidden folder in which a copy is made, and what becomes of it when its maker is killed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.beside import FRONT, OLD, beside
+
+
+def killed_in(parent: Path) -> Path:
+    """What a process leaves that was killed while it worked there."""
+    pid = os.fork()
+    if pid == 0:
+        with beside(parent / "target") as folder:
+            (folder / "copy").mkdir()
+            (folder / "copy" / "file").write_bytes(b"x" * 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (left,) = parent.glob(f"{FRONT}*")
+    assert (left / "copy" / "file").exists()
+    return left
+
+
+def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
+    with beside(tmp_path / "target") as folder:
+        (folder / "copy").write_bytes(b"x")
+        assert folder.parent == tmp_path
+    with pytest.raises(ValueError, match="bad"), beside(tmp_path / "target") as folder:
+        (folder / "copy").write_bytes(b"x")
+        raise ValueError("bad")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left = killed_in(tmp_path)
+    with beside(tmp_path / "another"):
+        assert not left.exists()
+
+
+def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
+    with beside(tmp_path / "target") as first, beside(tmp_path / "target") as second:
+        assert first.exists()
+        assert second.exists()
+
+
+def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
+    left = killed_in(tmp_path)
+    (left / OLD).write_bytes(b"the only one")
+    with beside(tmp_path / "target"):
+        pass
+    assert (left / OLD).read_bytes() == b"the only one"
+
+
+def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
+    other = tmp_path / f"{FRONT}{platform.node()}x-0123"
+    other.mkdir()
+    link = tmp_path / f"{FRONT}{platform.node()}-0123"
+    link.symlink_to(tmp_path)
+    with beside(tmp_path / "target"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, link.name])

@@ -1,0 +1,212 @@
+"""Checkpoints in an HDFS that others use too: with rights, quotas, snapshots, large blocks, and Hadoop's own programs.
+
+One cluster for all: rights are checked, block access needs tokens, blocks have at least 4 MiB, and checksums are
+CRC32 of 4,096 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.catalog import checkpoints
+from bootseer.checkpoint.download import get_checkpoint
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import NoSpaceError, Place
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.verify import verify
+from bootseer.errors import AccessError, BootseerError, NotFoundError
+from bootseer.hdfs.client import HdfsClient
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytestmark = needs_hdfs
+_MOUNT_JOB = Path(__file__).parent / "mount" / "mount_job.py"
+_MIB = 1 << 20
+_BLOCK = 4 * _MIB
+_DATA = os.urandom(5 * _MIB + 7)
+_PUT = PutSettings(policy=Policy(stripes=2, part_bytes=_BLOCK, min_bytes_per_stripe=_MIB))
+_SHELL, _ADMIN = "fs.FsShell", "hdfs.tools.DFSAdmin"
+_DEADLINE_S = 120.0
+
+Opened = Callable[[str, str], Place]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    settings = {
+        "dfs.permissions.enabled": "true",
+        "dfs.block.access.token.enable": "true",
+        "dfs.namenode.fs-limits.min-block-size": str(_BLOCK),
+        "dfs.blocksize": str(_BLOCK),
+        "dfs.checksum.type": "CRC32",
+        "dfs.bytes-per-checksum": "4096",
+    }
+    with HdfsCluster(tmp_path_factory.mktemp("shared"), num_datanodes=2, settings=settings) as running:
+        with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
+            for folder in ("/sticky", "/quota", "/names", "/snapped", "/mounted"):
+                client.make_folder(folder, mode=0o1777)
+            client.make_folder("/private")
+        yield running
+
+
+@pytest.fixture
+def opened(cluster: HdfsCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    """A place, as somebody uses it."""
+    made: list[Place] = []
+
+    def open_as(user: str, path: str) -> Place:
+        monkeypatch.setenv("HADOOP_USER_NAME", user)
+        made.append(open_place(f"{cluster.uri}{path}"))
+        # The library asks who uses it when it is asked first.
+        with pytest.raises(NotFoundError):
+            made[-1].stat("nothing")
+        return made[-1]
+
+    yield open_as
+    for place in made:
+        place.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "model").write_bytes(_DATA)
+    (folder / "config").write_bytes(b"{}")
+    return folder
+
+
+def _assert_whole(place: Place, path: str, target: Path) -> None:
+    files = Files(place)
+    assert verify(files, path).problems == []
+    with closing(Reading(place)) as reading:
+        get_checkpoint(files, reading, path, target)
+    assert (target / "model").read_bytes() == _DATA
+    assert (target / "config").read_bytes() == b"{}"
+
+
+def test_a_checkpoint_is_put_where_blocks_must_be_larger_than_its_files(
+    opened: Opened, source: Path, tmp_path: Path
+) -> None:
+    place = opened(getpass.getuser(), "/")
+    put_checkpoint(place, source, "step-1", folder="large", settings=_PUT)
+    _assert_whole(place, "large/step-1", tmp_path / "out")
+
+
+def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, source: Path, tmp_path: Path) -> None:
+    alice, bob = opened("alice", "/sticky"), opened("bob", "/sticky")
+    put_checkpoint(alice, source, "step-1", settings=_PUT)
+    put_checkpoint(bob, source, "step-2", settings=PutSettings(policy=_PUT.policy, move_latest=False))
+    _assert_whole(alice, "step-2", tmp_path / "out")
+    assert [one.name for one in checkpoints(Files(alice), "")] == ["step-1", "step-2"]
+    with pytest.raises(AccessError, match="Permission denied by sticky bit: user=bob"):
+        bob.delete("step-1", recursive=True)
+
+
+def test_who_may_not_write_there_is_told_so(opened: Opened, source: Path) -> None:
+    with pytest.raises(AccessError, match='Permission denied: user=bob, access=WRITE, inode="/private"'):
+        put_checkpoint(opened("bob", "/private"), source, "step-1", settings=_PUT)
+
+
+@pytest.mark.parametrize(("folder", "quota"), [("quota", ["-setSpaceQuota", "12m"]), ("names", ["-setQuota", "9"])])
+def test_a_quota_that_is_exceeded_ends_a_put_and_nothing_of_it_stays(
+    cluster: HdfsCluster, opened: Opened, source: Path, folder: str, quota: list[str]
+) -> None:
+    cluster.tool(_ADMIN, *quota, f"/{folder}")
+    place = opened("alice", f"/{folder}")
+    with pytest.raises(NoSpaceError, match=f"quota.* of .*/{folder} is exceeded"):
+        put_checkpoint(place, source, "step-1", settings=_PUT)
+    assert [entry.path for entry in place.list("")] == [".attempts"]
+    assert list(place.list(".attempts")) == []
+
+
+def test_a_snapshot_is_read_and_not_written(cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path) -> None:
+    place = opened("alice", "/snapped")
+    put_checkpoint(place, source, "step-1", settings=_PUT)
+    cluster.tool(_ADMIN, "-allowSnapshot", "/snapped")
+    cluster.tool(_SHELL, "-createSnapshot", "/snapped", "then")
+    place.delete("step-1", recursive=True)
+    then = opened("bob", "/snapped/.snapshot/then")
+    assert read_latest(then, "") == "step-1"
+    _assert_whole(then, "step-1", tmp_path / "out")
+    with pytest.raises(AccessError, match="read-only snapshot"):
+        put_checkpoint(then, source, "step-2", settings=_PUT)
+
+
+def test_a_put_waits_for_a_namenode_that_changes_nothing_yet(
+    cluster: HdfsCluster, opened: Opened, source: Path, tmp_path: Path
+) -> None:
+    place = opened(getpass.getuser(), "/")
+    cluster.tool(_ADMIN, "-safemode", "enter")
+    put = threading.Thread(target=put_checkpoint, args=(place, source, "step-1"), kwargs={"folder": "safe"})
+    put.start()
+    cluster.tool(_ADMIN, "-safemode", "leave")
+    put.join(_DEADLINE_S)
+    assert not put.is_alive()
+    _assert_whole(place, "safe/step-1", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "checksums",
+    [["-Ddfs.checksum.type=NULL"], ["-Ddfs.bytes-per-checksum=1000", "-Ddfs.blocksize=4195000"]],
+    ids=["none", "odd"],
+)
+def test_what_hadoops_programs_wrote_cut_and_continued_is_read(
+    cluster: HdfsCluster, opened: Opened, tmp_path: Path, checksums: list[str]
+) -> None:
+    local, path = tmp_path / "data", f"/{checksums[0].strip('-')}"
+    local.write_bytes(_DATA)
+    cluster.tool(_SHELL, *checksums, "-put", str(local), path)
+    place = opened(getpass.getuser(), "/")
+    with closing(Reading(place)) as reading:
+        before = reading.open(path[1:])
+        assert before.read(0, len(_DATA)) == _DATA
+        cluster.tool(_SHELL, "-truncate", "-w", str(5 * _MIB), path)
+        # In memory, or gone.
+        with contextlib.suppress(BootseerError):
+            assert before.read(5 * _MIB - 1, 8) == _DATA[5 * _MIB - 1 :]
+        cluster.tool(_SHELL, *checksums, "-appendToFile", str(local), path)
+        after = reading.open(path[1:])
+        expected = _DATA[: 5 * _MIB] + _DATA
+        assert after.read(0, len(expected)) == expected
+
+
+@pytest.mark.fuse
+def test_a_quota_is_no_room_on_a_mount(cluster: HdfsCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened by this user")
+    monkeypatch.setenv("HADOOP_USER_NAME", "alice")
+    cluster.tool(_ADMIN, "-setSpaceQuota", "12m", "/mounted")
+    mounted = _mount(f"{cluster.uri}/mounted", tmp_path)
+    try:
+        with pytest.raises(OSError, match="No space left") as raised:
+            (mounted.target / "model").write_bytes(_DATA * 2)
+        assert raised.value.errno == errno.ENOSPC
+        (mounted.target / "small").write_bytes(b"small")
+        assert (mounted.target / "small").read_bytes() == b"small"
+    finally:
+        mounted.unmount(force=True)
+
+
+def _mount(uri: str, folder: Path) -> MountedCheckpoint:
+    target, runtime = folder / "m", folder / "run"
+    argv = [sys.executable, str(_MOUNT_JOB), uri, str(target), str(runtime), "", "stripes=2"]
+    said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True).stdout)
+    assert said.get("target") == str(target), said
+    return find_checkpoint(runtime_of(runtime), target)
