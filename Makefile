@@ -4,6 +4,8 @@ BIN := .venv/bin
 export PYTHON ?= python3
 # Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
 ARGS ?=
+# Of each DataNode's link, in Mbit/s: make hdfs RATE=400
+RATE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: setup demo hdfs check test bench docs help
@@ -14,8 +16,8 @@ setup: ## Install what is needed: system packages and .venv (quick when it is al
 demo: setup ## Start a real training job four times from its image, and show where the time went (root)
 	@examples/demo.sh $(ARGS)
 
-hdfs: setup ## Start an HDFS that stays; ARGS=stop ends it, ARGS=status and ARGS=uri tell of it
-	@scripts/hdfs.sh $(ARGS)
+hdfs: setup ## Start an HDFS that stays; RATE=400 limits its links (Mbit/s, root); ARGS=stop ends it, ARGS=status tells
+	@scripts/hdfs.sh $(or $(ARGS),$(if $(RATE),start --rate-mbit $(RATE)))
 
 check: setup ## Lint, types, import rules and module sizes
 	$(BIN)/ruff check .

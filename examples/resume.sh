@@ -5,7 +5,9 @@
 #   examples/resume.sh [FOLDER [MB]]      FOLDER, by default resume-out/ of the checkout, is emptied first; MB: 1000
 #
 # The storage is the HDFS that `make hdfs` has started, where the plain way is to copy the files with one client and load
-# the copy. Without it the storage is a folder, from which the plain way is to load: one disk gains nothing by stripes.
+# the copy. Links are what stripes add up: `make hdfs RATE=400` gives each DataNode one, as in a cluster; without a rate
+# all bytes come through the same memory and processors, for which what is fetched ahead competes with the job's imports.
+# Without HDFS the storage is a folder, from which the plain way is to load: one disk gains nothing by stripes.
 # Needs root, to mount and to empty the page cache in front of each start.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -14,6 +16,7 @@ out="${1:-$root/resume-out}"
 mb="${2:-1000}"
 bin="$root/.venv/bin"
 export BOOTSEER="$bin/bootseer" PATH="$bin:$PATH"
+export OMP_NUM_THREADS=1 # as torchrun would, in four lines
 
 say() { printf '\n==> %s\n' "$1" >&2; shift; [[ $# -eq 0 ]] || printf '    %s\n' "$@" >&2; }
 die() { printf 'resume: %s\n' "$*" >&2; exit 1; }
@@ -48,7 +51,9 @@ say "a checkpoint of $mb MB" "The job trains one step and saves."
 "${train[@]}" --steps 1 --checkpoint-dir "$out/first" >"$out/first.log" 2>&1 || { tail -5 "$out/first.log" >&2; exit 1; }
 step="$(<"$out/first/latest")"
 
-say "into ${hdfs:+HDFS, }${hdfs:-a folder, since no HDFS runs here (make hdfs starts one)}" \
+rate=""
+[[ -z $hdfs ]] || rate="$("$root/scripts/hdfs.sh" rate)"
+say "into ${hdfs:+HDFS, }${hdfs:-a folder, since no HDFS runs here (make hdfs RATE=400 starts one)}${rate:+, $rate}" \
   "Once as ordinary files, once as four stripes each."
 "$BOOTSEER" ckpt put --stripes 1 "$out/first/$step" "$storage/plain" >&2
 "$BOOTSEER" ckpt put --stripes 4 "$out/first/$step" "$storage/striped" >&2

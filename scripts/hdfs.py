@@ -23,35 +23,47 @@ sys.path.append(str(ROOT / "tests"))
 
 import hadoop  # noqa: E402
 from hdfs_cluster import HdfsCluster  # noqa: E402
+from hdfs_links import links_missing  # noqa: E402
 
 _PORT = 8020
 """The NameNode's, when nobody else has it: the address is the same at each start."""
-_START_S = 120.0
+_START_S = 300.0
 _STOP_S = 30.0
+_MOST = 100_000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hdfs.sh", description="An HDFS for development.")
     parser.add_argument("--folder", type=Path, default=ROOT / ".hadoop" / "running", help="where it keeps its files")
-    verbs = parser.add_subparsers(dest="verb", metavar="start|stop|status|uri")
+    verbs = parser.add_subparsers(dest="verb", metavar="start|stop|status|uri|rate")
     start = verbs.add_parser("start")
-    start.add_argument("--datanodes", type=int, default=4, metavar="N")
-    for verb in ("stop", "status", "uri"):
+    start.add_argument("--datanodes", type=_count, default=4, metavar="N")
+    start.add_argument(
+        "--rate-mbit",
+        type=_count,
+        metavar="MBIT",
+        help="a link of this rate for each DataNode, in a network namespace of its own (root)",
+    )
+    for verb in ("stop", "status", "uri", "rate"):
         verbs.add_parser(verb)
-    verbs.add_parser("keep").add_argument("datanodes", type=int)
+    keep = verbs.add_parser("keep")
+    keep.add_argument("datanodes", type=int)
+    keep.add_argument("rate_mbit", type=int, help="0: no links")
     arguments = parser.parse_args()
     keeper = Keeper(arguments.folder.absolute())
     match arguments.verb:
         case "keep":
-            return keeper.keep(arguments.datanodes)
+            return keeper.keep(arguments.datanodes, arguments.rate_mbit)
         case "stop":
             return keeper.stop()
         case "status":
             return keeper.status()
         case "uri":
             return keeper.print_uri()
+        case "rate":
+            return keeper.print_rate()
         case _:
-            return keeper.start(getattr(arguments, "datanodes", 4))
+            return keeper.start(getattr(arguments, "datanodes", 4), getattr(arguments, "rate_mbit", None))
 
 
 class Keeper:
@@ -60,14 +72,18 @@ class Keeper:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pid_file, self._uri_file, self._log = folder / "keeper.pid", folder / "uri", folder / "keeper.log"
+        self._rate_file = folder / "rate"
 
-    def start(self, num_datanodes: int) -> int:
+    def start(self, num_datanodes: int, rate_mbit: int | None) -> int:
         if reason := hadoop.missing():
             return _fail(reason)
+        if rate_mbit is not None and (reason := links_missing()):
+            return _fail(f"no DataNode can have a link of its own: {reason}; it starts without a rate")
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._runs():
             with self._log.open("wb") as log:
                 words = [sys.executable, __file__, "--folder", str(self._folder), "keep", str(num_datanodes)]
+                words.append(str(rate_mbit or 0))
                 child = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
                 )
@@ -77,6 +93,10 @@ class Keeper:
                 if time.monotonic() > until or (child.poll() is not None and not self._runs()):
                     return _fail(f"it does not start: {self._log.read_text(errors='replace')[-3000:]}")
                 time.sleep(0.1)
+        elif rate_mbit is not None and rate_mbit != self._rate_mbit():
+            return _fail(
+                f"it runs already, {self._rate_words()}; stop it first: scripts/hdfs.sh stop, or make hdfs ARGS=stop"
+            )
         return self.status()
 
     def stop(self) -> int:
@@ -100,6 +120,8 @@ class Keeper:
             _say(f"it does not run; its files are in {self._folder}")
             return 1
         sys.stdout.write(f"{self._uri() or 'starting'}\n")
+        if self._rate_mbit():
+            _say(self._rate_words())
         _say(f"files, logs and settings (HADOOP_CONF_DIR: conf) are in {self._folder}/hdfs")
         _say("stop it with scripts/hdfs.sh stop, or make hdfs ARGS=stop")
         return 0
@@ -111,8 +133,14 @@ class Keeper:
         sys.stdout.write(f"{self._uri()}\n")
         return 0
 
-    def keep(self, num_datanodes: int) -> int:
-        """Hold the cluster open until SIGTERM or SIGINT."""
+    def print_rate(self) -> int:
+        if not self._runs():
+            return 1
+        sys.stdout.write(f"{self._rate_words()}\n")
+        return 0
+
+    def keep(self, num_datanodes: int, rate_mbit: int) -> int:
+        """Hold the cluster open until SIGTERM or SIGINT. `rate_mbit` 0: without links."""
         lock = os.open(self._pid_file, os.O_RDWR | os.O_CREAT, 0o644)
         if not _take(lock):
             return 0
@@ -120,7 +148,12 @@ class Keeper:
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        with HdfsCluster(self._folder, num_datanodes=num_datanodes, port=_free(_PORT)) as cluster:
+        self._rate_file.write_text(f"{rate_mbit}\n")
+        # Behind links the address is the cluster's own, and so are all its ports.
+        port = _PORT if rate_mbit else _free(_PORT)
+        with HdfsCluster(
+            self._folder, num_datanodes=num_datanodes, rate_mbit=rate_mbit or None, port=port, is_brief=False
+        ) as cluster:
             new = self._uri_file.with_suffix(".new")
             new.write_text(cluster.uri)
             new.replace(self._uri_file)
@@ -151,11 +184,27 @@ class Keeper:
         except (FileNotFoundError, ValueError):
             return None
 
+    def _rate_mbit(self) -> int:
+        try:
+            return int(self._rate_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _rate_words(self) -> str:
+        rate = self._rate_mbit()
+        return f"each DataNode behind a link of {rate} Mbit/s" if rate else "without limits of its links"
+
     def _uri(self) -> str:
         try:
             return self._uri_file.read_text()
         except FileNotFoundError:
             return ""
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _MOST):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST}")
+    return int(text)
 
 
 def _take(lock: int) -> bool:

@@ -42,6 +42,9 @@ fio fio the tests of mounted checkpoints
 rsync rsync the tests of mounted checkpoints
 containerd containerd the full pull that lazy images are compared with
 java default-jre-headless the HDFS that the tests start
+krb5kdc krb5-kdc the test that runs an HDFS with Kerberos
+kadmin.local krb5-admin-server the same
+kinit krb5-user the same
 slurmctld slurm-wlm the test that runs jobs under a real Slurm
 munged munge the key service that Slurm needs
 LIST

@@ -54,7 +54,8 @@ def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
 def test_what_was_read_and_from_where_is_one_line() -> None:
     (line,) = summary(starts(event("n0", **READ)))
     assert line == (
-        "n0 read 512.0 MiB before training began: 384.0 MiB from the file system, 128.0 MiB from this node's cache"
+        "n0 read 512.0 MiB before training began; 384.0 MiB fetched from the file system, "
+        "128.0 MiB found in the node's cache"
     )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bootseer.cli.ckpt_place import split
+from bootseer.cli.ckpt_place import split, tell_fallback
 from bootseer.errors import UsageError
 from conftest_launch import BOOTSEER
 
@@ -136,6 +138,18 @@ def test_stat_shows_parts_and_verify_shows_wrong_bytes(ckpt: Run, job: str, sour
     assert (problem["offset"], problem["part"], problem["repairable"]) == (3 * _MIB, part.name, True)
     part.unlink()
     assert "not there" in ckpt("stat", f"{job}/step-10/model", code=1).stdout
+    said = ckpt("verify", f"{job}/step-10", code=1).stdout
+    assert said.count(part.name) == 2, "one line, in which the reason names it too"
+    assert "more places of it" in said
+    assert "nothing is lost" in said
+
+
+def test_names_of_others_do_not_drive_the_terminal(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    ckpt("put", str(source), job)
+    evil = tmp_path / "jobs/moe" / "\x1b[31mstep-11"
+    (tmp_path / "jobs/moe/step-10").rename(evil)
+    ran = [ckpt("list", job), ckpt("verify", f"{job}/{evil.name}"), ckpt("stat", f"{job}/{evil.name}/model")]
+    assert all("step-11" in one.stdout and "\x1b" not in one.stdout for one in ran)
 
 
 def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path) -> None:
@@ -150,8 +164,10 @@ def test_policies_are_set_for_folders_and_those_below(ckpt: Run, tmp_path: Path)
     assert "2 copies" in ckpt("policy", "jobs/moe").stdout
     ckpt("policy", "jobs/moe", "--inherit")
     assert "8 stripes and parity" in ckpt("policy", "jobs/moe").stdout
-    for words in (("--stripes", "99"), ("--part-size", "5"), ("--part-size", "x"), ("--inherit", "--parity")):
+    for words in (("--part-size", "5"), ("--part-size", "x"), ("--inherit", "--parity")):
         assert "hint" in ckpt("policy", "jobs", *words, code=2).stderr
+    for verb in (("policy", "jobs"), ("put", ".", "jobs"), ("mount", "jobs", "m")):
+        assert "1<=x<=64" in ckpt(*verb, "--stripes", "65", code=2).stderr
     ckpt("policy", "nowhere", code=1)
 
 
@@ -201,14 +217,17 @@ def test_ctrl_c_leaves_nothing_of_a_put(ckpt: Run, source: Path, tmp_path: Path,
     job = tmp_path / "jobs"
     for number in range(200):
         (source / f"file{number}").write_bytes(os.urandom(9 * _MIB) if number < 3 else b"x" * 1000)
+    with (source / "large").open("wb") as large:
+        large.truncate(1 << 30)  # it is not done before this process has looked
     putting = subprocess.Popen(
         [*BOOTSEER, "ckpt", "put", str(source), str(job)], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     # Interrupted when it has begun to write.
     while not any(job.glob(".attempts/*/*")):
         assert putting.poll() is None
+        time.sleep(0.01)
     putting.send_signal(signal.SIGINT)
-    _, errors = putting.communicate(timeout=60)
+    _, errors = putting.communicate(timeout=180)
     assert putting.returncode == 130, errors
     assert "Traceback" not in errors
     assert [path for path in job.rglob("*") if path.is_file()] == []
@@ -219,6 +238,8 @@ def test_ctrl_c_leaves_nothing_of_a_put(ckpt: Run, source: Path, tmp_path: Path,
     [
         ("hdfs://nn:8020/jobs/moe", "hdfs://nn:8020/jobs", "moe"),
         ("hdfs://nn/moe/", "hdfs://nn", "moe"),
+        ("hdfs:///jobs/moe", "hdfs:///jobs", "moe"),
+        ("hdfs:///moe", "hdfs:///", "moe"),
         ("file:///a/b", "file:///a", "b"),
         ("/a/b", "file:///a", "b"),
         ("/a", "file:///", "a"),
@@ -229,11 +250,18 @@ def test_an_address_is_a_folder_and_a_name(uri: str, folder: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "uri", ["hdfs://nn", "hdfs:/nn/a", "file:a/b", "hdfs://nn/", "hdfs:///x", "", "/", "file:///", "hdfs://nn/.."]
+    "uri", ["hdfs://nn", "hdfs:/nn/a", "file:a/b", "hdfs://nn/", "hdfs:///", "", "/", "file:///", "hdfs://nn/.."]
 )
 def test_an_address_without_a_name_is_refused(uri: str) -> None:
     with pytest.raises(UsageError):
         split(uri)
+
+
+def test_a_fallback_is_told_once_and_returned(capfd: pytest.CaptureFixture[str]) -> None:
+    assert tell_fallback({"fallback": ""}) == tell_fallback({}) == ""
+    assert capfd.readouterr().err == ""
+    assert tell_fallback({"fallback": "it wants Kerberos"}) == "it wants Kerberos"
+    assert capfd.readouterr().err == "bootseer: slower than it could be, through hdfs-native alone: it wants Kerberos\n"
 
 
 def test_verbs_import_no_library_of_hdfs(env: dict[str, str], tmp_path: Path) -> None:
@@ -243,3 +271,33 @@ def test_verbs_import_no_library_of_hdfs(env: dict[str, str], tmp_path: Path) ->
         "sys.exit(any(name in sys.modules for name in ('hdfs_native', 'numpy', 'torch', 'fsspec')))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=False).returncode == 0
+
+
+def test_a_file_can_go_to_standard_output(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:
+    ckpt("put", str(source), job)
+    with (tmp_path / "out").open("wb") as out:
+        ckpt("get", f"{job}/step-10/model", "-", capture_output=False, stdout=out, stderr=subprocess.PIPE)
+    assert (tmp_path / "out").read_bytes() == (source / "model").read_bytes()
+    assert "only a file" in ckpt("get", f"{job}/step-10", "-", code=2).stderr
+    assert "--json" in ckpt("get", f"{job}/step-10/model", "-", "--json", code=2).stderr
+    with Path("/dev/full").open("wb") as full:
+        words = ["get", f"{job}/step-10/model", "-"]
+        refused = ckpt(*words, code=1, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert "cannot be written" in refused.stderr
+
+
+def test_a_file_is_no_job(ckpt: Run, source: Path, tmp_path: Path) -> None:
+    for words in (("list", "step-10/model"), ("put", str(source), "step-10/model"), ("latest", "step-10/model")):
+        assert "is not a folder" in ckpt(*words, code=1).stderr
+
+
+def test_an_hdfs_that_does_not_answer_is_told_and_ctrl_c_ends_the_wait(env: dict[str, str]) -> None:
+    pytest.importorskip("hdfs_native", reason="the extra hdfs is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"hdfs://127.0.0.1:{silent.getsockname()[1]}/jobs"
+        with subprocess.Popen([*BOOTSEER, "ckpt", "list", uri], env=env, stderr=subprocess.PIPE, text=True) as listing:
+            assert listing.stderr is not None
+            assert f"still waiting for {uri}" in listing.stderr.readline()
+            listing.send_signal(signal.SIGINT)
+            assert listing.wait(60) == 130
+            assert "Traceback" not in listing.stderr.read()

@@ -146,7 +146,7 @@ def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node,
             link, _ = silent.accept()
             with link:
                 process.send_signal(signal.SIGINT)
-                assert process.wait(30) == 130
+                assert process.wait(120) == 130
             assert process.stderr is not None
             assert process.stderr.read() == "bootseer: interrupted\n"
 

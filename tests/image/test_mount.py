@@ -6,8 +6,8 @@ import hashlib
 import os
 import stat
 import traceback
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +90,25 @@ def test_a_lazy_mount_shows_every_file_and_fetches_what_is_read(converted: Node,
     mounted.close()
     assert not kernel.is_mount(mounted.root)
     assert list(Runtime(converted.runtime).all()) == []
+
+
+def test_what_takes_long_is_shown_as_it_goes(node: Node) -> None:
+    shown: dict[tuple[str, str], list[tuple[int, int]]] = {}
+
+    @contextmanager
+    def show(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: shown.setdefault((what, unit), []).append((done, total))
+
+    # Nobody has converted it: that is done here, and then all of it is on this node.
+    mount_image(request(node, store=None), node.folder / "converted", show=show).close()
+    with closing(open_source(parse_reference(node.reference))) as source, closing(open_store(store_of(node))) as store:
+        convert(source, store)
+    pulled = request(node, loading="pull", cache=node.folder / "other-cache")
+    mount_image(pulled, node.folder / "pulled", show=show).close()
+    converting, fetching = (f"converting {node.reference}", "bytes"), (f"fetching {node.reference}", "blocks")
+    assert set(shown) == {converting, fetching}
+    for told in shown.values():
+        assert told[-1][0] == told[-1][1] > 0, "to the end"
 
 
 def test_what_one_start_needed_the_next_node_fetches_first(converted: Node, mount: Mount) -> None:

@@ -295,7 +295,7 @@ def test_a_container_of_a_plain_user_sees_what_root_s_sees(image: Image, plain: 
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=180,
     )
     assert of_root.stderr == ""
     assert of_root.stdout.count("\n") > 600
@@ -403,7 +403,7 @@ def in_shell(image: Image, script: str) -> subprocess.CompletedProcess[str]:
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -445,7 +445,7 @@ def test_killed_a_plain_user_s_run_leaves_neither_command_nor_files(image: Image
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "did not come true in 60 s"
+        assert time.monotonic() < deadline, "did not come true in 120 s"
         time.sleep(0.02)

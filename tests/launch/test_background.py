@@ -17,7 +17,7 @@ from bootseer.errors import PermanentError, TransientError
 from bootseer.launch.background import Tell, start_background
 from bootseer.mounts.process import ProcessId
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

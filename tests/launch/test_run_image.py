@@ -112,9 +112,9 @@ def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "did not come true in 60 s"
+        assert time.monotonic() < deadline, "did not come true in 120 s"
         time.sleep(0.02)
 
 
@@ -240,7 +240,7 @@ def test_a_mount_daemon_that_dies_under_the_command_is_told(
         assert Path(f"/proc/{state.daemon.pid}/comm").read_text() == "bootseer-mount\n"
         state.daemon.signal(signal.SIGKILL)
         until(lambda: state.daemon is not None and not state.daemon.alive)
-        _, err = process.communicate("go\n", timeout=60)
+        _, err = process.communicate("go\n", timeout=180)
     assert "the mount daemon died while the command ran: its reads of the image failed from then on" in err
     assert err.count("mount daemon") == 1
 
@@ -271,7 +271,7 @@ def test_interrupted_while_the_image_comes_it_ends_at_once(node: Node, env: dict
             link, _ = silent.accept()
             with link:
                 process.send_signal(signal.SIGINT)
-                assert process.wait(30) == 130
+                assert process.wait(120) == 130
             assert process.stderr is not None
             assert "interrupted by SIGINT" in process.stderr.read()
 

@@ -176,7 +176,7 @@ def test_required_and_not_there_it_starts_nothing(job: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize("runtime", ["runc", "direct"])
 def test_a_setup_that_leaves_a_process_is_not_kept(job: Callable[..., Any], tmp_path: Path, runtime: str) -> None:
-    (tmp_path / "project" / "daemon.sh").write_text("sleep 60 </dev/null >/dev/null 2>&1 &\necho done > /done\n")
+    (tmp_path / "project" / "daemon.sh").write_text("sleep 600 </dev/null >/dev/null 2>&1 &\necho done > /done\n")
     ran, start = job("--runtime", runtime, "--", "cat", "/done", setup="daemon.sh")
     assert (ran.stdout, start["mode"]) == ("done\n", "installed")
     assert "it left a process running" in ran.stderr

@@ -128,39 +128,44 @@ def test_stdin_is_inherited(run):
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT"])
 def test_each_signal_arrives_once(env, name):
-    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "1") as process:
+    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "100", "1") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(getattr(signal, f"SIG{name}"))
         assert process.stdout.readline() == f"SIG{name}\n"
-        assert process.wait(10) == 0
+        assert process.wait(100) == 0
 
 
 def test_a_second_term_is_not_swallowed(env):
-    with start(env, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "2") as process:
+    code = """import signal
+signal.signal(signal.SIGTERM, lambda *_: print("got", flush=True))
+print("ready", flush=True)
+signal.pause()
+signal.pause()"""
+    with start(env, "run", "-q", "--", sys.executable, "-c", code) as process:
         assert process.stdout is not None
-        process.stdout.readline()
-        process.terminate()
-        time.sleep(0.3)
-        process.terminate()
-        assert process.stdout.readline() == "SIGTERM SIGTERM\n"
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            # Two of one kind that nobody has taken yet are one to the kernel.
+            process.terminate()
+            assert process.stdout.readline() == "got\n"
+        assert process.wait(100) == 0
 
 
 def test_the_whole_process_group_gets_the_signal(env, tmp_path):
     marks = [tmp_path / "parent", tmp_path / "child"]
     script = (
         f"( trap 'echo got > {marks[1]}; exit 0' TERM; echo up > {tmp_path}/up; while :; do sleep 0.05; done ) & "
-        f"trap 'wait; echo got > {marks[0]}; exit 0' TERM; while :; do sleep 0.05; done"
+        f"trap 'wait; echo got > {marks[0]}; exit 0' TERM; echo up > {tmp_path}/both; while :; do sleep 0.05; done"
     )
     with start(env, "run", "-q", "--", "bash", "-c", script) as process:
-        _until((tmp_path / "up").exists)
-        time.sleep(0.2)
+        _until(lambda: (tmp_path / "up").exists() and (tmp_path / "both").exists())
         process.terminate()
-        process.wait(10)
+        process.wait(100)
     assert all(mark.exists() for mark in marks)
 
 
-def _until(true, timeout_s: float = 15.0) -> None:
+def _until(true, timeout_s: float = 120.0) -> None:
     end = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < end, "waited in vain"
@@ -169,11 +174,11 @@ def _until(true, timeout_s: float = 15.0) -> None:
 
 def test_a_term_during_the_setup_ends_the_run(env, tmp_path):
     setup = tmp_path / "setup.sh"
-    setup.write_text(f"touch {tmp_path}/up\nexec sleep 60\n")
+    setup.write_text(f"touch {tmp_path}/up\nexec sleep 600\n")
     with start(env, "run", "--setup", str(setup), "--", "echo", "never") as process:
         _until((tmp_path / "up").exists)
         process.terminate()
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=180)
     assert process.returncode == 143
     assert out == ""
     assert "environment setup failed" in err
@@ -184,7 +189,7 @@ def test_ignored_signals_stay_ignored(env):
     code = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     words = ["nohup", *BOOTSEER, "run", "-q", "--", sys.executable, "-c", code]
     done = subprocess.run(
-        words, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30, check=False
+        words, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=180, check=False
     )
     assert done.stdout == "True\n"
 
@@ -212,7 +217,7 @@ def _on_a_terminal(env: dict[str, str], words: list[str], keys: bytes, ready: by
     pid, master = pty.fork()
     if pid == 0:
         os.execve(words[0], words, env)
-    output, pressed, end = b"", False, time.monotonic() + 20
+    output, pressed, end = b"", False, time.monotonic() + 100
     while time.monotonic() < end:
         if select.select([master], [], [], 0.1)[0]:
             try:
@@ -240,7 +245,7 @@ def test_the_terminal_stays_the_commands(env):
 
 
 def test_ctrl_c_arrives_once(env):
-    words = [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "10", "1"]
+    words = [*BOOTSEER, "run", "-q", "--", sys.executable, "-c", COUNT_SIGNALS, "100", "1"]
     status, output = _on_a_terminal(env, words, b"\x03", b"ready")
     assert status == 0
     assert re.findall(rb"SIG\w+", output) == [b"SIGINT"]
@@ -249,8 +254,10 @@ def test_ctrl_c_arrives_once(env):
 def test_ctrl_z_and_fg_work(env, tmp_path):
     """A shell with job control stops and continues the job as it would without us."""
     script = tmp_path / "job.sh"
-    words = " ".join([*BOOTSEER, "run", "-q", "--", "sh", "-c", "'echo ready; sleep 1.5; echo done'"])
-    script.write_text(f"set -m\n{words}\necho stopped=$?\nfg >/dev/null\necho end=$?\n")
+    go = tmp_path / "go"
+    wait = f"'echo ready; until [ -e {go} ]; do sleep 0.05; done; echo done'"
+    words = " ".join([*BOOTSEER, "run", "-q", "--", "sh", "-c", wait])
+    script.write_text(f"set -m\n{words}\necho stopped=$?\ntouch {go}\nfg >/dev/null\necho end=$?\n")
     bash = shutil.which("bash")
     assert bash
     status, output = _on_a_terminal(env, [bash, str(script)], b"\x1a", b"ready")
@@ -262,7 +269,7 @@ def test_ctrl_z_and_fg_work(env, tmp_path):
 
 def test_disable_is_a_plain_exec(env):
     with start({**env, "BOOTSEER_DISABLE": "1"}, "run", "--", "sh", "-c", "echo $$; env") as process:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=180)
     pid, *variables = out.splitlines()
     assert int(pid) == process.pid
     assert not [v for v in variables if v.startswith(("BOOTSEER_TRACE", "TRACEPARENT", "PYTHONPATH"))]
@@ -279,11 +286,11 @@ def test_disable_still_runs_the_setup(run, tmp_path):
 def test_orphans_are_reaped_as_pid_1(env):
     if os.geteuid() != 0:
         pytest.skip("making a PID namespace needs root")
-    # The command leaves an orphan that dies before it does, then counts zombies among all processes.
-    script = "(sleep 0.2 & ) ; sleep 1; grep -l '^State:.Z' /proc/[0-9]*/status 2>/dev/null | wc -l"
+    # The command leaves an orphan, and goes on until nothing is left of it, not even a zombie.
+    script = "orphan=$( (sleep 0.2 >/dev/null & echo $!) ); while [ -e /proc/$orphan ]; do sleep 0.05; done; echo gone"
     words = ["unshare", "--pid", "--fork", "--mount-proc", *BOOTSEER, "run", "-q", "--", "bash", "-c", script]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "0")
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stdout) == (0, "gone\n")
 
 
 def test_an_unwritable_spool_costs_the_trace_and_not_the_job(run, tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import scan
 from conftest_launch import BOOTSEER
+from registry import free_port
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
 pytestmark = [
@@ -55,14 +54,13 @@ def test_the_slow_node_is_the_last_at_the_barrier_and_the_other_waits(env, tmp_p
     (tmp_path / "job.py").write_text(JOB)
     quick, slow = tmp_path / "quick.sh", tmp_path / "slow.sh"
     quick.write_text("true\n")
-    slow.write_text(f"sleep {DELAY_S}\n")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    # However busy the machine is, the other node has come to the barrier before.
+    slow.write_text(f"until grep -rqs launcher_rendezvous {tmp_path}/shared; do sleep 0.1; done; sleep {DELAY_S}\n")
+    port = free_port()
     first = _node(env, tmp_path, "node-a", port, quick)
-    time.sleep(0.2)
     second = _node(env, tmp_path, "node-b", port, slow)
     for process in (first, second):
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
     found = scan(sources([str(tmp_path / "shared")]))
     report = analyse(found.events, Options(), read=found.input())

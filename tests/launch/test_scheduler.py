@@ -94,7 +94,7 @@ def test_only_the_first_task_asks_slurm(tmp_path):
 
 
 def test_a_hung_program_ends_with_the_run(tmp_path):
-    _program(tmp_path, "sacct", f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    _program(tmp_path, "sacct", f"echo $$ > {tmp_path}/pid; exec sleep 600")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     ended = threading.Event()
     thread = threading.Thread(target=lambda: times(env, ended))
@@ -102,7 +102,7 @@ def test_a_hung_program_ends_with_the_run(tmp_path):
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         time.sleep(0.01)
     ended.set()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 

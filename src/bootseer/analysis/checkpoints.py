@@ -19,6 +19,7 @@ from bootseer.units import format_bytes
 EVENT = "checkpoint_start"
 DATANODE = "checkpoint_datanode"
 MAX_DATANODES = 16
+"""Of each node: those that served most. Others are not written down, and not believed."""
 _TEXTS = ("uri", "until", "fallback")
 _COUNTS = ("read_bytes", "place_bytes", "cache_bytes", "same_bytes", "retries", "hedges", "hedges_won", "rebuilt",
            "refused")  # fmt: skip
@@ -67,18 +68,19 @@ def summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
 
 
 def _read(group: Sequence[CheckpointStart]) -> str:
+    # They need not add up: what is fetched ahead of the reader is found in the cache then.
     parts = [
         f"{format_bytes(median(values))} {where}"
         for where, values in (
-            ("from the file system", [one.place_bytes for one in group]),
-            ("from this node's cache", [one.cache_bytes for one in group]),
+            ("fetched from the file system", [one.place_bytes for one in group]),
+            ("found in the node's cache", [one.cache_bytes for one in group]),
             ("equal to what an earlier checkpoint left there", [one.same_bytes for one in group]),
         )
         if any(values)
     ]
     until = " before training began" if all(one.until == "training_began" for one in group) else ""
     read = format_bytes(median(one.read_bytes for one in group))
-    sources = f": {', '.join(parts)}" if parts else ""
+    sources = f"; {', '.join(parts)}" if parts else ""
     return f"{_nodes(group)} read {read}{until}{sources}"
 
 

@@ -20,6 +20,7 @@ from bootseer.bring.hand_over import KEPT, RECORD, HandOver, layers_to_serve
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.predict import PULL
 from bootseer.bring.room import Room
+from bootseer.bring.shown import Show
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
@@ -33,8 +34,6 @@ from bootseer.store.store import Store
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Marks a part of the work; what is put into the dict it gives are facts about it."""
 Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
-"""Blocks that are here, blocks in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Bringing:
     """Whether a daemon ends with this process."""
     stage: Stage
     say: Say
-    progress: Progress | None
+    show: Show
     room: Room
     daemon: Daemon | None = None
     mode: str = ""
@@ -231,7 +230,8 @@ class Bringing:
                 for layer in self.stack:
                     if not layer.file.trusted:
                         fetcher.add(layer.index, origin, layer.file)
-                fetcher.pull_all(self.progress)
+                with self.show(f"fetching {self.subject.name}", "blocks") as heard:
+                    fetcher.pull_all(heard)
             finally:
                 fetcher.close()
                 origin.close()

@@ -16,7 +16,10 @@ import click
 @click.command("bench", short_help="Measure the claims on this machine.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--quick", is_flag=True, help="Fewer rounds and smaller input.")
-def command(names: tuple[str, ...], quick: bool) -> int:
+@click.option(
+    "--rounds", metavar="N", type=click.IntRange(1, 999), help="How often, where a round takes minutes: checkpoint."
+)
+def command(names: tuple[str, ...], quick: bool, rounds: int | None) -> int:
     """Run the benchmarks NAME..., by default all, of the source checkout that BootSeer is installed from.
 
     The exit code is 1 when a claim was not reached. Results go to benchmarks/results of the checkout.
@@ -35,4 +38,5 @@ def command(names: tuple[str, ...], quick: bool) -> int:
             "the benchmarks are not installed, they come with the source",
             hint="in a checkout of it: make bench, or pip install --editable '.[dev]' and bootseer bench",
         )
-    return replace_process([sys.executable, str(program), *(["--quick"] if quick else []), *names], os.environ)
+    words = [*(["--quick"] if quick else []), *([] if rounds is None else ["--rounds", str(rounds)]), *names]
+    return replace_process([sys.executable, str(program), *words], os.environ)

@@ -26,6 +26,7 @@ def command(job: str, as_json: bool) -> None:
     from bootseer.cli.ckpt_place import files_at
     from bootseer.cli.printing import print_json, terminal
     from bootseer.errors import CorruptError
+    from bootseer.render.clean import clean
     from bootseer.units import format_bytes, format_seconds
 
     with files_at(job) as files:
@@ -63,7 +64,7 @@ def command(job: str, as_json: bool) -> None:
             )
         for one in found:
             table.add_row(
-                Text(one.name),
+                Text(clean(one.name)),
                 "-" if one.step is None else str(one.step),
                 format_bytes(one.size_bytes),
                 f"{one.num_files:,}",

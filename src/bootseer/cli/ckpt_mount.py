@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bootseer.checkpoint.policy import MAX_STRIPES
+
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.mounted import MountedCheckpoint
     from bootseer.mounts.state import Runtime
 
+MOUNT_SCHEMA = "bootseer.checkpoint-mount/1"
+UMOUNT_SCHEMA = "bootseer.checkpoint-unmounted/1"
 SCHEMA = "bootseer.checkpoint-mounts/1"
 _PATH = click.Path(path_type=Path)
 
@@ -23,11 +27,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--cache/--no-cache", default=True, help="Keep what is read of striped files on this node's disk.")
 @click.option("--memory", metavar="SIZE", help="What reading may hold in memory, as 512m (default: 256m).")
 @click.option(
-    "--stripes", metavar="N", type=click.IntRange(1, 64), help="Parts of new files, whatever the policy says."
+    "--stripes", metavar="N", type=click.IntRange(1, MAX_STRIPES), help="Parts of new files, whatever the policy says."
 )
 @click.option("--parity/--no-parity", default=None, help="Parity for new files, whatever the policy says.")
 @click.option("--spool", metavar="DIR", type=_PATH, help="A local folder for what is written and not sent yet.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {MOUNT_SCHEMA}).")
 def mount(
     uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, as_json: bool, **values: Any
 ) -> None:
@@ -41,11 +45,13 @@ def mount(
     """
     from bootseer.bring.places import cache_root, runtime_root
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
+    from bootseer.cli.ckpt_place import tell_fallback
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
+    from bootseer.cli.progress import Progress
     from bootseer.launch.interrupt import interruptible
 
-    with interruptible():
+    with interruptible(), Progress(f"waiting for {uri}", line=not as_json) as progress:
         mounted = mount_checkpoint(
             uri,
             folder.absolute(),
@@ -53,10 +59,13 @@ def mount(
             cache=cache_root(os.environ, os.getuid()) if cache else None,
             spool=None if spool is None else spool.absolute(),
             memory_bytes=parse_size(memory, "--memory") if memory else None,
+            waiting=progress.wait,
             **values,
         )
+    row = _row(mounted)
+    tell_fallback((row["daemon"] or {}).get("place", {}))
     if as_json:
-        print_json({"schema": SCHEMA, **_row(mounted)})
+        print_json({"schema": MOUNT_SCHEMA, **row})
         return
     with terminal() as console:
         access = "read-only" if values["read_only"] else "writable"
@@ -66,7 +75,7 @@ def mount(
 @click.command("umount", short_help="Undo a mount.")
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--force", is_flag=True, help="Also while it is in use: files being written are published as they are.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
+@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {UMOUNT_SCHEMA}).")
 def umount(folder: Path, force: bool, as_json: bool) -> None:
     """Take away what was mounted on DIR, once everything that was written is where it belongs.
 
@@ -74,11 +83,15 @@ def umount(folder: Path, force: bool, as_json: bool) -> None:
     """
     from bootseer.checkpoint.mount.mounted import find_checkpoint
     from bootseer.cli.printing import print_json, terminal
+    from bootseer.cli.progress import Progress
+    from bootseer.launch.interrupt import interruptible
 
-    said = find_checkpoint(_runtime(), folder.absolute()).unmount(force=force)
+    found = find_checkpoint(_runtime(), folder.absolute())
+    with interruptible(), Progress(f"sending what was written to {found.state.what}", line=not as_json) as progress:
+        said = found.unmount(force=force, waiting=progress.wait)
     published, lost = said.get("published", []), said.get("lost", [])
     if as_json:
-        print_json({"schema": SCHEMA, "target": str(folder.absolute()), "published": published, "lost": lost})
+        print_json({"schema": UMOUNT_SCHEMA, "target": str(folder.absolute()), "published": published, "lost": lost})
     elif published or lost:
         with terminal() as console:
             for word, names in (("published as it was", published), ("NOT published", lost)):
@@ -92,31 +105,39 @@ def umount(folder: Path, force: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
 def mounted(as_json: bool) -> None:
     """List mounted folders of checkpoints. The exit code is 1 when a daemon is dead."""
-    from rich.table import Table
     from rich.text import Text
 
     from bootseer.checkpoint.mount.mounted import all_mounted
     from bootseer.cli.printing import print_json, terminal
-    from bootseer.units import format_bytes
 
     rows = [_row(one) for one in all_mounted(_runtime())]
     if as_json:
         print_json({"schema": SCHEMA, "mounts": rows})
     else:
         with terminal() as console:
-            table = Table(box=None, pad_edge=False, header_style="dim")
-            for name in ("folder", "checkpoints", "access", "read", "from cache", "being written", "state"):
-                table.add_column(name, justify="right" if name in ("read", "from cache") else "left", overflow="fold")
             for row in rows:
-                daemon = row["daemon"] or {}
-                amounts = [format_bytes(daemon[key]) if daemon else "?" for key in ("read_bytes", "cache_bytes")]
-                writing = ", ".join(daemon.get("unpublished", []))
                 bad = row["state"] != "mounted"
-                texts = (row["target"], row["uri"], row["access"], *amounts, writing)
-                table.add_row(*(Text(text) for text in texts), Text(row["state"], "red" * bad))
-            console.print(table if rows else "nothing is mounted")
+                line = Text.assemble(f"{row['target']}: {row['uri']}, ", (_words(row), "red" * bad))
+                console.print(line, soft_wrap=True)
+            if not rows:
+                console.print("nothing is mounted")
     if any(row["state"] != "mounted" for row in rows):
         raise SystemExit(1)
+
+
+def _words(row: dict[str, Any]) -> str:
+    from bootseer.units import format_bytes
+
+    state = row["state"]
+    if state != "mounted":
+        return f"{state}; bootseer ckpt umount {row['target']} takes it away"
+    access = "read-only" if row["access"] == "ro" else "writable"
+    daemon = row["daemon"]
+    if daemon is None:
+        return f"{access}, does not answer"
+    words = f"{access}, read {format_bytes(daemon['read_bytes'])}, {format_bytes(daemon['cache_bytes'])} from the cache"
+    writing = daemon.get("unpublished", [])
+    return f"{words}; being written: {', '.join(writing)}" if writing else words
 
 
 def _row(one: MountedCheckpoint) -> dict[str, Any]:

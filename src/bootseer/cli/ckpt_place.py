@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.files import Files
+
+_TICK_S = 0.5
 
 
 def split(uri: str) -> tuple[str, str]:
@@ -20,19 +22,62 @@ def split(uri: str) -> tuple[str, str]:
 
         scheme, rest = "file", str(Path(uri).absolute())
     folder, slash, name = rest.rstrip("/").rpartition("/")
-    if not name or not slash or (scheme != "file" and not folder) or name in (".", ".."):
+    if not name or not slash or (scheme not in ("file", "hdfs") and not folder) or name in (".", ".."):
         raise UsageError(f"{uri!r} names no checkpoint", hint="for example hdfs://namenode/jobs/moe/step-1000")
-    return f"{scheme}://{folder}" if scheme != "file" or folder else "file:///", name
+    return f"{scheme}://{folder or '/'}", name
 
 
 @contextmanager
 def files_at(uri: str) -> Iterator[Files]:
-    """The files of a place."""
+    """The files of a place, which is a folder or not there yet. Whoever waits for it sees why."""
     from bootseer.checkpoint.files import Files
     from bootseer.checkpoint.places.open import open_place
+    from bootseer.checkpoint.places.place import NotFolderError
 
     with closing(open_place(uri)) as place:
+        with _patience(f"waiting for {place.uri}"):
+            try:
+                is_folder = place.stat("").is_folder
+            except NotFolderError:
+                is_folder = False
+            except (AccessError, NotFoundError):  # each verb has its own words for that
+                is_folder = True
+        if not is_folder:
+            raise UsageError(f"{place.uri} is not a folder", hint="name the folder that it lies in", exit_code=1)
         yield Files(place)
+
+
+@contextmanager
+def _patience(what: str) -> Iterator[None]:
+    """Say what is waited for while the block lasts, where it lasts."""
+    import threading
+
+    from bootseer.cli.progress import Progress
+
+    ended = threading.Event()
+    with Progress(what, line=True) as progress:
+
+        def watch() -> None:
+            while not ended.wait(_TICK_S):
+                progress.wait()
+
+        watching = threading.Thread(target=watch, name="patience")
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+
+
+def tell_fallback(place: Mapping[str, object]) -> str:
+    """Say why bytes went the slow way, from a place's figures; returns the reason, "" where they did not."""
+    from bootseer.launch.supervise import say
+
+    why = str(place.get("fallback", ""))
+    if why:
+        say(f"slower than it could be, through hdfs-native alone: {why}")
+    return why
 
 
 def resolved(files: Files, name: str) -> str:

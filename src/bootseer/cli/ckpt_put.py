@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from bootseer.checkpoint.policy import Policy
 
 SCHEMA = "bootseer.checkpoint-put/1"
+_PATIENCE_S = 2.0
+_RESTS = "what was written and not published is removed by later writers or by `bootseer ckpt remove`"
 
 
 @click.command("put", short_help="Copy a checkpoint into the storage, and publish it.")
@@ -48,7 +50,7 @@ def command(
 
     from bootseer.checkpoint.places.place import TakenError
     from bootseer.checkpoint.publish import PutSettings, put_checkpoint
-    from bootseer.cli.ckpt_place import files_at, number_of_files
+    from bootseer.cli.ckpt_place import files_at, number_of_files, tell_fallback
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
@@ -57,7 +59,7 @@ def command(
 
     local = Path(source).absolute()
     began_s = time.monotonic()
-    with interruptible(), files_at(job) as files, Progress("writing") as progress:
+    with interruptible(_PATIENCE_S, _RESTS), files_at(job) as files, Progress("writing") as progress:
         policy: Policy | None = changed(files.policy(""), stripes)
         settings = PutSettings(replace=replace, policy=policy, move_latest=latest, read_back=read_back)
         try:
@@ -66,7 +68,7 @@ def command(
             )
         except TakenError as error:
             raise UsageError(str(error), hint="--name NAME or --replace", exit_code=1) from error
-        uri = f"{files.place.uri}/{put.path}"
+        uri, fallback = f"{files.place.uri}/{put.path}", tell_fallback(files.place.facts())
     took_s = time.monotonic() - began_s
     if as_json:
         print_json(
@@ -78,6 +80,7 @@ def command(
                 "striped_files": put.num_striped,
                 "latest": put.latest,
                 "seconds": round(took_s, 3),
+                "fallback": fallback,
             }
         )
         return

@@ -36,9 +36,11 @@ def command(file: str, as_json: bool) -> None:
     else:
         from rich.text import Text
 
+        from bootseer.render.clean import clean
+
         with terminal() as console:
             for line in _lines(uri, found):
-                console.print(Text(line), soft_wrap=True)
+                console.print(Text(clean(line)), soft_wrap=True)
     if any(part.problem for segment in found.segments for part in segment.parts):
         raise SystemExit(1)
 
@@ -99,5 +101,5 @@ def _part_words(part: PartFound) -> str:
     if part.problem:
         return f"{words}  {part.problem}; it was put on {', '.join(part.part.nodes) or 'a folder'}"
     was = ", ".join(part.part.nodes)
-    moved = f"; it was put on {was}" if set(part.nodes) != set(part.part.nodes) else ""
+    moved = f"; it was put on {was}" if was and set(part.nodes) != set(part.part.nodes) else ""
     return f"{words}  {', '.join(part.nodes)}{moved}".rstrip()

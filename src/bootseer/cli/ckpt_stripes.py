@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from bootseer.checkpoint.policy import MAX_REPLICATION, MAX_STRIPES
 from bootseer.cli.options import COUNT, FLAG, Option
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.policy import Policy
 
 STRIPES = (
-    Option("stripes", ("--stripes",), "Nodes that a file is spread over.", COUNT, "N", least=1),
+    Option("stripes", ("--stripes",), "Nodes that a file is spread over.", COUNT, "N", least=1, most=MAX_STRIPES),
     Option("parity", ("--parity", "--no-parity"), "One part more, so that any one may be missing.", FLAG),
     Option("part_bytes", ("--part-size",), "Most bytes of a part, as 64m.", metavar="SIZE"),
-    Option("replication", ("--replication",), "Copies of each part.", COUNT, "N", least=1),
+    Option("replication", ("--replication",), "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
 )
 
 

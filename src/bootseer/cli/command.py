@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bootseer.cli.options import COUNT, FLAG, MAX_COUNT, Option
+from bootseer.cli.options import COUNT, FLAG, Option
 
 
 class MayHaveCommand(click.Command):
@@ -63,7 +63,7 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
 
 def _type(option: Option) -> click.ParamType[Any] | None:
     if option.kind == COUNT:
-        return click.IntRange(option.least, MAX_COUNT)
+        return click.IntRange(option.least, option.most)
     return click.Choice(option.choices) if option.choices else None
 
 

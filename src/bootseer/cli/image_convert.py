@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from contextlib import closing
 
@@ -40,7 +39,7 @@ def command(
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
-    from bootseer.image.conversion.convert import convert
+    from bootseer.image.conversion.convert import all_layers, convert
     from bootseer.image.conversion.layer_job import ConvertOptions
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources.manifest import Platform
@@ -60,18 +59,10 @@ def command(
         )
     wanted = Platform.parse(platform) if platform else None
     began_s = time.monotonic()
-    done: dict[int, tuple[int, int]] = {}
-    lock = threading.Lock()
     with interruptible(), Progress("converting") as progress:
         opened = open_source(reference, platform=wanted, plain_http=plain_http)
-        sizes = {number: layer.size_bytes for number, layer in enumerate(opened.layers)}
-
-        def report(layer: int, so_far: int, of: int) -> None:
-            with lock:
-                done[layer] = (so_far, of)
-                total = sum({**sizes, **{number: size for number, (_, size) in done.items()}}.values())
-                progress.show_bytes(sum(part for part, _ in done.values()), total, f"{len(sizes) or 1} layers")
-
+        layers = f"{len(opened.layers) or 1} layers"
+        report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
         with closing(opened), closing(open_store(uri, plain_http=plain_http)) as store:
             options = ConvertOptions(block_size=parse_size(block_size, "--block-size"))
             document = convert(opened, store, progress=report, jobs=jobs, options=options)

@@ -34,7 +34,7 @@ def mount(reference: str, folder: Path, writable: bool, workload: str | None, as
     """
     from bootseer.cli.image_options import request
     from bootseer.cli.printing import print_json, terminal
-    from bootseer.cli.progress import Progress
+    from bootseer.cli.progress import shown
     from bootseer.errors import UsageError
     from bootseer.image.mounting.mount import mount_image
     from bootseer.launch.interrupt import interruptible
@@ -47,14 +47,8 @@ def mount(reference: str, folder: Path, writable: bool, workload: str | None, as
         raise UsageError(f"{folder}: something is mounted there", hint=f"bootseer image umount {folder}")
     wanted = request(reference, {**values, "workload": workload})
     changes = _changes(wanted.cache) if writable else None
-    with interruptible(), Progress("fetching") as progress:
-        mounted = mount_image(
-            wanted,
-            folder.absolute(),
-            writable=changes,
-            say=say,
-            progress=lambda done, total: progress.show(done, total, "blocks"),
-        )
+    with interruptible():
+        mounted = mount_image(wanted, folder.absolute(), writable=changes, say=say, show=shown)
     facts = mounted.facts
     if as_json:
         print_json({"schema": SCHEMA, "target": str(folder.absolute()), **facts})

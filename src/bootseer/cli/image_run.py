@@ -27,8 +27,9 @@ def command(ctx: click.Context, /, reference: str, gpus: str | None, **values: A
     bootseer image run --gpus all --mount /data:/data:ro registry:5000/team/train:7
     """
     from bootseer.cli.image_options import wanted
+    from bootseer.cli.progress import shown
     from bootseer.launch.image_stage import run_in_image
     from bootseer.launch.run import Options
 
-    options = Options(image=wanted(reference, values, gpus), quiet=True)
+    options = Options(image=wanted(reference, values, gpus), quiet=True, show=shown)
     return run_in_image(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})

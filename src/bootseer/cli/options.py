@@ -30,6 +30,8 @@ class Option(NamedTuple):
     """May be given several times; the value is a tuple."""
     least: int = 0
     """Smallest value of a count."""
+    most: int = MAX_COUNT
+    """Largest one."""
     choices: tuple[str, ...] = ()
     default: object = None
 
@@ -80,5 +82,5 @@ def _read(option: Option, value: str) -> object:
     if option.kind == COUNT:
         if not (value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_COUNT))):
             return None
-        return int(value) if int(value) >= option.least else None
+        return int(value) if option.least <= int(value) <= option.most else None
     return value

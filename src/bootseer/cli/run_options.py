@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from bootseer.cli import checkpoint_options, env_options, image_options
 from bootseer.cli.checkpoint_options import CHECKPOINT
@@ -12,6 +13,11 @@ from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from bootseer.bring.shown import Heard, Unit
 
 OPTIONS = (
     Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
@@ -78,7 +84,15 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["checkpoint"] = checkpoint_options.wanted(checkpoint, os.environ)
     if has_setup:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
+    if not settings["quiet"]:
+        settings["show"] = _shown
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
+
+
+def _shown(what: str, unit: Unit) -> AbstractContextManager[Heard]:
+    from bootseer.cli.progress import shown  # few starts wait for anything
+
+    return shown(what, unit)
 
 
 def _check_sinks(words: object) -> None:

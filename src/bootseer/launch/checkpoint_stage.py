@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bootseer.errors import TransientError
+from bootseer.bring.shown import Show
+from bootseer.errors import Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.session import Session
 from bootseer.launch.start_end import ENDED, StartEnd, harmless
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 STAGE = "model_initialization.checkpoint_mount"
 VARIABLE = "BOOTSEER_CHECKPOINT"
 """Tells the command where its checkpoints are mounted."""
-_MAX_DATANODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ class CheckpointWanted:
 class CheckpointStart:
     """One start's checkpoint, from the mount to its end."""
 
-    def __init__(self, wanted: CheckpointWanted, session: Session | None) -> None:
+    def __init__(self, wanted: CheckpointWanted, session: Session | None, show: Show) -> None:
         self._wanted = wanted
         self._session = session
+        self._show = show
         self._mounted: MountedCheckpoint | None = None
         self._seconds = 0.0
         self._end = StartEnd(session, self._record)
@@ -65,6 +66,7 @@ class CheckpointStart:
         with interruptible(), ExitStack() as stage:
             if self._session is not None:
                 stage.enter_context(self._session.tracer.span(STAGE))
+            heard = stage.enter_context(self._show(f"waiting for {self._wanted.uri}", ""))
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
             from bootseer.checkpoint.mount.mounted import mount_checkpoint
@@ -78,6 +80,7 @@ class CheckpointStart:
                 memory_bytes=wanted.memory_bytes,
                 slot=_slot(self._session),
                 lifeline=True,
+                waiting=lambda: heard(0, 0),
             )
             self._seconds = time.monotonic() - began_s
         if self._session is not None:
@@ -87,26 +90,36 @@ class CheckpointStart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The command has ended: tell what was read, and take the mount away."""
-        if self._mounted is None:
+        """The command has ended: tell what was read, and take the mount away.
+
+        A signal ends the wait for what is still being sent, and not the sending: the daemon notices our end.
+        """
+        mounted = self._mounted
+        if mounted is None:
             return
         self._end.tell(ENDED)
+        uri = self._wanted.uri
         with harmless("the checkpoint was not unmounted"):
             try:
-                self._mounted.close()
+                with interruptible(), self._show(f"sending what was written to {uri}", "") as heard:
+                    mounted.unmount(waiting=lambda: heard(0, 0))
             except TransientError as busy:
                 say(f"{busy}; it is taken away now all the same, and what still uses it gets errors")
+            except Interrupted as interrupted:
+                say(f"interrupted by {interrupted}; what was written goes on being sent to {uri} in the background")
 
     def _record(self, until: str) -> None:
         if self._mounted is None or self._session is None:
             return
+        from bootseer.analysis.checkpoints import DATANODE, EVENT, MAX_DATANODES  # not in front of the command
+
         status = self._mounted.began()
         tracer, parent = self._session.tracer, self._session.span
         attrs = {"uri": self._wanted.uri, "until": until, "seconds": round(self._seconds, 3), **_numbers(status)}
-        tracer.emit("checkpoint_start", INSTANT, parent=parent, attrs=attrs)
+        tracer.emit(EVENT, INSTANT, parent=parent, attrs=attrs)
         nodes = status["place"].get("nodes", {})
-        for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:_MAX_DATANODES]:
-            tracer.emit("checkpoint_datanode", INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
+        for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:MAX_DATANODES]:
+            tracer.emit(DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
 
 
 def _slot(session: Session | None) -> str:

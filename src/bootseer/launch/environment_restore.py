@@ -97,7 +97,9 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         loading=wanted.loading,
         unpack=written_out,
     )
-    layer = bring_layer(document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say)
+    layer = bring_layer(
+        document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say, show=task.show
+    )
     shown.undo.callback(_let_go, layer)
     shown.layer = layer
     shown.facts.update({name: layer.facts[name] for name in ("way", "stored_bytes", "local_bytes")})

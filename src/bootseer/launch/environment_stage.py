@@ -70,6 +70,7 @@ def run_in_environment(
             own_env=own_env,
             session=session,
             own_group=own_group,
+            show=options.show,
         )
     except BootseerError as error:
         came = _without_cache(wanted.mode, str(error))

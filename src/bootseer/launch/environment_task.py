@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.bring.places import environments_folder
+from bootseer.bring.shown import Show, unseen
 from bootseer.launch.environment_setup import STAGE
 from bootseer.launch.environment_wanted import EnvironmentWanted, own_store
 from bootseer.launch.run_folder import RunFolder
@@ -37,6 +38,8 @@ class Task:
     own_group: bool
     """Whether what is started leads a process group of its own (`supervise`)."""
     folder: RunFolder
+    show: Show = unseen
+    """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
     """What became of the snapshot, once that is known (`environment_publish.tell`)."""
 
@@ -51,6 +54,7 @@ class Task:
         own_env: Mapping[str, str] | None = None,
         session: Session | None = None,
         own_group: bool | None = None,
+        show: Show = unseen,
     ) -> Task:
         """With a folder of its own, which is to be removed. Raises `PermanentError` when the cache takes none.
 
@@ -65,6 +69,7 @@ class Task:
             session=session,
             own_group=not in_foreground() if own_group is None else own_group,
             folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
+            show=show,
         )
 
     @cached_property

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import bootseer
 from bootseer.bring.places import CACHE, cache_root
 from bootseer.bring.publish import publishes
+from bootseer.bring.shown import Show
 from bootseer.bring.workload import workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.image.containers.container import Container
@@ -97,7 +98,7 @@ def _run(
 ) -> int:
     own_group = not supervise.in_foreground()
     child_env = session.child_env(env, hook=False) if session is not None else dict(env)
-    start = _ImageStart(wanted, command, session, env)
+    start = _ImageStart(wanted, command, session, env, options.show)
     code = 1
     try:
         span = new_span()
@@ -133,7 +134,9 @@ def _with_checkpoint(container: ContainerOptions, where: Mapping[str, str]) -> C
 class _ImageStart:
     """One image start on this node. `end.watch` runs in a thread; all else in the main one, before or after it."""
 
-    def __init__(self, wanted: Wanted, command: Sequence[str], session: Session | None, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, wanted: Wanted, command: Sequence[str], session: Session | None, env: Mapping[str, str], show: Show
+    ) -> None:
         request = wanted.request
         if not request.workload:
             request = replace(request, workload=workload_key(command, role=env.get("ROLE_NAME", "")))
@@ -144,6 +147,7 @@ class _ImageStart:
         self._options = wanted.container
         self._command = tuple(command)
         self._session = session
+        self._show = show
         self._folder: Path | None = None
         self._mounted: MountedImage | None = None
         self._container: Container | None = None
@@ -180,6 +184,7 @@ class _ImageStart:
             own_env=found,
             session=self._session,
             own_group=own_group,
+            show=self._show,
         )
         try:
             task = make(wanted=replace(wanted, inputs=(*wanted.inputs, *named)))
@@ -248,6 +253,7 @@ class _ImageStart:
             lifeline=True,
             stage=lambda name: self._stage(f"{STAGE}.{name}"),
             say=say,
+            show=self._show,
         )
 
     def _started(self, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
+from bootseer.bring.shown import Show, unseen
 from bootseer.errors import Interrupted
 from bootseer.launch import supervise
 from bootseer.launch.session import EXIT_FLUSH_S, Session
@@ -46,6 +47,8 @@ class Options(NamedTuple):
     """How what the setup makes is to come; None: by running it."""
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
+    show: Show = unseen
+    """Shows people what a start waits for."""
 
 
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
@@ -76,7 +79,7 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
             else:
                 code = run_command(command, options, child_env, session, own_group=own_group)
     except Interrupted as interrupted:
-        say(f"interrupted by {interrupted} while the checkpoint was mounted")
+        say(f"interrupted by {interrupted} before the command was started")
         code = interrupted.exit_code
     finally:
         if session is not None:
@@ -90,7 +93,7 @@ def checkpoint_of(options: Options, session: Session | None) -> AbstractContextM
         return nullcontext({})
     from bootseer.launch.checkpoint_stage import CheckpointStart
 
-    return CheckpointStart(options.checkpoint, session)
+    return CheckpointStart(options.checkpoint, session, options.show)
 
 
 def _setup_steps(options: Options) -> Sequence[Step]:

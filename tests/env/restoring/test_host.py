@@ -256,7 +256,7 @@ def test_what_a_process_that_outlives_the_job_writes_is_kept_by_the_next_run(
         assert process.stdout.readline() == "started\n"
         view.close()
         assert said == []
-        assert process.communicate("go\n", timeout=60)[0] == "value = 1\n"
+        assert process.communicate("go\n", timeout=180)[0] == "value = 1\n"
     other = tmp_path / "host" / "other"
     setup.write(other / "file", "")
     show(setup.at, other).close()

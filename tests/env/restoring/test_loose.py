@@ -323,7 +323,7 @@ def test_a_restore_that_was_killed_is_completed_by_the_next(machine: Machine, tm
         after=str(machine.setup.after),
         root=str(machine.root),
     )
-    ran = subprocess.run([sys.executable, "-c", program, str(after)], timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", program, str(after)], timeout=180, check=False)
     assert ran.returncode == 9
     done = [path for path in machine.at("/home/u/d").iterdir() if path.name.startswith("f")]
     assert all(path.stat().st_size == 5000 for path in done)

@@ -69,7 +69,7 @@ def test_a_user_without_rights_gets_the_environment_at_its_place(setup: Setup, t
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

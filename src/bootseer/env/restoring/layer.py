@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.bringing import Bringing, Progress, Say, Stage, Subject
+from bootseer.bring.bringing import Bringing, Say, Stage, Subject
 from bootseer.bring.brought import Brought
 from bootseer.bring.forecast import CachedLayer, Loading
 from bootseer.bring.hotsets import HotSets
@@ -29,6 +29,7 @@ from bootseer.bring.places import blocks_folder, environments_folder
 from bootseer.bring.private_folder import make_private
 from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
+from bootseer.bring.shown import Show, unseen
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
@@ -126,7 +127,7 @@ def bring_layer(
     *,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
-    progress: Progress | None = None,
+    show: Show = unseen,
 ) -> Layer:
     """Bring the snapshot of this document from `store`, which is not asked when everything is here.
 
@@ -159,7 +160,7 @@ def bring_layer(
                 publish=bring.publish,
             )
             layers = Bringing(
-                subject, cache, folder, [CachedLayer(index, file)], bring.lifeline, stage, say, progress, room
+                subject, cache, folder, [CachedLayer(index, file)], bring.lifeline, stage, say, show, room
             )
             return _Showing(document, layers, runtime, bring).layer()
     except BaseException as error:

@@ -5,7 +5,7 @@ used; what was interrupted is taken up again layer by layer. In the repository t
 is attached to it.
 
 One thread per layer; the shared state is a table of results, each written by its thread once. Called by `bootseer image
-convert` and by tests.
+convert`, and by `mounting.found` for an image that nobody converted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
+from bootseer.bring.shown import Heard
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
@@ -64,6 +65,20 @@ def convert(
     subject = source.digest if source.location and source.location == store.uri else None
     publish(store, document.name, document.encode(), document.objects, subject)
     return document
+
+
+def all_layers(source: Source, heard: Heard) -> Progress:
+    """A progress of layers that tells `heard` of all of them together, in bytes."""
+    sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
+    done: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def progress(layer: int, so_far: int, of: int) -> None:
+        with lock:
+            done[layer], sizes[layer] = so_far, of
+            heard(sum(done.values()), sum(sizes.values()))
+
+    return progress
 
 
 class _Conversion:

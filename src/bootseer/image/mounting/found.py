@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from bootseer.blocks.index import Index
 from bootseer.bring.places import converted_folder, metadata_folder
+from bootseer.bring.shown import Show, unseen
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
@@ -65,7 +66,7 @@ class Found:
     """Why the image had to be converted here; empty when it had not."""
 
 
-def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say) -> Found:
+def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = unseen) -> Found:
     """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
     metadata = Metadata(metadata_folder(wanted.cache), say)
     local_uri = str(converted_folder(wanted.cache))
@@ -80,7 +81,7 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
         with stage("fallback") as facts:
             facts["reason"] = why
             say(f"{why}; it is pulled and converted on this node")
-            document, uri = _converted(wanted, local_uri), local_uri
+            document, uri = _converted(wanted, local_uri, show), local_uri
     store = open_store(uri, plain_http=wanted.plain_http)
     with stage("index"):
         indexes = {index.identity: index for index in metadata.indexes(document, store)}
@@ -137,11 +138,15 @@ def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> 
     return None
 
 
-def _converted(wanted: Wanted, local_uri: str) -> ImageDocument:
-    from bootseer.image.conversion.convert import convert  # few starts need it
+def _converted(wanted: Wanted, local_uri: str, show: Show) -> ImageDocument:
+    from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
 
-    with _Opener(wanted) as opener, closing(open_store(local_uri)) as store:
-        return convert(opener.source(), store)
+    with (
+        _Opener(wanted) as opener,
+        closing(open_store(local_uri)) as store,
+        show(f"converting {wanted.reference}", "bytes") as heard,
+    ):
+        return convert(opener.source(), store, progress=all_layers(opener.source(), heard))
 
 
 class _Opener:

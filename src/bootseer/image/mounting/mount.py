@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.bringing import Bringing, Progress, Say, Stage, Subject
+from bootseer.bring.bringing import Bringing, Say, Stage, Subject
 from bootseer.bring.forecast import CachedLayer
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.places import blocks_folder
 from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
+from bootseer.bring.shown import Show, unseen
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
@@ -51,7 +52,7 @@ def mount_image(
     lifeline: bool = False,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
-    progress: Progress | None = None,
+    show: Show = unseen,
     facts: Facts | None = None,
 ) -> MountedImage:
     """Mount the image on `target`, which is made when it is not there.
@@ -73,7 +74,7 @@ def mount_image(
     if breaks_forks(request.store):
         with stage("store"):
             do_apart(lambda: _learn(request, say))
-    found = find(request, stage=stage, say=say)
+    found = find(request, stage=stage, say=say, show=show)
     folder = runtime.new_folder()
     with contextlib.ExitStack() as opened:
         try:
@@ -82,7 +83,7 @@ def mount_image(
                 file = room.open(index)
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
-            bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, progress, room)
+            bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, show, room)
             return _Mounting(request, found, bringing, runtime, target, writable, tuple(above)).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):

@@ -77,7 +77,7 @@ def unmount(runtime: Runtime, state: MountState) -> None:
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
             kernel.unmount(Path(point))
-        Daemon(folder, state.daemon).stop()
+        Daemon(folder, state.daemon).stop_unused()
     runtime.remove(state)
     changes = state.details.get(CHANGES)
     if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
