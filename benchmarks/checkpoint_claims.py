@@ -55,6 +55,19 @@ def stripes(number: int) -> str:
     return f"curve: {number} stripes"
 
 
+CLAIMED = frozenset(
+    [
+        *(Names.LINKS, *PLAIN_DCP, unshaped(Names.FUSE_WARM), unshaped(f"{Layouts.STRIPED}: direct")),
+        *(unshaped(name) for name in PLAIN),
+        *(f"{layout}: {way}" for layout in (Layouts.STRIPED, Layouts.PARITY) for way in ("direct", "FUSE")),
+        *(f"{layout}: direct" for layout in (Layouts.ORDINARY, Layouts.REPLICAS)),
+        *(f"write: {layout}" for layout in (Layouts.STRIPED, Layouts.PARITY)),
+        f"{Layouts.STRIPED}: DCP",
+    ]
+)
+"""The arms that `claims` asks for. The others, and the curves, are measured to be seen beside them."""
+
+
 def claims(found: Found, placement: float) -> list[Must]:
     """All claims. `placement`: the part of the links that the ordinary file can use, as its blocks lie."""
 

@@ -116,6 +116,7 @@ class Storage:
             num_datanodes=LINKS + 1,
             links=True,
             fast_detection=True,
+            is_brief=False,
             # By default a node counts as overloaded that has twice the average of connections, and gets no block: that
             # is for large clusters, and happens among four nodes whenever one has just been written to.
             settings={"dfs.webhdfs.enabled": "true", "dfs.namenode.redundancy.considerLoad": "false"},

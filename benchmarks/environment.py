@@ -71,7 +71,7 @@ def measure(quick: bool) -> Outcome:
         link = stack.enter_context(Link())
         stack.enter_context(tools.index(link))
         registry = stack.enter_context(Registry(folder / "registry", THERE, inside=link.inside))
-        hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=2))
+        hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=2, is_brief=False))
         stores = {
             Names.LOCAL: str(folder / "store"),
             Names.HDFS: f"{hdfs.uri}/environments",

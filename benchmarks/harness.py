@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,8 +71,31 @@ class Benchmark:
 
     name: str
     question: str
-    measure: Callable[[bool], Outcome]
+    measure: Callable[[bool], Outcome] | None = None
     """Takes whether to be quick: fewer rounds or smaller input, the same method."""
+    by_rounds: Callable[[bool, int | None], Iterator[Outcome]] | None = None
+    """Instead of `measure` where a round takes minutes: takes how many rounds to make, None for as many as it thinks
+    right, and gives after each what was found so far. A run that is cut keeps the rounds that it has made."""
+
+
+class Left:
+    """How long the rounds that are left will take: as expected, corrected by those that were made."""
+
+    def __init__(self, expected_s: Sequence[float]) -> None:
+        self._expected_s = list(expected_s)
+        self._made = 0
+        self._took_s = 0.0
+        self._began_s = time.monotonic()
+
+    def made_one(self) -> None:
+        self._made += 1
+        self._took_s = time.monotonic() - self._began_s
+
+    def __str__(self) -> str:
+        left_s = sum(self._expected_s[self._made :])
+        if self._made:
+            left_s *= self._took_s / sum(self._expected_s[: self._made])
+        return f"round {self._made + 1} of {len(self._expected_s)}, about {left_s / 60:.0f} min are left"
 
 
 class Cost(NamedTuple):
@@ -123,10 +146,29 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
-    """Measure, and write the result file; returns what it holds."""
+def run(benchmark: Benchmark, quick: bool, rounds: int | None = None) -> dict[str, Any]:
+    """Measure, and write the result file; returns what it holds. Raises `ValueError` for rounds where none are made."""
     load_before, git = os.getloadavg()[0], _git()
-    outcome = benchmark.measure(quick)
+    result: dict[str, Any] = {}
+    for outcome in _outcomes(benchmark, quick, rounds):
+        result = _result(benchmark, outcome, quick, load_before, git)
+        # A quick look must not take the place of a measurement.
+        _write(RESULTS / ("quick" if quick else "") / f"{benchmark.name}.json", result)
+    return result
+
+
+def _outcomes(benchmark: Benchmark, quick: bool, rounds: int | None) -> Iterator[Outcome]:
+    if benchmark.by_rounds is not None:
+        yield from benchmark.by_rounds(quick, rounds)
+    elif benchmark.measure is not None and rounds is None:
+        yield benchmark.measure(quick)
+    else:
+        raise ValueError(f"{benchmark.name} makes the rounds that it needs; their number cannot be given")
+
+
+def _result(
+    benchmark: Benchmark, outcome: Outcome, quick: bool, load_before: float, git: Mapping[str, Any] | None
+) -> dict[str, Any]:
     against = {
         arm: {
             "baseline": baseline,
@@ -136,7 +178,7 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         }
         for arm, baseline in outcome.baselines.items()
     }
-    result = {
+    return {
         "schema": SCHEMA,
         "name": benchmark.name,
         "question": benchmark.question,
@@ -165,10 +207,14 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
             for must in outcome.must_reach
         ],
     }
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(_rounded(result), indent=1, ensure_ascii=False)
-    (RESULTS / f"{benchmark.name}.json").write_text(text + "\n")
-    return result
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    """All of it or nothing: a run may be cut at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(_rounded(result), indent=1, ensure_ascii=False) + "\n")
+    new.replace(path)
 
 
 def _rounded(value: Any) -> Any:

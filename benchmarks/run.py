@@ -31,20 +31,32 @@ NAMES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the claims; results go to benchmarks/results.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller input")
+    parser.add_argument(
+        "--rounds", type=_count, metavar="N", help="for benchmarks whose rounds take minutes: checkpoint"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     arguments = parser.parse_args()
     if unknown := set(arguments.names).difference(NAMES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     # An installed program has its bytecode: the round that is thrown away writes what a changed source lacks.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    benchmarks: list[harness.Benchmark] = [importlib.import_module(name).BENCHMARK for name in arguments.names or NAMES]
+    if arguments.rounds and (fixed := [one.name for one in benchmarks if one.by_rounds is None]):
+        parser.error(f"--rounds is not for {', '.join(fixed)}")
     results = []
-    for name in arguments.names or NAMES:
-        benchmark: harness.Benchmark = importlib.import_module(name).BENCHMARK
+    for benchmark in benchmarks:
+        name = benchmark.name
         print(f"{name}: {benchmark.question}", flush=True)
-        results.append(harness.run(benchmark, arguments.quick))
+        results.append(harness.run(benchmark, arguments.quick, arguments.rounds))
     for result in results:
         _print(result)
     return 0 if all(must["reached"] for result in results for must in result["must_reach"]) else 1
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1000):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds")
+    return int(text)
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -61,4 +73,8 @@ def _print(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the rounds that were made are kept\n")
+        sys.exit(130)
