@@ -90,7 +90,7 @@ def share(pipe, root: Path, seed: int, num_blocks: int) -> None:
     pipe.recv()
     cached = Cache(root, boot=BOOT).open(index)
     own, left = [], set(range(index.num_blocks))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while left and time.monotonic() < deadline:
         for block in sorted(left):
             if cached.ready(block):

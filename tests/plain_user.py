@@ -68,7 +68,7 @@ def run_as_plain_user(
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         **options,  # type: ignore[call-overload]
     )

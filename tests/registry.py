@@ -9,8 +9,10 @@ Options: `basic=True` demands the login USER / PASSWORD, `tokens=TokenServer(...
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
+import secrets
 import shutil
 import socket
 import ssl
@@ -30,7 +32,8 @@ USER, PASSWORD = "reader", "secret"
 # bcrypt, the only kind that the registry accepts, at its lowest cost.
 _HTPASSWD = f"{USER}:$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW\n"
 _LOG = re.compile(r'"(?P<method>[A-Z]+) (?P<path>\S+) HTTP/[\d.]+" (?P<status>\d+) (?P<size>\d+)')
-_START_S = 20.0
+_START_S = 120.0
+_given_ports: set[int] = set()
 
 needs_registry = pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
 
@@ -131,10 +134,17 @@ class Registry:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback address that nobody listens on, another one at each call.
+
+    None of those that the kernel gives to connections, one of which could take it before the server starts.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def make_certificate(key: Path, certificate: Path) -> None:

@@ -93,7 +93,7 @@ def run_in(enter: Callable[[], None], script: str, **options: object) -> str:
         preexec_fn=enter,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         **options,  # type: ignore[call-overload]
     )
@@ -102,8 +102,8 @@ def run_in(enter: Callable[[], None], script: str, **options: object) -> str:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for another process, at most for ten seconds."""
-    end = time.monotonic() + 10
+    """Wait for another process, at most for two minutes."""
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)

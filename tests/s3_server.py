@@ -20,7 +20,7 @@ from types import TracebackType
 
 from registry import free_port
 
-_START_S = 60.0
+_START_S = 120.0
 
 
 class S3Server:

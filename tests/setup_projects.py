@@ -35,7 +35,7 @@ def write_wheel(path: Path, content: str) -> None:
 def git(*words: str, cwd: Path) -> str:
     """Run git as nobody in particular."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "core.hooksPath="]
-    ended = subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True, timeout=180)
     return ended.stdout.strip()
 
 

@@ -102,7 +102,7 @@ def test_few_blocks_are_in_memory_at_a_time(store):
 
     thread = threading.Thread(target=produce)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not written and time.monotonic() < deadline:
         time.sleep(0.001)
     assert len(written) <= 8

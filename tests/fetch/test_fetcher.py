@@ -142,7 +142,7 @@ def test_the_first_block_of_a_long_answer_does_not_wait_for_the_last(fetching, d
 
     def sleep(seconds):
         if seconds > 1:
-            stop.wait(10)
+            stop.wait(120)
 
     fetcher, store, cached = fetching(lambda request: Fault(piece_bytes=BLOCK, bytes_per_s=1))
     slept = iter([0.0])
@@ -167,7 +167,7 @@ def test_closing_answers_all_who_wait_and_ends_the_threads(fetching):
     closing.start()
     until(lambda: len(answers) == 20)
     gate.set()
-    closing.join(10)
+    closing.join(120)
     assert not closing.is_alive()
     fetcher.read(0, 98 * BLOCK, 1, answers.append)
     assert all(isinstance(answer, PermanentError) for answer in answers)

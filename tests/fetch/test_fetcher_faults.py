@@ -18,14 +18,14 @@ from bootseer.store.faulty import Fault
 from fetch.files import BLOCK
 from fetch.waiting import until
 
-QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=10.0, max_pause_s=0.05)
+QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=60.0, max_pause_s=0.05)
 
 
 def test_a_dead_origin_costs_a_reader_its_deadline_and_the_next_read_tries_afresh(fetching, data):
     dead = [True]
     fetcher, store, _ = fetching(lambda request: Fault(status=503) if dead[0] else None, QUICK)
-    with pytest.raises(TransientError, match=r"block 0 of file .* did not come in 0\.2 s.*503"):
-        fetcher.read_blocking(0, 0, 10, deadline_s=0.2)
+    with pytest.raises(TransientError, match=r"block 0 of file .* did not come in 1\.0 s.*503"):
+        fetcher.read_blocking(0, 0, 10, deadline_s=1.0)
     assert sum(store.requests.values()) > 2
     dead[0] = False
     assert fetcher.read_blocking(0, 0, 10) == data[:10]
@@ -48,7 +48,7 @@ def test_answers_that_end_early_without_an_error_are_tried_again(fetching, data)
 
 def test_an_answer_that_drips_is_asked_for_a_second_time(fetching, data):
     fetcher, _, _ = fetching([Fault(piece_bytes=16, bytes_per_s=100)], replace(QUICK, hedge_s=0.05, demand_timeout_s=2))
-    assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=1.5) == data[:BLOCK]
+    assert fetcher.read_blocking(0, 0, BLOCK, deadline_s=30) == data[:BLOCK]
     assert fetcher.stats().hedges == 1
 
 
@@ -88,12 +88,12 @@ def test_retry_after_is_obeyed_and_the_read_succeeds_after_it(fetching, data):
     def plan(request):
         times.append(request.number)
         clock.set()
-        return Fault(status=429, retry_after_s=0.3) if request.number == 0 else None
+        return Fault(status=429, retry_after_s=2.0) if request.number == 0 else None
 
     fetcher, _, _ = fetching(plan, QUICK)
     answers = []
     fetcher.read(0, 0, 10, answers.append)
-    assert clock.wait(10)
+    assert clock.wait(120)
     until(lambda: fetcher.stats().failures == 1)
     with pytest.raises(TransientError, match="429"):
         fetcher.read_blocking(0, 0, 10, deadline_s=0.05)

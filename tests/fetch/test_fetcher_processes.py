@@ -53,7 +53,7 @@ def test_three_processes_that_pull_the_same_file_fetch_each_block_once(other, pl
     children = [other("pull") for _ in range(3)]
     ends = []
     for child in children:
-        output, errors = child.communicate(timeout=60)
+        output, errors = child.communicate(timeout=180)
         assert child.returncode == 0, errors
         ends.append(json.loads(output.splitlines()[-1]))
     assert {end["sha256"] for end in ends} == {hashlib.sha256(data).hexdigest()}

@@ -84,7 +84,7 @@ def test_a_killed_process_leaves_what_it_wrote(path):
         "import sys, time; from pathlib import Path; from bootseer.fetch.record import *\n"
         "writer = RecordWriter(Path(sys.argv[1]), started_s=7)\n"
         "for block in range(1000): writer.need('ab' * 32, block, Found.MISSING)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, path]) as child:
         try:

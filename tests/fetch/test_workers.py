@@ -9,7 +9,7 @@ from fetch.waiting import until
 def test_threads_are_started_when_all_are_busy_and_used_again_when_free():
     workers, gate, done = Workers("test-workers"), threading.Event(), []
     for number in range(4):
-        workers.submit(lambda number=number: (gate.wait(10), done.append(number)))
+        workers.submit(lambda number=number: (gate.wait(120), done.append(number)))
     assert len(workers) == 4
     gate.set()
     until(lambda: len(done) == 4)
@@ -17,12 +17,12 @@ def test_threads_are_started_when_all_are_busy_and_used_again_when_free():
     workers.submit(lambda: done.append("again"))
     until(lambda: len(done) == 5)
     assert len(workers) == 4
-    assert workers.close(10)
+    assert workers.close(120)
 
 
 def test_closing_leaves_a_thread_that_hangs_behind_and_says_so():
     workers, gate = Workers("test-workers"), threading.Event()
-    workers.submit(lambda: void(gate.wait(10)))
+    workers.submit(lambda: void(gate.wait(120)))
     assert not workers.close(0.01)
     gate.set()
     until(lambda: not any(thread.name.startswith("test-workers") for thread in threading.enumerate()))
@@ -42,7 +42,7 @@ def test_a_job_that_raises_is_reported_and_takes_no_thread(monkeypatch):
     until(lambda: done)
     assert len(workers) == 1
     assert reported == ["mistake"]
-    assert workers.close(10)
+    assert workers.close(120)
 
 
 def void(_):
@@ -51,7 +51,7 @@ def void(_):
 
 def test_a_job_waits_for_a_thread_when_the_machine_has_room_for_no_more(monkeypatch):
     workers, gate, done = Workers("test-workers"), threading.Event(), []
-    workers.submit(lambda: void(gate.wait(10)))
+    workers.submit(lambda: void(gate.wait(120)))
 
     def refused(thread):
         raise RuntimeError("can't start new thread")
@@ -63,4 +63,4 @@ def test_a_job_waits_for_a_thread_when_the_machine_has_room_for_no_more(monkeypa
     gate.set()
     until(lambda: done == ["later"])
     until(lambda: workers._free == 1)
-    assert workers.close(10)
+    assert workers.close(120)

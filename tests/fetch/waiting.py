@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def until(condition: Callable[[], object]) -> None:

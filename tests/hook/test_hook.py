@@ -126,7 +126,7 @@ def test_long_imports_are_stages_and_nobody_notices(run, events, tmp_path):
     assert done.stdout == "SourceFileLoader\nSourceFileLoader SourceFileLoader 7\n"
     found = [event for event in events() if event.stage == STAGE + "import.slow_module"]
     assert [event.phase for event in found] == ["begin", "end"]
-    assert 0.3e9 <= found[1].mono_ns - found[0].mono_ns < 10e9
+    assert 0.3e9 <= found[1].mono_ns - found[0].mono_ns < 100e9
 
 
 def test_a_single_process_needs_no_launcher(run, events, tmp_path):

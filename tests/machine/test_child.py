@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from bootseer.machine import child
@@ -10,7 +11,7 @@ from bootseer.machine import child
 
 def test_output_and_code() -> None:
     ended = child.run(
-        [sys.executable, "-c", "import sys; print('a'); sys.stderr.write('b'); sys.exit(3)"], deadline_s=20
+        [sys.executable, "-c", "import sys; print('a'); sys.stderr.write('b'); sys.exit(3)"], deadline_s=120
     )
     assert (ended.code, ended.output, ended.error) == (3, "a\nb", "")
 
@@ -25,13 +26,19 @@ def test_hanging_child_and_its_children_are_killed(tmp_path: Path) -> None:
     """The grandchild holds the output open and ignores SIGTERM: only its end removes its entry in /proc."""
     note = tmp_path / "pids"
     script = f"trap '' TERM; sh -c 'trap \"\" TERM; echo $$ >> {note}; sleep 600' & echo $$ >> {note}; wait"
-    ended = child.run(["sh", "-c", script], deadline_s=1.0)
-    assert ended.code is None
-    assert ended.error == "no answer within 1 s"
-    pids = [int(line) for line in note.read_text().split()]
+    for deadline_s in (1, 10, 60):  # on a busy machine they may not come far in a second
+        note.write_text("")
+        ended = child.run(["sh", "-c", script], deadline_s=deadline_s)
+        assert ended.code is None
+        assert ended.error == f"no answer within {deadline_s} s"
+        pids = [int(line) for line in note.read_text().split()]
+        if len(pids) == 2:
+            break
     assert len(pids) == 2
-    for pid in pids:
-        assert not _runs(pid)
+    until = time.monotonic() + 120
+    while any(map(_runs, pids)):
+        assert time.monotonic() < until, "it was not killed"
+        time.sleep(0.01)
 
 
 def _runs(pid: int) -> bool:
@@ -43,13 +50,13 @@ def _runs(pid: int) -> bool:
 
 
 def test_output_is_bounded() -> None:
-    ended = child.run([sys.executable, "-c", "print('x' * 10_000_000)"], deadline_s=20)
+    ended = child.run([sys.executable, "-c", "print('x' * 10_000_000)"], deadline_s=120)
     assert len(ended.output) <= 2 * 65_536
 
 
 def test_descriptors_are_given_back() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
-        child.run(["true"], deadline_s=5)
+        child.run(["true"], deadline_s=120)
         child.run(["/nonexistent"], deadline_s=5)
     assert len(list(Path("/proc/self/fd").iterdir())) == before

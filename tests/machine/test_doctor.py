@@ -30,7 +30,7 @@ def test_unusable_spool_is_exit_1_and_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(command, ["--spool", str(tmp_path / "file")])
     assert result.exit_code == 1
-    assert "is not a folder" in result.stdout.replace("\n", "").replace(" " * 26, "")
+    assert "is not a folder" in " ".join(result.stdout.split())
     assert "BootSeer cannot measure here" in result.stdout
 
 
@@ -49,7 +49,7 @@ def test_table_fits_80_columns() -> None:
 def test_output_that_cannot_be_written_is_no_traceback() -> None:
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "bootseer", "doctor", "--json"]
-        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=180, check=False)
     assert (ended.returncode, ended.stderr) == (
         1,
         "bootseer: standard output: cannot be written: No space left on device\n",

@@ -19,7 +19,7 @@ from bootseer.machine.probes import run_checks, run_probes
 
 
 def test_every_check_answers_and_nothing_is_left(tmp_path: Path) -> None:
-    mounted = Path("/proc/self/mountinfo").read_text()
+    mounted = set(Path("/proc/self/mountinfo").read_text().splitlines())
     spool = tmp_path / "a" / "spool"
     checks = {check.name: check for check in run_checks(spool)}
     assert set(checks) > REQUIRED
@@ -28,7 +28,7 @@ def test_every_check_answers_and_nothing_is_left(tmp_path: Path) -> None:
         assert "the probe failed" not in check.why, check
         assert check.opens
     assert usable(list(checks.values()))
-    assert Path("/proc/self/mountinfo").read_text() == mounted
+    assert set(Path("/proc/self/mountinfo").read_text().splitlines()) <= mounted
     assert list(tmp_path.iterdir()) == []
 
 
@@ -44,12 +44,12 @@ def test_a_probe_that_raises_or_hangs_is_a_broken_check() -> None:
 
     try:
         raised, hung, fine = run_probes(
-            [("raises", raises), ("hangs", hangs), ("fine", lambda: Check("fine", "ok", "1"))], deadline_s=1.0
+            [("raises", raises), ("hangs", hangs), ("fine", lambda: Check("fine", "ok", "1"))], deadline_s=3.0
         )
     finally:
         release.set()
     assert (raised.status, raised.why) == ("broken", "the probe failed: RuntimeError: surprise")
-    assert (hung.status, hung.why) == ("broken", "no answer within 1 s")
+    assert (hung.status, hung.why) == ("broken", "no answer within 3 s")
     assert fine.status == "ok"
 
 
@@ -192,7 +192,7 @@ def test_an_ordinary_user_gets_answers_too() -> None:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
     if answer.returncode == 3:

@@ -55,7 +55,7 @@ def run(
         input=given,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=180,
         check=False,
     )
     return Ran(exports.read(folder, before, node_words=node_words), ended.returncode, ended.stdout, ended.stderr)

@@ -108,7 +108,7 @@ def test_a_user_without_rights_is_told_that_nobody_watched(tmp_path: Path) -> No
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.stdout == f"{unobserved('watch files: Operation not permitted')}\n", ended.stderr

@@ -67,7 +67,7 @@ def test_it_is_the_bytecode_that_pip_writes(python, library, job_env, tmp_path):
 def test_an_import_compiles_nothing_more(python, library, job_env):
     _compile(python, library, job_env)
     argv = [python.executable, "-v", "-c", "import app.deep.other"]
-    done = subprocess.run(argv, env=job_env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(argv, env=job_env, capture_output=True, text=True, check=True, timeout=180)
     assert "wrote" not in done.stderr
     assert "other.cpython" in done.stderr
 

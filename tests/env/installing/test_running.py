@@ -15,7 +15,7 @@ from bootseer.env.installing.running import CANNOT_START, TIMED_OUT, runner
 from bootseer.errors import PermanentError
 
 
-def _run(*argv, deadline_s=30.0, enter=None, **env):
+def _run(*argv, deadline_s=120.0, enter=None, **env):
     return runner(enter)(argv, {"PATH": os.environ["PATH"], **env}, deadline_s=deadline_s)
 
 
@@ -45,10 +45,13 @@ def test_a_missing_command_is_an_exit_code():
 
 
 def test_a_command_beyond_its_deadline_is_killed_with_what_it_started(tmp_path):
-    ran = _run("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait", deadline_s=1.0)
-    assert ran.code == TIMED_OUT
+    for deadline_s in (1.0, 10.0, 60.0):  # on a busy machine it may not come far in a second
+        ran = _run("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait", deadline_s=deadline_s)
+        assert ran.code == TIMED_OUT
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
     pid = int((tmp_path / "pid").read_text())
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 120
     while _runs(pid):
         assert time.monotonic() < end_s
         time.sleep(0.02)

@@ -31,7 +31,7 @@ from registry import Registry, needs_registry
 BUILDER = Path(__file__).with_name("builder.py")
 NAME = lease_name(KEY)
 DOWN = Fault(status=503, retry_after_s=3600)
-_END_S = 60.0
+_END_S = 120.0
 
 
 @pytest.fixture

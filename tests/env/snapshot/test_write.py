@@ -169,7 +169,9 @@ _TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(_TREES)
 def test_any_tree_comes_back(tmp_path: Path, tree: dict[tuple[str, ...], bytes | str | None]) -> None:
     top = tmp_path / "tree"
