@@ -96,14 +96,22 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                 _await(lambda: Path(files["sock"]).exists(), "munged listens")
         _await(lambda: _is_idle(env, running), "Slurm's node is idle")
         yield env
+        # What is left of a job tells the controller of its end, and hangs when that is gone.
+        _await(lambda: not _jobs(env), "Slurm's jobs have ended")
     finally:
         for process in reversed(running):
             process.terminate()
-        for process in running:
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+
+
+def _jobs(env: dict[str, str]) -> list[str]:
+    words = ["squeue", "-h", "-o", "%A"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 def _is_idle(env: dict[str, str], running: list[subprocess.Popen[bytes]]) -> bool:
@@ -156,9 +164,7 @@ def test_scancel_reaches_the_command(slurm, env, tmp_path):
     words = ["srun", "-n1", *BOOTSEER, "run", "-q", "--", "sh", "-c", script]
     with subprocess.Popen(words, env=_clean(env, slurm), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         _await((tmp_path / "up").exists, "the command has started")
-        job = subprocess.run(
-            ["squeue", "-h", "-o", "%A"], env=_clean(env, slurm), capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
+        job = _jobs(_clean(env, slurm))[-1]
         subprocess.run(["scancel", "--signal=TERM", job], env=_clean(env, slurm), check=True)
         process.communicate(timeout=180)
     assert mark.read_text() == "got\n"
