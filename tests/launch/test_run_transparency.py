@@ -137,11 +137,12 @@ def test_each_signal_arrives_once(env, name):
 
 
 def test_a_second_term_is_not_swallowed(env):
-    code = """import signal
-signal.signal(signal.SIGTERM, lambda *_: print("got", flush=True))
+    code = """import signal, time
+got = []
+signal.signal(signal.SIGTERM, lambda *_: (got.append(1), print("got", flush=True)))
 print("ready", flush=True)
-signal.pause()
-signal.pause()"""
+while len(got) < 2:
+    time.sleep(0.05)"""
     with start(env, "run", "-q", "--", sys.executable, "-c", code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
