@@ -19,9 +19,10 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import NativeSettings, TakenError
+from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.native_reads import NativeFile
 from bootseer.hdfs.protobuf import field
 from hdfs.whole_files import read_all

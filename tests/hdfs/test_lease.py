@@ -14,10 +14,10 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.lease import Lease, NoNodesError, ask_defaults
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import TakenError
 
 pytestmark = needs_hdfs
 

@@ -13,6 +13,7 @@ from bootseer.errors import (
     TransientError,
     UsageError,
 )
+from bootseer.hdfs.answers import NotYetError, QuotaError, TakenError
 
 native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 
@@ -25,11 +26,11 @@ class PanicException(BaseException):
     ("error", "kind"),
     [
         (FileNotFoundError("/a"), NotFoundError),
-        (FileExistsError("/a for client 127.0.0.1 already exists"), native.TakenError),
+        (FileExistsError("/a for client 127.0.0.1 already exists"), TakenError),
         (RuntimeError('RPCError("org.apache.hadoop.security.AccessControlException", "denied")'), AccessError),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException", "full")'),
-            native.QuotaError,
+            QuotaError,
         ),
         (
             RuntimeError('RPCError("java.io.IOException", "rename destination directory is not empty: /b")'),
@@ -38,7 +39,7 @@ class PanicException(BaseException):
         (RuntimeError('InvalidArgument("No NameNode hosts found")'), UsageError),
         (
             RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "wait")'),
-            native.NotYetError,
+            NotYetError,
         ),
         (OSError("Connection refused (os error 111)"), TransientError),
         (PanicException("Cannot read past end of the file"), TransientError),

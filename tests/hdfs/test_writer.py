@@ -17,8 +17,9 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import Native, NativeSettings, TakenError
+from bootseer.hdfs.native import Native, NativeSettings
 from bootseer.hdfs.writer import HdfsWriter
 from hdfs.whole_files import read_all
 

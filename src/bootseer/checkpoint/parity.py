@@ -48,11 +48,3 @@ def parity_chunk(chunks: Iterable[Buffer], chunk_bytes: int) -> bytearray:
     parity = bytearray(chunk_bytes)
     xor_into(parity, *chunks)
     return parity
-
-
-def rebuild(others: Iterable[Buffer], parity: Buffer, length: int) -> bytearray:
-    """The missing chunk of a row, `length` bytes long, from all its other chunks and the row of the parity part."""
-    chunk = bytearray(parity)
-    xor_into(chunk, *others)
-    del chunk[length:]
-    return chunk

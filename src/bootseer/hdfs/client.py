@@ -18,12 +18,13 @@ from typing import TypeVar
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.bad_nodes import BadNodes
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.names import Names
-from bootseer.hdfs.native import Native, NativeSettings, TakenError
+from bootseer.hdfs.native import Native, NativeSettings
 from bootseer.hdfs.native_names import NativeNames
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
 from bootseer.hdfs.placing import Apart, PlacedWriter, PlacingSettings
@@ -74,7 +75,8 @@ class HdfsClient:
         """What lies in a folder, or with `recursive` below it; a file's list is the file. Raises `NotFoundError`."""
         try:
             yield from self._names.list(path, recursive=recursive)
-        except NotSpokenError:
+        except NotSpokenError as error:
+            self.fallback = str(error)
             yield from self._native_names.list(path, recursive=recursive)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from bootseer.errors import BootseerError, TransientError
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.located import Block, parse_block
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import TakenError, kind_of_error
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError
 
@@ -241,7 +241,7 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
         return _NotReportedError
     if cause.kind == "UnknownCryptoProtocolVersionException":
         return NotSpokenError  # a folder whose files are encrypted by those who write them
-    return kind_of_error(f"{cause.kind}: {cause}")
+    return None
 
 
 def _senseless(namenode: NameNode, path: str, error: MalformedError) -> TransientError:

@@ -18,6 +18,7 @@ from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.answers import kind_of_error
 from bootseer.hdfs.located import LocatedFile, parse_located
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection
@@ -246,9 +247,12 @@ class NameNode:
             return NotFoundError(f"{self._named(path)} is not there")
         if error.kind in ("AccessControlException", "AuthorizationException"):
             return AccessError(said)
-        if error.kind in ("UnresolvedPathException", "InvalidPathException", "RpcNoSuchMethodException"):
+        if error.kind in ("UnresolvedPathException", "RpcNoSuchMethodException"):
             return PermanentError(said)
-        return TransientError(said)
+        # What these mean stands in the class or in the text, which whoever asked may want to read too.
+        whole = f"{error.kind}: {error}"
+        kind = kind_of_error(whole)
+        return TransientError(said) if kind is None else kind(f"{self._named(path)}: {whole}")
 
 
 _namenodes: weakref.WeakSet[NameNode] = weakref.WeakSet()

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.errors import NotFoundError, TransientError
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import kind_of_error
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import RemoteError
 from bootseer.hdfs.status import FileStatus
 
 _FOLDER: Final = 1
@@ -108,15 +106,6 @@ class Names:
             return Message(self._namenode.ask(method, request, path, None))
         except MalformedError as error:
             raise self._senseless(path, error) from error
-        except BootseerError as error:
-            cause = error.__cause__
-            if isinstance(error, NotFoundError) or not isinstance(cause, RemoteError):
-                raise
-            said = f"{cause.kind}: {cause}"
-            kind = kind_of_error(said)
-            if kind is None:
-                raise
-            raise kind(f"{self._named(path)}: {said}") from error
 
     def _named(self, path: str) -> str:
         return f"hdfs://{self._namenode.cluster.authority}{path}"

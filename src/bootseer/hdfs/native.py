@@ -27,7 +27,8 @@ from typing import TypeVar
 from hdfs_native import Client
 
 from bootseer.bounded import stream_within, within
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
+from bootseer.hdfs.answers import kind_of_error
 
 T = TypeVar("T")
 
@@ -59,37 +60,6 @@ class NativeSettings:
     """Properties of Hadoop that count more than the configuration's."""
 
 
-class TakenError(PermanentError):
-    """There is something of this name already."""
-
-
-class QuotaError(PermanentError):
-    """A folder may not have so much: a quota of it, or of one above it, is exceeded."""
-
-
-class NotYetError(TransientError):
-    """The NameNode changes no name yet: it has just started, or its operator wants it so (safe mode)."""
-
-
-_KINDS: dict[type[BootseerError], tuple[str, ...]] = {
-    TakenError: ("AlreadyExistsException", "AlreadyBeingCreatedException", "already exists", "Path is not a directory"),
-    AccessError: ("AccessControlException", "AuthorizationException", "GSSAPIError"),
-    NotYetError: ("SafeModeException", "RetriableException"),
-    QuotaError: ("QuotaExceededException", "QuotaByStorageTypeExceededException"),
-    PermanentError: (
-        "PathIsNotEmptyDirectoryException",
-        "InvalidPathException",
-        "ParentNotDirectoryException",
-        "PathComponentTooLongException",
-        "MaxDirectoryItemsExceededException",
-        "is not empty",
-        "must both be directories",
-        "is a directory or file under",
-        "block size is less than",
-        "equested replication",
-    ),
-}
-"""Parts of answers that mean something to who asked. Only the text says what an error is."""
 _REMOTE = re.compile(r'RPCError\("(?:\w+\.)*([\w$]+)", "(.*?)(?:"\))?$')
 """How the library shows an answer that is an error: the class and the text, quoted."""
 _KERBEROS = re.compile(r'GSSAPIError\(.*, "(.*?)"?\)?$')
@@ -199,14 +169,6 @@ def mapped(error: BaseException, what: str) -> BootseerError:
         hint = "name host and port, or set HADOOP_CONF_DIR to where the service's NameNodes are named"
         return UsageError(f"{what}: no NameNode is known for this address", hint=hint)
     return TransientError(said)
-
-
-def kind_of_error(text: str) -> type[BootseerError] | None:
-    """What a NameNode's answer means for who asked, None for nothing special; `text` has the Java class too."""
-    for kind, parts in _KINDS.items():
-        if any(part in text for part in parts):
-            return kind
-    return None
 
 
 class _Kept:

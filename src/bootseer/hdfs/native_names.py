@@ -12,7 +12,8 @@ from typing import TypeVar
 from hdfs_native import Client
 from hdfs_native import FileStatus as Found
 
-from bootseer.hdfs.native import Native, NotYetError
+from bootseer.hdfs.answers import NotYetError
+from bootseer.hdfs.native import Native
 from bootseer.hdfs.status import FileStatus
 
 T = TypeVar("T")

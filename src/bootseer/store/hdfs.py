@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from bootseer.bounded import within
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import TakenError
 from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.status import FileStatus
 from bootseer.store.store import (

@@ -149,8 +149,3 @@ def closing_both(compressed: Any, file: ReadFile | WriteFile) -> Any:
     with contextlib.suppress(AttributeError):  # zstandard's, which closes the file itself
         compressed.close = close_both
     return compressed
-
-
-def as_any(file: ReadFile | WriteFile) -> Any:
-    """fsspec does not say what its open files are."""
-    return file

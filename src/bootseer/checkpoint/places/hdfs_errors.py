@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hdfs.native import QuotaError
-from bootseer.hdfs.native import TakenError as NameTakenError
+from bootseer.hdfs.answers import QuotaError
+from bootseer.hdfs.answers import TakenError as NameTakenError
 
 _KINDS: dict[str, type[PermanentError]] = {
     "PathIsNotEmptyDirectoryException": NotEmptyError,
