@@ -119,9 +119,11 @@ def test_a_name_as_long_as_can_be_is_copied(files: Files, reading: Reading, tmp_
     assert (tmp_path / name).read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("is_there", [True, False])
 def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halves(
-    files: Files, job: Path, tmp_path: Path
+    files: Files, job: Path, tmp_path: Path, is_there: bool
 ) -> None:
+    """Whether the new one is there already, or comes a moment later."""
     for version in ("old", "new"):
         for name in ("a", "b", "c"):
             files.make_folder(f"{version}/below", parents=True)
@@ -135,13 +137,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halve
         if len(opened) == 2:
             place.before = lambda step, path: None
             (job / "old").rename(job / "away")
-            (job / "new").rename(job / "old")
+            if is_there:
+                (job / "new").rename(job / "old")
 
     place.before = replace
     with contextlib.closing(Reading(place)) as reading:  # type: ignore[arg-type]
         with pytest.raises(TransientError, match="was changed while it was copied"):
             get_checkpoint(files, reading, "old", tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["job"]
+        if not is_there:
+            (job / "new").rename(job / "old")
         get_checkpoint(files, reading, "old", tmp_path / "out")
     assert {path.read_text() for path in (tmp_path / "out/below").iterdir()} == {"new"}
 

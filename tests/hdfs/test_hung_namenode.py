@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -114,8 +115,8 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
     with (tmp_path / "step-1").open("wb") as source:
         source.truncate(1 << 30)
     with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
-        command = [sys.executable, "-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{running.uri}/job"]
-        put = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        command = ["-m", "bootseer", "ckpt", "put", str(tmp_path / "step-1"), f"{running.uri}/job"]
+        put = subprocess.Popen([sys.executable, "-X", "faulthandler", *command], stderr=subprocess.PIPE, text=True)
         try:
             until = time.monotonic() + ENDS_S
             while not is_writing(client):
@@ -126,14 +127,15 @@ def test_an_interrupted_put_does_not_wait_for_servers_and_says_what_is_left(
                 running.hang(number)  # so that it is still writing
             running.hang_namenode()
             put.send_signal(signal.SIGINT)
-            _, said = put.communicate(timeout=180)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                put.wait(180)
         finally:
-            put.kill()
-            put.wait()
+            put.send_signal(signal.SIGABRT)  # when it waits on, it says where
+            said = put.communicate()[1]
             running.resume_namenode()
             for number in range(2):
                 running.resume(number)
-        assert put.returncode == 128 + signal.SIGINT
+        assert put.returncode == 128 + signal.SIGINT, said
         assert "removed by later writers" in said
 
 

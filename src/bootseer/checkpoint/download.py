@@ -20,7 +20,7 @@ from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 
 _PIECE_BYTES = 16 << 20
 _AT_ONCE = 4
@@ -61,10 +61,18 @@ def get_checkpoint(
                 copy.mkdir()
                 for folder in _folders(files, path):
                     (copy / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
-            _copy_all(reading, path, infos, copy, progress)
-            if _versions(walk(files, path)) != _versions(infos):
-                # Each file is one version, but some may be of another checkpoint than others.
-                raise TransientError(f"{files.place.uri}/{path} was changed while it was copied; get it again")
+            failed: BootseerError | None = None
+            try:
+                _copy_all(reading, path, infos, copy, progress)
+            except PermanentError as error:
+                failed = error
+            # Each file is one version, but some may be of another checkpoint than others, or gone meanwhile.
+            if not _is_still(files, path, infos):
+                raise TransientError(
+                    f"{files.place.uri}/{path} was changed while it was copied; get it again"
+                ) from failed
+            if failed is not None:
+                raise failed
             _take_place(copy, target, replace)
     return Got(sum(info.size_bytes for info in infos), len(infos))
 
@@ -91,6 +99,15 @@ def _folders(files: Files, path: str) -> Iterator[str]:
         below = [entry.path for entry in files.names(folders.pop()) if entry.is_folder]
         yield from below
         folders += below
+
+
+def _is_still(files: Files, path: str, infos: Iterable[FileInfo]) -> bool:
+    """Whether a checkpoint is the one that was listed."""
+    try:
+        now = list(walk(files, path))
+    except NotFoundError:  # at this moment somebody replaces it
+        return False
+    return _versions(now) == _versions(infos)
 
 
 def _versions(infos: Iterable[FileInfo]) -> dict[str, str]:

@@ -12,50 +12,88 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import NoReturn
 
 from bootseer.errors import Interrupted
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NUDGE_S = 0.25
 
 
 @contextmanager
 def interruptible(patience_s: float | None = None, rests: str = "") -> Iterator[None]:
     """Raise `Interrupted` in the main thread for a signal that asks us to end; what is ignored stays ignored.
 
-    `patience_s`: the process ends when the block has not ended so long after the signal, and says `rests`: what becomes
-    of what was not undone.
+    `patience_s`: the process ends when the block has not ended so long after the first signal, and says `rests`: what
+    becomes of what was not undone. Further signals do not hurry it then. Such a block must not fork.
     """
+    heard = threading.Event()
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        if patience_s is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
-
-            def give_up(alarm: int, frame: FrameType | None) -> NoReturn:
-                os.write(2, f"\nbootseer: ended while servers did not answer; {rests}\n".encode())
-                os._exit(128 + number)
-
-            signal.signal(signal.SIGALRM, give_up)
-            signal.setitimer(signal.ITIMER_REAL, patience_s)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if patience_s is not None and heard.is_set():
+            return
+        heard.set()
         raise Interrupted(number, signal.Signals(number).name)
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in _ENDING}
-    alarm = signal.getsignal(signal.SIGALRM)
     ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in ours:
-        signal.signal(number, interrupt)
+    with nullcontext() if patience_s is None else _ended_after(patience_s, rests, ours, heard):
+        for number in ours:
+            signal.signal(number, interrupt)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
+            yield
+        finally:
+            # First hold back, then put back: a signal in between meets neither half-way.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+            for number in ours:
+                signal.signal(number, before[number])
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _ended_after(
+    patience_s: float, rests: str, numbers: Sequence[signal.Signals], heard: threading.Event
+) -> Iterator[None]:
+    """End the process when the block lasts so long after one of these signals.
+
+    A thread does it. The main thread may be where Python's handlers do not run: in a library, or in a lock that it
+    began to wait for at the very moment of the signal, which Python forgets then (until the next one: it gets one).
+    """
+    heard_of, tell = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(tell, False)
+    ended = threading.Event()
+
+    def watch() -> None:
+        number = 0
+        while number not in numbers:
+            told = os.read(heard_of, 1)
+            if not told:
+                return
+            number = told[0]
+        until_s = time.monotonic() + patience_s
+        while not ended.wait(min(_NUDGE_S, max(until_s - time.monotonic(), 0))):
+            if time.monotonic() >= until_s:
+                with suppress(OSError):  # standard error is closed
+                    os.write(2, f"\nbootseer: ended while servers did not answer; {rests}\n".encode())
+                os._exit(128 + number)
+            if not heard.is_set():
+                signal.pthread_kill(main, number)
+
+    main = threading.get_ident()
+    watching = threading.Thread(target=watch, name="bootseer-patience", daemon=True)
+    watching.start()
+    previous = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
         yield
     finally:
-        if patience_s is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm)
-        # First hold back, then put back: a signal in between meets neither half-way.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ours)
-        for number in ours:
-            signal.signal(number, before[number])
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        ended.set()
+        signal.set_wakeup_fd(previous)
+        os.close(tell)
+        watching.join()
+        os.close(heard_of)

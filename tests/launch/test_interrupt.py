@@ -1,0 +1,114 @@
+"""What was begun is undone when a signal comes, and nobody waits long for it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from bootseer.errors import Interrupted
+from bootseer.launch.interrupt import interruptible
+
+DEAF = """
+import ctypes
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+def wait():
+    print("waits", flush=True)
+    libc.pthread_mutex_lock(mutex)  # no signal ends it, and no handler of Python runs meanwhile
+"""
+CLEANING = """
+import time
+def wait():
+    try:
+        print("waits", flush=True)
+        time.sleep(100)
+    finally:
+        print("cleaning", flush=True)
+        time.sleep(1)
+        print("clean", flush=True)
+"""
+BLOCK = """
+import sys
+from bootseer.errors import Interrupted
+from bootseer.launch.interrupt import interruptible
+try:
+    with interruptible(float(sys.argv[1]), "what is left is removed later"):
+        wait()
+except Interrupted:
+    print("ended", flush=True)
+    sys.exit(3)
+"""
+
+
+def started(program: str, patience_s: float) -> subprocess.Popen[str]:
+    """A process in its block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + BLOCK, str(patience_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_main_thread_that_hears_no_signal_ends_with_its_process(number: signal.Signals) -> None:
+    with started(DEAF, 0.5) as process:
+        time.sleep(0.1)  # into the library
+        process.send_signal(number)
+        _, said = process.communicate(timeout=100)
+    assert process.returncode == 128 + number
+    assert said == "\nbootseer: ended while servers did not answer; what is left is removed later\n"
+
+
+def test_what_is_undone_in_time_is_undone_whatever_signals_follow() -> None:
+    with started(CLEANING, 100.0) as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "cleaning\n"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        out, said = process.communicate(timeout=100)
+    assert (process.returncode, out, said) == (3, "clean\nended\n", "")
+
+
+def test_what_is_not_undone_in_time_is_left() -> None:
+    with started(CLEANING.replace("sleep(1)", "sleep(100)"), 0.3) as process:
+        process.send_signal(signal.SIGINT)
+        out, said = process.communicate(timeout=90)
+    assert (process.returncode, out) == (130, "cleaning\n")
+    assert "ended while servers did not answer" in said
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_told_again() -> None:
+    """As one that comes just when it begins to wait for a lock."""
+
+    def elsewhere() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=elsewhere)
+    with pytest.raises(Interrupted), interruptible(100.0):
+        thread.start()
+        threading.Event().wait()
+    thread.join()
+
+
+def test_a_block_leaves_nothing_behind() -> None:
+    threads = threading.enumerate()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for _ in range(3):
+        with interruptible(0.1):
+            pass
+    assert threading.enumerate() == threads
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    time.sleep(0.3)  # nothing ends this process
