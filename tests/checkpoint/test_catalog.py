@@ -145,7 +145,10 @@ def test_a_folder_that_may_not_be_read_does_not_hide_the_others(files: Files, jo
             raise AccessError("not yours")
 
     place.before = refuse
-    assert [found.name for found in checkpoints(Files(place), "")] == ["step-2"]  # type: ignore[arg-type]
+    refused: list[str] = []
+    found = checkpoints(Files(place), "", refused.append)  # type: ignore[arg-type]
+    assert [one.name for one in found] == ["step-2"]
+    assert refused == ["step-1"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "long"])

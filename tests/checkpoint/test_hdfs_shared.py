@@ -117,6 +117,19 @@ def test_users_share_a_job_and_none_removes_what_is_anothers(opened: Opened, sou
     assert [one.name for one in checkpoints(Files(alice), "")] == ["step-1", "step-2"]
     with pytest.raises(AccessError, match="Permission denied by sticky bit: user=bob"):
         bob.delete("step-1", recursive=True)
+    alice.set_mode("step-1", 0o700)
+    refused: list[str] = []
+    assert [one.name for one in checkpoints(Files(bob), "", refused.append)] == ["step-2"]
+    assert refused == ["step-1"]
+    listed = subprocess.run(
+        [sys.executable, "-m", "bootseer", "ckpt", "list", bob.uri],
+        env=os.environ | {"HADOOP_USER_NAME": "bob"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "you may not read step-1\n" in listed.stdout
+    assert "not there" not in listed.stdout  # it is there, and latest names it
 
 
 def test_who_may_not_write_there_is_told_so(opened: Opened, source: Path) -> None:

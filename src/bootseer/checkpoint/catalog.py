@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,10 +42,13 @@ class Checkpoint:
     is_latest: bool
 
 
-def checkpoints(files: Files, folder: str) -> list[Checkpoint]:
-    """The checkpoints in a folder that may be read, the newest last: by step, and without steps by time."""
+def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lambda name: None) -> list[Checkpoint]:
+    """The checkpoints in a folder that may be read, the newest last: by step, and without steps by time.
+
+    `refused` hears the names of the others.
+    """
     latest = _latest(files, folder)
-    return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info)], latest)
+    return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info)], latest, refused)
 
 
 def checkpoint(files: Files, path: str) -> Checkpoint:
@@ -139,12 +142,18 @@ def _is_checkpoint(info: FileInfo) -> bool:
     return (info.is_folder and not name.startswith(".")) or (name != LATEST and name.endswith(_ENDINGS))
 
 
-def _sorted(files: Files, infos: Sequence[FileInfo], latest: str | None) -> list[Checkpoint]:
+def _sorted(
+    files: Files, infos: Sequence[FileInfo], latest: str | None, refused: Callable[[str], None]
+) -> list[Checkpoint]:
     found = []
     with ThreadPoolExecutor(_AT_ONCE, "bootseer-list") as threads:
-        for measuring in [threads.submit(_measured, files, info, latest) for info in infos]:
-            with contextlib.suppress(NotFoundError, AccessError):  # removed meanwhile, or somebody else's
+        for info, measuring in [(info, threads.submit(_measured, files, info, latest)) for info in infos]:
+            try:
                 found.append(measuring.result())
+            except NotFoundError:  # removed meanwhile
+                continue
+            except AccessError:  # somebody else's
+                refused(info.path.rpartition("/")[2])
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.mtime_ns))
 
 

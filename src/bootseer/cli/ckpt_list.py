@@ -30,14 +30,15 @@ def command(job: str, as_json: bool) -> None:
     from bootseer.units import format_bytes, format_seconds
 
     with files_at(job) as files:
-        found = checkpoints(files, "")
+        refused: list[str] = []
+        found = checkpoints(files, "", refused.append)
         problem = ""
         try:
             latest = read_latest(files.place, "")
         except CorruptError as error:
             latest, problem = None, str(error)
         uri = files.place.uri
-    if latest is not None and not any(one.is_latest for one in found):
+    if latest is not None and latest not in refused and not any(one.is_latest for one in found):
         problem = f"latest names {latest}, which is not there"
     now_s = time.time()
     if as_json:
@@ -54,7 +55,16 @@ def command(job: str, as_json: bool) -> None:
             }
             for one in found
         ]
-        print_json({"schema": SCHEMA, "job": uri, "latest": latest, "problem": problem, "checkpoints": rows})
+        print_json(
+            {
+                "schema": SCHEMA,
+                "job": uri,
+                "latest": latest,
+                "problem": problem,
+                "checkpoints": rows,
+                "refused": refused,
+            }
+        )
         return
     with terminal() as console:
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -74,6 +84,8 @@ def command(job: str, as_json: bool) -> None:
             )
         if found:
             console.print(table)
+        if refused:
+            console.print(Text(f"you may not read {clean(', '.join(refused))}", "yellow"), soft_wrap=True)
         if problem:
             console.print(Text(problem, "red"), soft_wrap=True)
         console.print(Text(f"{len(found)} checkpoint{'s' * (len(found) != 1)} in {uri}"), soft_wrap=True)
