@@ -223,6 +223,7 @@ class TestFaults:
         elif damage == "removed":
             found.unlink()
         elif damage == "sums removed":
+            faulty.corrupt(found, offset=70_000)  # which nobody would notice
             sums.unlink()
         elif damage == "sums cut":
             os.truncate(sums, 7 + 4 * 1000)
@@ -230,7 +231,23 @@ class TestFaults:
             sums.write_bytes(b"garbage" + sums.read_bytes()[7:])
         # The other one is asked only when this one has not given it.
         assert read(reads.open(path), avoid=frozenset({second})) == DATA[: 4 * MIB]
-        assert bool(failures(reads).get(first)) == (damage != "sums removed")
+        assert failures(reads)[first]
+
+    def test_what_has_checksums_nowhere_is_read_and_counted(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+        put(faulty.uri, "/unchecked", DATA[: 4 * MIB], block_size=MIB, replication=2)
+        two_nodes(faulty, "/unchecked")
+        name = faulty.where("/unchecked", replicas=2)[1].block
+        blocks = [block for block in faulty.blocks() if block.name == name]
+        for block in blocks:
+            (sums,) = block.parent.glob(f"{name}_*.meta")
+            sums.unlink()
+        assert len(blocks) == 2
+        file = reads.open("/unchecked")
+        assert read(file) == DATA[: 4 * MIB]
+        counted = reads.facts()["unchecked"]
+        assert counted
+        assert read(file, piece=MIB // 4) == DATA[: 4 * MIB]
+        assert reads.facts()["unchecked"] == counted, "this is known by now"
 
     def test_a_file_that_was_removed_is_said_to_be_so_by_each_read(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         put(faulty.uri, "/removed", DATA[:MIB])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import LocatedFile
 from bootseer.hdfs.pieces import Ticket
 from bootseer.hdfs.runs import Run
@@ -20,6 +20,7 @@ ERRORS = st.sampled_from(
         RefusedError("refused", token=False),
         RefusedError("token", token=True),
         UnevenError("uneven"),
+        UncheckedError(),
     ]
 )
 REPLICAS = st.lists(st.sampled_from(sorted(NODES)), min_size=1, max_size=3, unique=True).map(tuple)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from bootseer.hdfs import checksums
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block
 from bootseer.hdfs.pieces import MAX_PACKETS
 from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
@@ -116,10 +116,14 @@ class BlockRead:
         length: int,
         *,
         check: bool,
+        strict: bool = False,
         max_packets: int = MAX_PACKETS,
         on_silence: Callable[[float], None],
     ) -> None:
-        """Ask for `length` bytes from `offset` of the block on, all of which it has. Raises `DataNodeError`s."""
+        """Ask for `length` bytes from `offset` of the block on, all of which it has. Raises `DataNodeError`s.
+
+        `check`: compare them with HDFS's checksums, where the DataNode has them; `strict`: it must have them.
+        """
         self._connection = connection
         self._on_silence = on_silence
         self._max_packets = max_packets
@@ -130,7 +134,7 @@ class BlockRead:
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
         connection.send(_READ_BLOCK + delimited(request))
         try:
-            self._begin(offset, check)
+            self._begin(offset, check, strict)
             self._sequence = 0
             self._head = bytearray(_HEADER_BYTES)
             connection.receive([memoryview(self._head)], on_silence)
@@ -138,7 +142,7 @@ class BlockRead:
         except MalformedError as error:
             raise DataNodeError(f"what it says makes no sense: {error}") from error
 
-    def _begin(self, offset: int, check: bool) -> None:
+    def _begin(self, offset: int, check: bool, strict: bool) -> None:
         """The answer in front of the packets."""
         answer = Message(self._delimited())
         status = answer.number(1)
@@ -151,6 +155,8 @@ class BlockRead:
         if self._kind not in checksums.KINDS or not 0 < self._chunk <= _MAX_CHUNK_BYTES:
             raise MalformedError(f"checksums of kind {self._kind} for {self._chunk} bytes")
         self._has_sums = check and self._kind != checksums.NONE
+        if strict and not self._has_sums:
+            raise UncheckedError
         self._at = info.number(2)
         self._skip = offset - self._at
         if not 0 <= self._skip < self._chunk or self._at % self._chunk:

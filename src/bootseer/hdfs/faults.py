@@ -15,6 +15,13 @@ class RefusedError(DataNodeError):
         self.token = token
 
 
+class UncheckedError(RefusedError):
+    """It has the block, but nothing to check it with."""
+
+    def __init__(self) -> None:
+        super().__init__("it has no checksums of the block", token=False)
+
+
 class SilentError(DataNodeError):
     """It says nothing for longer than its reader wants to wait."""
 

@@ -48,7 +48,7 @@ class Line:
         self.seconds = 0.0
         self._urgent: deque[Piece] = deque()
         self._later: deque[Piece] = deque()
-        self._by_start: dict[tuple[int, int, bool], Piece] = {}
+        self._by_start: dict[tuple[int, int, bool, bool], Piece] = {}
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class Line:
         only_urgent = self.has_urgent()
         while num_bytes < most_bytes and len(found) < _MAX_PIECES:
             end = piece.offset + piece.length
-            following = self._by_start.get((piece.block.id, end, piece.ticket.check))
+            following = self._by_start.get((piece.block.id, end, piece.ticket.check, piece.strict))
             if following is None or not self._is_here(following) or (only_urgent and not following.ticket.urgent):
                 break
             if num_bytes + following.length > most_bytes:

@@ -51,6 +51,8 @@ class Source:
     """When it was asked again last."""
     gone: PermanentError | None = None
     """What it said of a file that is not there any more."""
+    unchecked: set[int] = field(default_factory=set)
+    """Blocks of which no DataNode has checksums."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,7 +82,8 @@ class Ticket:
             offset = at - block.start
             length = min(piece_bytes - offset % piece_bytes, block.length - offset, end - at)
             view = self.into[at - self.offset : at - self.offset + length]
-            self.pieces.append(Piece(self, block, offset, length, view, self.source.num_answers))
+            strict = self.check and block.id not in self.source.unchecked
+            self.pieces.append(Piece(self, block, offset, length, view, strict, self.source.num_answers))
             at += length
         self.num_left = len(self.pieces)
 
@@ -96,6 +99,8 @@ class Piece:
     length: int
     view: memoryview
     """Where its bytes go; `NOTHING` when it has ended, so that what remembers the piece keeps no memory."""
+    strict: bool
+    """Taken only from those who have checksums of it."""
     num_answers: int
     """Which of the NameNode's answers `block` is from."""
     state: State = State.PARKED
@@ -111,6 +116,8 @@ class Piece:
     """The same, since the beginning."""
     wrong: set[str] = field(default_factory=set)
     """DataNodes that gave wrong bytes."""
+    unchecked: set[str] = field(default_factory=set)
+    """DataNodes that have it without checksums."""
     refreshed: bool = False
     """The NameNode was asked again because of it."""
     hedge: Piece | None = None
@@ -122,9 +129,9 @@ class Piece:
     won_by: str = ""
 
     @property
-    def key(self) -> tuple[int, int, bool]:
+    def key(self) -> tuple[int, int, bool, bool]:
         """What the piece before it calls its successor."""
-        return (self.block.id, self.offset, self.ticket.check)
+        return (self.block.id, self.offset, self.ticket.check, self.strict)
 
 
 def hopeless(piece: Piece) -> BootseerError:

@@ -48,7 +48,8 @@ class HdfsReads:
 
     def facts(self) -> dict[str, object]:
         """All reads so far: for each DataNode bytes, requests, seconds (of all its connections) and failures, then how
-        often something was asked again, hedged, refreshed, or refused for wrong bytes."""
+        often something was asked again, hedged, refreshed, refused for wrong bytes, or taken without checksums because
+        nobody who can be asked has any."""
         with self._serving.schedule() as schedule:
             counts = schedule.counts
             return {
@@ -61,7 +62,10 @@ class HdfsReads:
                     }
                     for line in schedule.queueing.lines.values()
                 },
-                **{name: counts[name] for name in ("retries", "hedges", "hedges_won", "refreshes", "wrong")},
+                **{
+                    name: counts[name]
+                    for name in ("retries", "hedges", "hedges_won", "refreshes", "wrong", "unchecked")
+                },
                 "fallback": "",
             }
 

@@ -18,7 +18,7 @@ from typing import Final
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.choice import NodeChoice
 from bootseer.hdfs.deadlines import Deadlines
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.lines import Line
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.pieces import MAX_PACKETS, NOTHING, Piece, Source, State, Ticket, hopeless, overrun
@@ -299,6 +299,8 @@ class Schedule:
         if not healthy and piece.reasons and piece.original is None and self._may_ask(piece, now_s):
             # It waits for what hangs, in vain perhaps: there may be a new replica.
             self._ask(piece)
+        elif not healthy and piece.unchecked and piece.strict:
+            self._do_without_checksums(piece, now_s)
         else:
             self.queueing.add(piece, healthy or trusted, now_s, first=first)
 
@@ -381,8 +383,20 @@ class Schedule:
                 self._queue(original, now_s)
         elif self._may_ask(piece, now_s):
             self._ask(piece)
+        elif piece.unchecked and piece.strict:
+            self._do_without_checksums(piece, now_s)
         else:
             self.fail(piece.ticket, piece.ticket.source.gone or hopeless(piece), at_once=False)
+
+    def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
+        """Nobody who can be asked has checksums of its block: HDFS was told to keep none, or has lost them."""
+        self.counts["unchecked"] += 1
+        piece.strict = False
+        if piece.unchecked.issuperset(node.host_port for node in piece.block.nodes):
+            piece.ticket.source.unchecked.add(piece.block.id)
+        for node in piece.unchecked:
+            piece.tried.pop(node, None)
+        self._queue(piece, now_s)
 
     def _may_ask(self, piece: Piece, now_s: float) -> bool:
         return not piece.refreshed and now_s >= piece.ticket.source.answered_s + _ANSWER_HOLDS_S
@@ -416,6 +430,8 @@ class Schedule:
                 piece.tried[line.name] = str(error)
             if isinstance(error, WrongBytesError):
                 piece.wrong.add(line.name)
+            elif isinstance(error, UncheckedError):
+                piece.unchecked.add(line.name)
         if isinstance(error, WrongBytesError):
             self.counts["wrong"] += 1
         if isinstance(error, (WrongBytesError, RefusedError)):
@@ -460,7 +476,7 @@ class Schedule:
         self._num_hedges += 1
         self.counts["hedges"] += 1
         memory = memoryview(bytearray(piece.length))
-        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.num_answers)
+        hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.num_answers)
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
         self.queueing.add(hedge, others, now_s, first=True)
 

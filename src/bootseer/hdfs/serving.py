@@ -252,6 +252,7 @@ class Serving:
             first.offset,
             run.length,
             check=first.ticket.check,
+            strict=first.strict,
             max_packets=run.packets,
             on_silence=lambda silent_s: self._judge(run, silent_s),
         )
