@@ -38,7 +38,7 @@ _NAME = "bootseer-mount"
 """What `ps` and `top` show, so that nobody takes the daemon for the program that started it."""
 _MAX_REPORT = 65_536
 _GRACE_S = 1.0
-_LET_GO_S = 10.0
+_LET_GO_S = 60.0
 _TICK_S = 0.5
 
 OnError = Callable[[str], None]
