@@ -138,7 +138,7 @@ class Row:
                 waited_s = now - job.started_s
                 if is_late(waited_s, job.expected_s, settings) and self._pays(waited_s):
                     self._asked[chunk] = job
-            instead = self._reconsidered(on_way) + self._without_late_parity(now)
+            instead = self._reconsidered(on_way) + self._without_late_help(now)
         for job in instead:
             job.read_own()
         self._means.timer.after(settings.look_s, self._look)
@@ -157,10 +157,11 @@ class Row:
         others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._have]
         others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
         parity_s = self._parity_s(segment)
+        helpers_s = max((one.left_s() for chunk, one in self._helpers.items() if chunk not in self._have), default=0.0)
         loser = overtaken(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
         if loser in on_way:
             self._asked = {loser: on_way[loser]}
-        elif loser is None and any(is_regretted(left[job.chunk], parity_s) for job in untried):
+        elif loser is None and any(is_regretted(left[job.chunk], max(parity_s, helpers_s)) for job in untried):
             self._asked = {}
         else:
             return []
@@ -174,9 +175,14 @@ class Row:
             return self._parity_read.left_s()
         return 0.0 if self._parity is _Parity.HERE else inf
 
-    def _without_late_parity(self, now: float) -> list[ChunkRead]:
-        """Chunks that parity was to be read for, when it is parity that is late."""
-        if self._parity is not _Parity.LOADING or self._parity_read is None or not self._parity_read.is_late(now):
+    def _without_late_help(self, now: float) -> list[ChunkRead]:
+        """Chunks that parity was to be read for, when it is parity that is late, or what is read besides."""
+        parity = self._parity_read
+        is_waited_for = self._parity is _Parity.LOADING and parity is not None and parity.is_late(now)
+        for chunk, helper in self._helpers.items():
+            if chunk not in self._have and helper.started_s is not None:
+                is_waited_for |= is_late(now - helper.started_s, helper.expected_s, self._means.settings)
+        if not is_waited_for:
             return []
         untried = [job for job in self._asked.values() if job.started_s is None]
         for job in untried:
