@@ -62,7 +62,7 @@ def _count(text: str) -> int:
 def _print(result: dict[str, Any]) -> None:
     unit = result["unit"]
     print(f"\n{result['name']}{' (quick)' if result['quick'] else ''}  [{unit}]")
-    print(f"  {'':34}{'median':>12}{'best':>12}{'worst':>12}{'vs baseline':>14}  baseline")
+    print(f"  {'':34}{'median':>12}{'least':>12}{'most':>12}{'vs baseline':>14}  baseline")
     for arm, row in result["summary"].items():
         against = result["against"].get(arm)
         compared = f"{against['difference']['median']:+14.4g}  {against['baseline']}" if against else ""
