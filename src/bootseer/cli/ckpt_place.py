@@ -71,12 +71,18 @@ def _patience(what: str) -> Iterator[None]:
 
 
 def tell_fallback(place: Mapping[str, object]) -> str:
-    """Say why bytes went the slow way, from a place's figures; returns the reason, "" where they did not."""
+    """Say why bytes went the slow way, and which could not be checked, from a place's figures; returns the reason of
+    the first, "" where they did not."""
     from bootseer.launch.supervise import say
 
     why = str(place.get("fallback", ""))
     if why:
         say(f"slower than it could be, through hdfs-native alone: {why}")
+    if unchecked := place.get("unchecked"):
+        say(
+            f"{unchecked} ranges of ordinary files were read unchecked: no DataNode that could be asked has HDFS's "
+            "checksums of them; compare the copy with its source if you have it"
+        )
     return why
 
 

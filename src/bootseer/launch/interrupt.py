@@ -63,7 +63,7 @@ def _ended_after(
     """End the process when the block lasts so long after one of these signals.
 
     A thread does it. The main thread may be where Python's handlers do not run: in a library, or in a lock that it
-    began to wait for at the very moment of the signal, which Python forgets then (until the next one: it gets one).
+    began to wait for just after the signal, which does not wake it then. The next one does, so it is sent one.
     """
     heard_of, tell = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(tell, False)

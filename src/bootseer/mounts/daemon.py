@@ -146,13 +146,13 @@ class Daemon:
         """Tell it that the startup is over: training has begun."""
         control.ask(self.folder, "began")
 
-    def stop_unused(self) -> None:
+    def stop_unused(self, waiting: Waiting = lambda: None) -> None:
         """Let it unmount and end when only the kernel can still use its files: it lets go of those of layers that were
         unmounted a moment ago, which takes seconds on a busy machine. Raises `PermanentError` when it does not."""
         deadline = time.monotonic() + _LET_GO_S
         while True:
             try:
-                self.stop()
+                self.stop(waiting=waiting)
                 return
             except PermanentError:
                 if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ from bootseer.bring.brought import Brought
 from bootseer.bring.places import RUNTIME
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.daemon import Daemon, Waiting
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
@@ -55,10 +55,11 @@ class MountedImage(Brought):
         unmount(self._runtime, self._state)
 
 
-def unmount(runtime: Runtime, state: MountState) -> None:
+def unmount(runtime: Runtime, state: MountState, waiting: Waiting = lambda: None) -> None:
     """Take away a mount that was written down: the tree, its layers, its daemon. Layers that others may use stay.
 
-    Raises `TransientError` while a process has a file of it open.
+    `waiting` is called now and then while the kernel holds files of the daemon. Raises `TransientError` while a
+    process has a file of it open.
     """
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
@@ -77,7 +78,7 @@ def unmount(runtime: Runtime, state: MountState) -> None:
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
             kernel.unmount(Path(point))
-        Daemon(folder, state.daemon).stop_unused()
+        Daemon(folder, state.daemon).stop_unused(waiting)
     runtime.remove(state)
     changes = state.details.get(CHANGES)
     if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
