@@ -1,0 +1,1 @@
+"""What all parts share to use the operating system safely: threads that survive a fork, folders that root may trust."""
