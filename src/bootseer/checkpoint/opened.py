@@ -26,6 +26,7 @@ from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.io.fork import after_fork
 
 FOLDERS = "file:///"
 CACHE = "BOOTSEER_CHECKPOINT_CACHE"
@@ -177,4 +178,4 @@ def _node_cache(env: Mapping[str, str]) -> Cache | None:
         return None  # it saves time, and nothing else depends on it
 
 
-os.register_at_fork(after_in_child=lambda: _processes.append(_Process()))
+after_fork(lambda: _processes.append(_Process()))

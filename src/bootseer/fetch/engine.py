@@ -33,7 +33,7 @@ from bootseer.fetch.settings import FetchSettings
 from bootseer.fetch.stats import Meter
 from bootseer.fetch.tickets import Ticket, Tickets
 from bootseer.fetch.transfer import transfer
-from bootseer.fetch.workers import Workers, report_exception
+from bootseer.io.executor import Executor, report_exception
 from bootseer.store.store import Store
 
 # A long plan must not keep the first reader from the lock.
@@ -47,6 +47,11 @@ class _ToDo:
     fetches: list[Fetch] = field(default_factory=list)
     complete: list[Ticket] = field(default_factory=list)
     failed: list[tuple[Ticket, BootseerError]] = field(default_factory=list)
+
+    def add(self, more: _ToDo) -> None:
+        self.fetches += more.fetches
+        self.complete += more.complete
+        self.failed += more.failed
 
 
 class Engine:
@@ -78,9 +83,9 @@ class Engine:
         self.cache_error: BootseerError | None = None
         """Why blocks cannot be kept."""
         self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-        self.workers = Workers("bootseer-fetch")
-        self._clock = threading.Thread(target=self._run_clock, name="bootseer-fetch-clock", daemon=True)
-        self._clock.start()
+        self.workers = Executor("bootseer-fetch")
+        self._clock = Executor("bootseer-fetch-clock", 1)
+        self._clock.submit(self._run_clock)
 
     # What the fetcher wants
 
@@ -170,7 +175,7 @@ class Engine:
             _answer(ticket, _closed())
         until = time.monotonic() + timeout_s
         self.workers.close(timeout_s)
-        self._clock.join(max(until - time.monotonic(), 0.0))
+        self._clock.close(max(until - time.monotonic(), 0.0))
 
     # With the lock held
 
@@ -230,7 +235,10 @@ class Engine:
 
     def _carry_out(self, to_do: _ToDo) -> None:
         for fetch in to_do.fetches:
-            self.workers.submit(partial(self._fetch, fetch))
+            try:
+                self.workers.submit(partial(self._fetch, fetch))
+            except TransientError as refused:  # no thread can be started: the request has failed
+                to_do.add(self._finished(fetch, refused))  # this loop also runs over what is added
         for ticket, error in to_do.failed:
             _answer(ticket, error)
         for ticket in to_do.complete:
@@ -300,10 +308,14 @@ class Engine:
     # One request, on a worker thread
 
     def _fetch(self, fetch: Fetch) -> None:
+        if self._closed:
+            return
         file = self.files[fetch.file]
         error: BootseerError | None = None
-        claim = file.claim(fetch.blocks, hedge=fetch.hedge, distrusted=self._distrusted_of(fetch.file))
+        held: set[int] = set()
         try:
+            claim = file.claim(fetch.blocks, hedge=fetch.hedge, distrusted=self._distrusted_of(fetch.file))
+            held = claim.held
             self._say_claimed(fetch, claim)
             self._bring(fetch, claim)
         except BootseerError as problem:
@@ -312,17 +324,20 @@ class Engine:
             # An adapter let a foreign error through: readers must not wait for the deadline because of that.
             error = TransientError(f"{file.origin.uri}: {type(problem).__name__}: {problem}")
             report_exception()
-        file.release(claim.held)
+        file.release(held)
+        to_do = self._finished(fetch, error)
+        is_last = self._wants_all and self.scheduler.idle
+        self._carry_out(to_do)
+        if is_last:
+            self._sync()
+
+    def _finished(self, fetch: Fetch, error: BootseerError | None) -> _ToDo:
         with self._lock:
             now = time.monotonic()
             self._cancelled.discard(fetch.number)
             self._urgent.discard(fetch.number)
             self.scheduler.finished(fetch.number, now, error)
-            to_do = self._advance(now)
-            is_last = self._wants_all and self.scheduler.idle
-        self._carry_out(to_do)
-        if is_last:
-            self._sync()
+            return self._advance(now)
 
     def _bring(self, fetch: Fetch, claim: Claim) -> None:
         file = self.files[fetch.file]

@@ -13,7 +13,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
@@ -22,6 +21,7 @@ from bootseer.hdfs.answers import kind_of_error
 from bootseer.hdfs.located import LocatedFile, parse_located
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection
+from bootseer.io.fork import after_fork
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _DATANODE_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientDatanodeProtocol"
@@ -46,7 +46,7 @@ class NameNode:
         self._spoken = not cluster.secure
         self._is_closed = False
         self._reset()
-        _namenodes.add(self)
+        after_fork(self.forget)
 
     def _reset(self) -> None:
         # By these the NameNodes know a question that is asked again, and change nothing twice.
@@ -253,14 +253,3 @@ class NameNode:
         whole = f"{error.kind}: {error}"
         kind = kind_of_error(whole)
         return TransientError(said) if kind is None else kind(f"{self._named(path)}: {whole}")
-
-
-_namenodes: weakref.WeakSet[NameNode] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for namenode in _namenodes:
-        namenode.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

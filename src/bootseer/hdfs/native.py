@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import os
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,6 +27,7 @@ from hdfs_native import Client
 from bootseer.bounded import stream_within, within
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 from bootseer.hdfs.answers import kind_of_error
+from bootseer.io.fork import after_fork
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ class Native:
         self._server = server or uri
         self._lock = threading.Lock()
         self._client: Client | None = None
-        _natives.add(self)
+        after_fork(self.forget_client)
 
     def call(self, what: str, ask: Callable[[Client], T], timeout_s: float | None = None) -> T:
         """What `ask` returns, within a time (`call_s` unless told otherwise), its errors mapped; `what` it is about."""
@@ -180,13 +179,10 @@ class _Kept:
 
 
 _kept = _Kept()
-_natives: weakref.WeakSet[Native] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     _kept.foreign_until_s = max(_kept.foreign_until_s, _kept.last_read_s + _KEPT_S)
-    for native in _natives:
-        native.forget_client()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

@@ -27,6 +27,7 @@ from obstore.store import from_url
 
 from bootseer.bounded import stream_within, within
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.fork import after_fork
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -70,7 +71,7 @@ def _after_fork() -> None:
     _Runtime.lost = _Runtime.used
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 class ObjectStore:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import os
 import re
 import ssl
 import threading
@@ -32,6 +31,7 @@ from urllib3.exceptions import (
 )
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.io.fork import in_each_process
 from bootseer.store.deadline_socket import PlainSocket, TlsSocket
 from bootseer.store.store import PIECE_BYTES
 
@@ -151,9 +151,11 @@ class Transport:
     """Sends requests. Safe to use from many threads."""
 
     def __init__(self) -> None:
+        in_each_process(self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[str, urllib3.PoolManager] = {}
-        self._process = 0
 
     def send(
         self,
@@ -222,8 +224,6 @@ class Transport:
 
     def _pool(self, scheme: str) -> urllib3.PoolManager:
         with self._lock:
-            if self._process != os.getpid():
-                self._process, self._pools = os.getpid(), {}
             pool = self._pools.get(scheme)
             if pool is None:
                 context = None

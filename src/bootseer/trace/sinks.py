@@ -11,10 +11,11 @@ import contextlib
 import os
 import re
 import time
-import weakref
 from _thread import RLock  # threading's own, without its 1.5 ms in front of every job
 from collections.abc import Sequence
 from typing import Protocol
+
+from bootseer.io.fork import in_each_process
 
 SUFFIX = ".events"
 
@@ -53,13 +54,10 @@ class SpoolSink:
         self._fd = -1
         self._pid = 0
         self._torn = False
-        # Reentrant: a signal handler of the job may write while this thread writes.
-        self._lock = RLock()
-        # Another thread may hold the lock at the moment of a fork; in the child nobody would ever release it.
-        renew = weakref.WeakMethod(self._renew_lock)
-        os.register_at_fork(after_in_child=lambda: (method := renew()) and method())
+        in_each_process(self._renew_lock)
 
     def _renew_lock(self) -> None:
+        # Reentrant: a signal handler of the job may write while this thread writes.
         self._lock = RLock()
 
     def write(self, line: bytes) -> None:

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
 
+from bootseer.io.fork import after_fork
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, OK, Event, encode, stage_name
 from bootseer.trace.identity import Identity, discover
@@ -251,7 +252,7 @@ def _renew_lock() -> None:
     _lock = RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+after_fork(_renew_lock)
 _began = False
 _resolved = False
 _tracer: Tracer | None = None

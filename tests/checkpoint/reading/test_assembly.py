@@ -3,8 +3,8 @@ from __future__ import annotations
 from bootseer.checkpoint.reading.assembly import Assembly
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
 from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import TransientError
+from bootseer.io.timer import Timer
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ import pytest
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
 from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import TransientError
+from bootseer.io.timer import Timer
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.timer import Timer
+from bootseer.io.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD
 from checkpoint.striped_files import content_of, put_striped
 

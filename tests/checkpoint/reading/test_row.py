@@ -8,8 +8,8 @@ from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.means import Means
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import TransientError
+from bootseer.io.timer import Timer
 
 CHUNK = b"\7" * 1000
 

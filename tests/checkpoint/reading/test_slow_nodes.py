@@ -24,10 +24,10 @@ NODES = ["a:1", "b:1", "c:1", "d:1", "e:1"]
 
 
 class AtOnce:
-    """As `Workers`."""
+    """As `Executor`."""
 
-    def call(self, call):
-        call()
+    def submit(self, job):
+        job()
 
 
 class Clock:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.source import Job
-from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import BootseerError
+from bootseer.io.timer import Timer
 
 MIN_BYTES = 8 << 20
 """With less, the largest pieces would hardly fit."""

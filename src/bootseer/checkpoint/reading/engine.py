@@ -12,9 +12,9 @@ from bootseer.checkpoint.reading.donors import Donors
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.keeper import Keeper
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.timer import Timer
-from bootseer.checkpoint.reading.workers import Workers
 from bootseer.errors import TransientError
+from bootseer.io.executor import Executor
+from bootseer.io.timer import Timer
 
 _OPENING = 8
 _CLOSE_S = 10.0
@@ -30,7 +30,7 @@ class Engine:
         self.settings = settings
         self.facts = facts
         self.timer = Timer()
-        self.workers = Workers(_OPENING, "bootseer-open")
+        self.workers = Executor("bootseer-open", _OPENING)
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
         self.keeper = Keeper(facts) if cache is not None else None
         self.donors = Donors(cache, settings.max_donors, settings.donors_s) if cache is not None else None

@@ -11,8 +11,8 @@ from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.keeper import Keeper
 from bootseer.checkpoint.reading.segments import OpenSegment, Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.timer import Timer
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.io.timer import Timer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

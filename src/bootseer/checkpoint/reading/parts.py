@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from bootseer.checkpoint.head import Part
 from bootseer.checkpoint.places.place import OpenFile, Place
-from bootseer.checkpoint.reading.workers import Workers
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.io.executor import Executor, report_exception, run_reported
 
 Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
 """Called with the open file, or with the reason why there is none."""
@@ -22,7 +23,7 @@ Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
 class LazyPart:
     """A part that is open, or will be when somebody asks."""
 
-    def __init__(self, place: Place, path: str, part: Part, workers: Workers) -> None:
+    def __init__(self, place: Place, path: str, part: Part, workers: Executor) -> None:
         self.path = path
         self._place = place
         self._part = part
@@ -42,7 +43,10 @@ class LazyPart:
         if file is not None:
             call(file, None)
         else:
-            self._workers.call(self._open)
+            try:
+                self._workers.submit(self._open)
+            except TransientError as error:
+                self._opened(None, error)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """Who has the byte at `offset`, as far as is known."""
@@ -73,12 +77,18 @@ class LazyPart:
             problem = TransientError(f"{self.path}: this part is gone; the file was replaced or removed: open it again")
         except BootseerError as error:
             problem = error
+        except Exception as error:  # readers wait for this part: they must hear of what was not foreseen, too
+            problem = TransientError(f"{self.path}: {type(error).__name__}: {error}")
+            report_exception()
         if file is not None and problem is not None:
             with contextlib.suppress(BootseerError):
                 file.close()
             file = None
+        self._opened(file, problem)
+
+    def _opened(self, file: OpenFile | None, problem: BootseerError | None) -> None:
         with self._lock:
             self._file = file
             waiting, self._waiting = self._waiting, []
         for call in waiting:
-            call(file, problem)
+            run_reported(partial(call, file, problem))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
-from bootseer.checkpoint.reading.timer import Timer
+from bootseer.io.timer import Timer
 
 _PAUSE_S = 0.05
 _AT_ONCE = 8

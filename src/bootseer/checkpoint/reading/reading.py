@@ -8,8 +8,6 @@ and by the command line.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from bootseer.checkpoint.reading.shared_file import SharedFile
 from bootseer.checkpoint.reading.source import Source
 from bootseer.checkpoint.reading.striped import Striped
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.io.fork import after_fork
 
 _FIRST_BYTES = 1 << 20
 """Most heads are smaller, and one request brings them."""
@@ -49,6 +48,7 @@ class Reading:
         self._files: dict[tuple[str, str], tuple[SharedFile, int]] = {}
         self._closed = False
         self._begin()
+        after_fork(self._renew)
         _readings.add(self)
 
     def open(self, path: str) -> CheckpointFile:
@@ -109,7 +109,7 @@ class Reading:
         if not self._closed:
             self._engine.settle()
 
-    def after_fork(self) -> None:
+    def _renew(self) -> None:
         """In a child: the parent's threads are not here, its locks may be held for ever, its memory is not ours."""
         self._facts = Facts()
         self._begin()
@@ -176,16 +176,9 @@ def _read(file: OpenFile, offset: int, length: int, deadline_s: float) -> bytear
 _readings: weakref.WeakSet[Reading] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for reading in list(_readings):
-        with contextlib.suppress(BootseerError):
-            reading.after_fork()
-
-
 def _at_exit() -> None:
     for reading in list(_readings):
         reading.settle()
 
 
-os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

@@ -15,8 +15,8 @@ from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.reading.keeper import Keeper
 from bootseer.checkpoint.reading.parts import LazyPart
-from bootseer.checkpoint.reading.workers import Workers
 from bootseer.errors import BootseerError
+from bootseer.io.executor import Executor
 
 
 class OpenSegment:
@@ -50,7 +50,7 @@ class Segments:
         path: str,
         head: Head,
         *,
-        workers: Workers,
+        workers: Executor,
         cache: Cache | None,
         keeper: Keeper | None,
         max_open: int,

@@ -1,0 +1,146 @@
+"""Threads that run jobs: the one pool of the program.
+
+Threads are started when there is work and end when there has been none for a while. All are daemon threads: one that
+hangs in a dead connection or disk must not keep the process alive.
+
+What can go wrong with threads is handled here, once. A job that raises is reported to `threading.excepthook`, and its
+thread goes on with the next job. When the system refuses a thread (a limit of processes, no memory), the job waits for
+one of the threads that are there; when there is none, `submit` raises `TransientError` and nothing is left queued. A
+thread counts only after it was started.
+
+Jobs run in the order of submission. For another order, keep the items elsewhere and submit one job per item that takes
+the most urgent one when its turn comes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from bootseer.errors import TransientError
+from bootseer.io.fork import in_each_process
+
+Job = Callable[[], object]
+
+IDLE_S = 10.0
+"""A thread without work ends after this; the next job starts another one."""
+
+
+class Executor:
+    """Safe to use from many threads, and in the child of a fork, which begins without threads and jobs."""
+
+    def __init__(
+        self,
+        name: str,
+        max_threads: int | None = None,
+        *,
+        idle_s: float = IDLE_S,
+        when_idle: Callable[[], object] | None = None,
+    ) -> None:
+        """`max_threads`: None for as many as there are jobs. `when_idle` is called in the last thread before that ends,
+        when there has been no job for `idle_s`."""
+        self._name = name
+        self._max_threads = max_threads
+        self._first_idle_s = idle_s
+        self._when_idle = when_idle
+        in_each_process(self._begin)
+
+    def _begin(self) -> None:
+        self._change = threading.Condition(threading.Lock())
+        self._jobs: deque[Job] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._idle_s = self._first_idle_s
+
+    def __len__(self) -> int:
+        """The number of threads."""
+        return len(self._threads)
+
+    def submit(self, job: Job, *, at_once: bool = False) -> None:
+        """Have a thread run this. Never waits, never runs it in this thread.
+
+        `at_once`: refuse a job that would have to wait for a busy thread. Raises `TransientError` when it is refused,
+        or when there is no thread and none can be started; it is not run then.
+        """
+        with self._change:
+            self._jobs.append(job)
+            try:
+                if self._num_idle >= len(self._jobs):
+                    self._change.notify()
+                elif not self._start_thread() and (at_once or not self._threads):
+                    raise TransientError(f"{self._name}: {self._why_refused()}")
+            except BaseException:  # Ctrl-C too: a job that was not accepted must not run
+                self._jobs.pop()
+                raise
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Let threads end when nothing is queued, now and later, and wait for them. Jobs are still taken and run.
+
+        False when some had not ended within `timeout_s` seconds; these are left behind.
+        """
+        with self._change:
+            self._idle_s = 0.0
+            self._change.notify_all()
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        until = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _start_thread(self) -> bool:
+        """Start one more, unless there are enough: whether that was done. Under the lock."""
+        if self._max_threads is not None and len(self._threads) >= self._max_threads:
+            return False
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            return False
+        self._threads.add(thread)
+        return True
+
+    def _why_refused(self) -> str:
+        if len(self._threads) == self._max_threads:
+            return f"all of its {self._max_threads} threads are busy with calls that have not returned"
+        return "the system refuses to start a thread; see its limits of processes and memory (ulimit -u, pids.max)"
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            run_reported(job)
+            del job  # a job may hold the bytes of its request
+
+    def _next(self) -> Job | None:
+        """The next job; None when this thread is to end, which does not count any more then."""
+        was_told = self._when_idle is None
+        while True:
+            with self._change:
+                if not self._jobs and self._idle_s:
+                    self._num_idle += 1
+                    self._change.wait_for(lambda: self._jobs or not self._idle_s, timeout=self._idle_s)
+                    self._num_idle -= 1
+                if self._jobs:
+                    return self._jobs.popleft()
+                if was_told or len(self._threads) > 1:
+                    self._threads.discard(threading.current_thread())
+                    return None
+            was_told = True
+            if self._when_idle is not None:
+                run_reported(self._when_idle)
+
+
+def run_reported(job: Job) -> None:
+    """Run it; what it raises goes to `threading.excepthook`, as of a thread that ends by it."""
+    try:
+        job()
+    except BaseException:  # panics of Rust code are no Exceptions
+        report_exception()
+
+
+def report_exception() -> None:
+    """Give the exception that is being handled to `threading.excepthook`."""
+    kind, value, trace = sys.exc_info()
+    if kind is not None:
+        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
