@@ -101,6 +101,8 @@ class FakeDataNode(Peer):
         self.spoil = spoil
         self.num_reads = 0
         self.tokens: list[bytes] = []
+        self.before_packet: Callable[[int], None] = lambda at: None
+        """Called with a packet's offset in its block before that is sent; it may wait."""
 
     def serve(self, connection: socket.socket) -> None:
         while True:
@@ -144,6 +146,7 @@ class FakeDataNode(Peer):
     def _send_packets(self, connection: socket.socket, data: bytes, at: int, end: int, wants_sums: bool) -> None:
         sequence = 0
         while at < end:
+            self.before_packet(at)
             size = min(PACKET, end - at)
             if self.spoil == "uneven" and sequence % 2:
                 size = min(3 * CHUNK, end - at)

@@ -111,7 +111,7 @@ class Played:
                 length = len(self.memory[ticket])
                 assert self.memory[ticket] == self.data[ticket.offset : ticket.offset + length]
             self.ended.append(ticket)
-        self.schedule.ended = []
+        self.schedule.ended.clear()
 
     def error(self) -> BootseerError:
         """Of the only ticket, which has ended."""

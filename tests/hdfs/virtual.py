@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Links:
     def locked(self) -> Iterator[Schedule]:
         """As `Serving.schedule`."""
         yield self.schedule
-        ended, self.schedule.ended = self.schedule.ended, []
+        ended, self.schedule.ended = self.schedule.ended, deque()
         for ticket in ended:
             ticket.done(ReadOutcome(ticket.error, ticket.node))
 

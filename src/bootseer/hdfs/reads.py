@@ -43,14 +43,14 @@ class HdfsReads:
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """Seconds until so much would be here from one of these DataNodes, by estimate; as `HdfsFile.delay_s`."""
-        with self._serving.schedule() as schedule:
+        with self._serving.estimates() as schedule:
             return schedule.node_delay_s(nodes, length, time.monotonic()) if nodes else 0.0
 
     def facts(self) -> dict[str, object]:
         """All reads so far: for each DataNode bytes, requests, seconds (of all its connections) and failures, then how
         often something was asked again, hedged, refreshed, refused for wrong bytes, or taken without checksums because
         nobody who can be asked has any."""
-        with self._serving.schedule() as schedule:
+        with self._serving.estimates() as schedule:
             counts = schedule.counts
             return {
                 "nodes": {
@@ -92,7 +92,7 @@ class HdfsFile:
     def delay_s(self, offset: int, length: int) -> float:
         """Seconds until this range would be here if it was asked for now, by estimate; 0 where nothing is known, and
         infinity when no DataNode is expected to give it."""
-        with self._serving.schedule() as schedule:
+        with self._serving.estimates() as schedule:
             return schedule.delay_s(self._source, offset, length, time.monotonic())
 
     def read_into(
@@ -108,7 +108,8 @@ class HdfsFile:
     ) -> ReadTicket:
         """Fill `into` with the bytes from `offset` on.
 
-        `done` is called once, from any thread, and must return soon; from then on nobody writes to `into`. `check`:
+        `done` is called once, from a thread of these reads, and must return soon; from then on nobody writes to `into`.
+        Raises `TransientError` or `PermanentError` when the read cannot be begun; then `done` is not called. `check`:
         compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes, which
         are asked when there is no other. Safe to call from `done`.
         """
@@ -148,5 +149,5 @@ class ReadTicket:
 
     def left_s(self) -> float:
         """Seconds until it will have ended, by estimate; 0 where nothing is known."""
-        with self._serving.schedule() as schedule:
+        with self._serving.estimates() as schedule:
             return schedule.left_s(self._ticket, time.monotonic())

@@ -36,7 +36,7 @@ _ANSWER_HOLDS_S: Final = 1.0
 
 class Schedule:
     """All pieces that have not ended. `ended` are tickets whose callers must be told, `asking` files whose blocks must
-    be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by the caller."""
+    be located again, `wrong` blocks with the DataNodes that gave wrong bytes of them; all are emptied by `serving`."""
 
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
@@ -46,7 +46,7 @@ class Schedule:
             connections_per_node=settings.connections_per_node,
             max_run_bytes=settings.max_run_bytes,
         )
-        self.ended: list[Ticket] = []
+        self.ended: deque[Ticket] = deque()
         self.asking: deque[Source] = deque()
         self.wrong: list[tuple[Block, frozenset[str]]] = []
         self.runs: dict[Run, None] = {}
@@ -125,7 +125,7 @@ class Schedule:
     @property
     def num_ready(self) -> int:
         """How many threads have something to do."""
-        return self.queueing.num_ready + len(self.asking)
+        return self.queueing.num_ready + len(self.asking) + len(self.ended) + len(self.wrong)
 
     def take(self, now_s: float) -> Run | None:
         """The next request for a thread that is free."""

@@ -1,19 +1,21 @@
 """The threads that carry out what `schedule` says: started when there is something to do, gone soon after.
 
-At most two threads talk to one DataNode, and `max_threads` in all. One more looks ten times a second after what only
+At most two threads talk to one DataNode, and `max_threads` in all. Ten times a second a timer looks after what only
 time brings about: deadlines, late requests, probes of DataNodes that are left alone. All shared state is in `Schedule`,
-under one lock that nobody holds while waiting for a network or while telling a caller.
+under one lock that is not held while a thread waits for a network.
+
+Callers are told by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
+never by a thread that came with a question or a read, whatever locks it holds. So a caller may ask for estimates under
+a lock of its own, and `done` may ask for the next read.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
@@ -28,6 +30,9 @@ from bootseer.hdfs.pieces import Source, Ticket
 from bootseer.hdfs.runs import Run
 from bootseer.hdfs.schedule import Schedule
 from bootseer.hdfs.settings import ReadSettings
+from bootseer.io.executor import Executor, report_exception, run_reported
+from bootseer.io.fork import in_each_process
+from bootseer.io.timer import Timer
 
 _IDLE_S: Final = 10.0
 _TICK_S: Final = 0.1
@@ -36,165 +41,148 @@ Job = Callable[[], None]
 
 
 class Serving:
-    """Threads, connections and the schedule of one `HdfsReads`."""
+    """Threads, connections and the schedule of one `HdfsReads`. Safe to use in the child of a fork, which begins with
+    nothing underway."""
 
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
         self.settings = settings
         self._reports = BadBlockReports(namenode)
         self._connections = Connections(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
+        self._threads = Executor(
+            "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
+        )
+        self._timer = Timer("bootseer-hdfs-clock", 1)
         self._closed = False
-        self._reset()
-        _all.add(self)
+        self._schedule = Schedule(settings)
+        in_each_process(self._begin)
 
-    def _reset(self) -> None:
+    def _begin(self) -> None:
+        parents = list(self._schedule.runs)
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._time = threading.Condition(self._lock)
         self._schedule = Schedule(self.settings)
         self._probes: list[tuple[Block, Node]] = []
-        self._threads: set[threading.Thread] = set()
-        self._num_idle = 0
-        self._clock: threading.Thread | None = None
+        self._num_coming = 0
+        """Threads that were asked for and have not looked yet what there is to do."""
+        self._ticking = False
+        self._connections.forget()
+        for run in parents:
+            if run.connection is not None:
+                run.connection.close()
 
     @contextmanager
     def schedule(self) -> Iterator[Schedule]:
-        """The schedule, for the one who holds the lock. Behind it threads are woken and callers are told."""
+        """The schedule, for the one who holds the lock. Behind it threads are woken; nobody is told anything here."""
+        with self._lock:
+            try:
+                yield self._schedule
+            finally:
+                with suppress(TransientError):  # no thread can be started now: the timer, or the next one, tries again
+                    self._wake()
+
+    @contextmanager
+    def estimates(self) -> Iterator[Schedule]:
+        """The schedule, for questions that change nothing. The only thing here that callers may do under a lock of
+        their own: it takes one lock for a moment, and calls nobody."""
         with self._lock:
             yield self._schedule
-            self._wake()
-            ended, self._schedule.ended = self._schedule.ended, []
-            wrong, self._schedule.wrong = self._schedule.wrong, []
-        for ticket in ended:
-            _tell(ticket)
-        for block, nodes in wrong:
-            self._reports.report(block, nodes)
 
     def submit(self, ticket: Ticket) -> None:
-        """Carry out a read."""
-        with self.schedule() as schedule:
+        """Carry out a read. Raises `BootseerError`, and then does not call its `done`."""
+        with self._lock:
             if self._closed:
-                ticket.error = PermanentError(f"{ticket.source.named}: its reader was closed")
-                schedule.ended.append(ticket)
-            else:
-                schedule.submit(ticket, time.monotonic())
+                raise PermanentError(f"{ticket.source.named}: its reader was closed")
+            try:
+                self._schedule.submit(ticket, time.monotonic())
+                self._wake()
+            except BaseException:
+                # No thread has seen it: the lock was held all the time.
+                self._schedule.fail(ticket, TransientError("it was not begun"), at_once=True)
+                with suppress(ValueError):
+                    self._schedule.ended.remove(ticket)
+                raise
 
     def close(self) -> None:
-        """End all reads, threads and connections."""
-        with self.schedule() as schedule:
+        """End all reads, threads and connections. Not to be called from a `done`."""
+        with self._lock:
             self._closed = True
-            for ticket in schedule.tickets():
-                schedule.fail(ticket, PermanentError(f"{ticket.source.named}: its reader was closed"), at_once=True)
-            for run in schedule.runs:
+            for ticket in self._schedule.tickets():
+                error = PermanentError(f"{ticket.source.named}: its reader was closed")
+                self._schedule.fail(ticket, error, at_once=True)
+            for run in self._schedule.runs:
                 run.halt()
-            self._work.notify_all()
-            self._time.notify_all()
-            threads = [*self._threads, *([self._clock] if self._clock else [])]
-        until = time.monotonic() + _CLOSE_S
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(until - time.monotonic(), 0.0))
+        while (job := self._untold()) is not None:
+            job()
+        self._timer.close()
+        self._threads.close(_CLOSE_S)
         self._connections.close()
         self._reports.close()
-
-    def forget(self) -> None:
-        """In the child of a fork: no thread is here, and nothing that was underway belongs to this process."""
-        runs = list(self._schedule.runs)
-        self._reset()
-        self._connections.forget()
-        for run in runs:
-            if run.connection is not None:
-                run.connection.close()
 
     # Threads
 
     def _wake(self) -> None:
-        """Have as many threads awake as there is work, and a clock while anything is underway. Under the lock."""
-        schedule = self._schedule
-        wanted = schedule.num_ready + len(self._probes)
-        if wanted:
-            self._work.notify(min(wanted, self._num_idle))
-        for _ in range(min(wanted - self._num_idle, self.settings.max_threads - len(self._threads))):
-            thread = threading.Thread(target=self._serve, name="bootseer-hdfs", daemon=True)
-            self._threads.add(thread)
-            try:
-                thread.start()
-            except RuntimeError:  # the machine has no room for one more
-                self._threads.discard(thread)
-                if not self._threads:
-                    raise
-                break
-            self._num_idle += 1  # until it has come up
-        if schedule.num_pieces and self._clock is None and not self._closed:
-            clock = threading.Thread(target=self._tick, name="bootseer-hdfs-clock", daemon=True)
-            clock.start()
-            self._clock = clock
+        """Have as many threads awake as there is work, and the timer on while anything is underway. Under the lock.
+
+        Raises `TransientError` when there is no thread and none can be started."""
+        if not self._ticking and self._schedule.num_pieces and not self._closed:
+            with suppress(TransientError):
+                self._timer.after(_TICK_S, self._tick)
+                self._ticking = True
+        wanted = min(self._schedule.num_ready + len(self._probes), self.settings.max_threads)
+        while self._num_coming < wanted:
+            self._threads.submit(self._serve)
+            self._num_coming += 1
 
     def _serve(self) -> None:
-        """A thread: do what there is to do, until there has been nothing for a while."""
+        """Do what there is to do."""
         with self._lock:
-            self._num_idle -= 1
-        try:
-            while (job := self._next()) is not None:
-                job()
-                del job
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
-                is_last = not self._threads
-            if is_last:
-                self._connections.close()
+            self._num_coming -= 1
+        while (job := self._untold() or self._next()) is not None:
+            run_reported(job)
+            del job
 
-    def _next(self) -> Job | None:
+    @contextmanager
+    def _working(self) -> Iterator[Schedule]:
+        """As `schedule`, for the threads of the pool: of those whose reads ended meanwhile, one is told by this thread,
+        which has what it read at hand, and others by those that are woken."""
+        with self.schedule() as schedule:
+            yield schedule
+            ended = schedule.ended.popleft() if schedule.ended else None
+        if ended is not None:
+            _tell(ended)
+
+    def _untold(self) -> Job | None:
+        """What somebody is to be told of, next."""
         with self._lock:
-            while True:
-                if self._closed:
-                    return None
-                job = self._job()
-                if job is not None:
-                    self._wake()
-                    return job
-                self._num_idle += 1
-                woken = self._work.wait(_IDLE_S)
-                self._num_idle -= 1
-                if not woken and not self._schedule.num_ready and not self._probes:
-                    return None
-
-    def _job(self) -> Job | None:
-        schedule = self._schedule
-        if schedule.asking:
-            source = schedule.asking.popleft()
-            return lambda: self._locate(source)
-        run = schedule.take(time.monotonic())
-        if run is not None:
-            return lambda: self._carry_out(run)
-        if self._probes:
-            block, node = self._probes.pop()
-            return lambda: self._probe(block, node)
+            if self._schedule.ended:
+                return partial(_tell, self._schedule.ended.popleft())
+            if self._schedule.wrong:
+                return partial(self._reports.report, *self._schedule.wrong.pop())
         return None
 
+    def _next(self) -> Job | None:
+        """What there is to do, next; None when a thread is of no use any more."""
+        with self.schedule() as schedule:
+            if self._closed:
+                return None
+            if schedule.asking:
+                return partial(self._locate, schedule.asking.popleft())
+            run = schedule.take(time.monotonic())
+            if run is not None:
+                return partial(self._carry_out, run)
+            return partial(self._probe, *self._probes.pop()) if self._probes else None
+
     def _tick(self) -> None:
-        """The clock's thread."""
-        until = time.monotonic() + _IDLE_S
-        try:
-            while time.monotonic() < until and not self._closed:
-                with self.schedule() as schedule:
-                    now_s = time.monotonic()
-                    schedule.tick(now_s)
-                    for node in schedule.choice.due(now_s):
-                        line = schedule.queueing.lines[node]
-                        if line.sample is not None:
-                            self._probes.append((line.sample, line.node))
-                    if schedule.num_pieces:
-                        until = now_s + _IDLE_S
-                self._connections.expire()
-                with self._lock:
-                    if not self._closed:
-                        self._time.wait(_TICK_S)
-        finally:
-            with self._lock:
-                self._clock = None
-                self._wake()
+        """What only time brings about."""
+        with self.schedule() as schedule:
+            self._ticking = False
+            now_s = time.monotonic()
+            schedule.tick(now_s)
+            for node in schedule.choice.due(now_s):
+                line = schedule.queueing.lines[node]
+                if line.sample is not None:
+                    self._probes.append((line.sample, line.node))
+        self._connections.expire()
 
     # Jobs
 
@@ -208,11 +196,11 @@ class Serving:
                 self._read(run, None)
         except DataNodeError as caught:
             error = caught
-        except Exception as caught:
+        except BaseException as caught:
             # Not foreseen; but whatever it is, somebody waits for these pieces.
             error = DataNodeError(f"{type(caught).__name__}: {caught}")
-            _report()
-        with self.schedule() as schedule:
+            report_exception()
+        with self._working() as schedule:
             schedule.finished(run, error, time.monotonic())
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
@@ -257,12 +245,12 @@ class Serving:
             on_silence=lambda silent_s: self._judge(run, silent_s),
         )
         while length := read.next_bytes():
-            with self._lock:
-                views = self._schedule.claim(run, length)
+            with self.schedule() as schedule:
+                views = schedule.claim(run, length)
             if views is None:
                 return False
             read.receive(views)
-            with self.schedule() as schedule:
+            with self._working() as schedule:
                 schedule.received(run, length, time.monotonic())
         read.finish()
         return True
@@ -288,10 +276,10 @@ class Serving:
             answer = PermanentError(f"{source.named} was removed while it was read")
         except BootseerError as error:
             answer = error
-        except Exception as error:
+        except BaseException as error:
             answer = TransientError(f"{source.named}: {type(error).__name__}: {error}")
-            _report()
-        with self.schedule() as schedule:
+            report_exception()
+        with self._working() as schedule:
             schedule.located(source, answer, time.monotonic())
 
     def _probe(self, block: Block, node: Node) -> None:
@@ -316,31 +304,10 @@ class Serving:
 
 
 def _tell(ticket: Ticket) -> None:
-    try:
-        ticket.done(ReadOutcome(ticket.error, ticket.node))
-    except Exception:
-        _report()
+    run_reported(partial(ticket.done, ReadOutcome(ticket.error, ticket.node)))
     # The caller keeps its ticket; what `done` refers to may be large.
     ticket.done = _told
 
 
 def _told(outcome: ReadOutcome) -> None:
     """Nobody waits for a ticket that has ended."""
-
-
-def _report() -> None:
-    """Tell the one who watches over threads of the exception that is being handled."""
-    kind, value, trace = sys.exc_info()
-    if kind is not None:
-        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
-
-
-_all: weakref.WeakSet[Serving] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for serving in _all:
-        serving.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

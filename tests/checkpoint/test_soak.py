@@ -1,0 +1,93 @@
+"""Several jobs get the same striped file with parity, over and over, from a real HDFS: none hangs, no byte is wrong.
+
+`make fuzz` runs it for longer than the test suite does: BOOTSEER_SOAK_S seconds in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bootseer.checkpoint.places.open import open_place
+from checkpoint.striped_files import content_of, put_striped
+from hdfs_cluster import HdfsCluster, needs_hdfs
+
+pytestmark = needs_hdfs
+SIZE = 96 << 20
+JOBS = 3
+PHASES = 4
+PHASE_S = float(os.environ.get("BOOTSEER_SOAK_S", "90")) / PHASES
+HUNG_S = 120.0
+"""A read gives up after less, so that a get that takes longer has lost one; a loaded machine takes a few seconds."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    with HdfsCluster(tmp_path_factory.mktemp("soak"), num_datanodes=5) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wanted(cluster: HdfsCluster) -> str:
+    """The digest of the file that is got; its second part lies on the node that is killed."""
+    content = content_of(SIZE)
+    place = open_place(f"{cluster.uri}/soak")
+    place.make_folder("", parents=True)
+    put_striped(place, "file", content, parity=True)
+    place.close()
+    return hashlib.sha256(content).hexdigest()
+
+
+# The node stays dead from the third phase on.
+@pytest.mark.parametrize(("killed", "loaded"), [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_no_get_hangs(cluster: HdfsCluster, wanted: str, tmp_path: Path, killed: bool, loaded: bool) -> None:
+    if killed:
+        cluster.kill(0)
+    until = time.monotonic() + PHASE_S
+    problems: list[str] = []
+    counts: list[int] = []
+
+    def job(number: int) -> None:
+        target = tmp_path / f"job{number}" / "file"
+        log = tmp_path / f"log{number}"
+        done = 0
+        while time.monotonic() < until and not problems:
+            words = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{cluster.uri}/soak/file", str(target)]
+            with log.open("wb") as output:
+                process = subprocess.Popen([*words, "--replace"], stdout=output, stderr=output)
+            try:
+                status = process.wait(HUNG_S)
+            except subprocess.TimeoutExpired:
+                problems.append(f"get {done} of job {number} hangs: {log.read_text()}")
+                process.kill()
+                process.wait()
+                return
+            if status:
+                problems.append(f"get {done} of job {number}: {log.read_text()}")
+            elif hashlib.sha256(target.read_bytes()).hexdigest() != wanted:
+                problems.append(f"get {done} of job {number} has other bytes")
+            done += 1
+        counts.append(done)
+
+    with ExitStack() as load:
+        for _ in range(2 * (os.cpu_count() or 1) if loaded else 0):
+            busy = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", "while True: pass"])
+            load.callback(busy.wait)
+            load.callback(busy.kill)
+        jobs = [threading.Thread(target=job, args=(number,)) for number in range(JOBS)]
+        for thread in jobs:
+            thread.start()
+        for thread in jobs:
+            thread.join()
+    assert not problems
+    assert len(counts) == JOBS and min(counts) > 0
+    print(f"{sum(counts)} gets")

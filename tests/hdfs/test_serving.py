@@ -1,0 +1,111 @@
+"""Who is told of a read that has ended, and in which thread: reads from DataNodes whose every packet a test lets pass."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("google_crc32c")
+
+from bootseer.hdfs.addresses import Cluster
+from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.reads import HdfsReads
+from bootseer.hdfs.settings import ReadSettings
+from hdfs.asking import MIB, Waiting
+from hdfs.peers import PACKET, FakeDataNode, FakeNameNode, block, located
+
+DATA = random.Random(5).randbytes(4 * MIB)
+PIECE = 10 * PACKET
+"""Three receptions of a node that is not known yet, and one request has two pieces."""
+SETTINGS = ReadSettings(silent_s=50.0, reconnect_s=50.0, least_late_s=50.0, connections_per_node=1, piece_bytes=PIECE)
+PATIENCE_S = 120.0
+
+
+class Gated:
+    """One DataNode, which sends those packets that a test lets pass."""
+
+    def __init__(self) -> None:
+        self._ends = contextlib.ExitStack()
+        self._change = threading.Condition()
+        self._passing = range(0)
+        self._next = -1
+        node = self._ends.enter_context(FakeDataNode({1: DATA}))
+        node.before_packet = self._pass
+        namenode = self._ends.enter_context(FakeNameNode())
+        namenode.answers["getBlockLocations"] = lambda _: located(len(DATA), [block(0, 1, len(DATA), [node.port])])
+        asked = NameNode(Cluster.of(f"127.0.0.1:{namenode.port}"), call_timeout_s=60.0)
+        self._ends.callback(asked.close)
+        self.reads = HdfsReads(asked, SETTINGS)
+        self._ends.callback(self.reads.close)
+        self._ends.callback(self.let, 0, len(DATA))
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def let(self, start: int, end: int) -> None:
+        """Let the packets pass that begin in this range, and no others."""
+        with self._change:
+            self._passing = range(start, end)
+            self._change.notify_all()
+
+    def wait_for_packet(self, at: int) -> None:
+        """Until the packet at this offset is to be sent."""
+        with self._change:
+            assert self._change.wait_for(lambda: self._next == at, PATIENCE_S)
+
+    def wait_until_received(self, num_bytes: int) -> None:
+        """Until this much of all packets has come."""
+        until = time.monotonic() + PATIENCE_S
+        while sum(node["bytes"] for node in self.reads.facts()["nodes"].values()) < num_bytes:  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def _pass(self, at: int) -> None:
+        with self._change:
+            self._next = at
+            self._change.notify_all()
+            assert self._change.wait_for(lambda: at in self._passing, PATIENCE_S)
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    with contextlib.closing(Gated()) as made:
+        yield made
+
+
+def test_a_question_never_tells_a_caller_that_its_read_has_ended(gated: Gated) -> None:
+    """Questions are asked under locks, which the callers that are told of their reads may need. A read that was called
+    off while its memory is being written ends in the middle of a request, which no thread tells of at that moment."""
+    file = gated.reads.open("/gated")
+    told_in: list[str] = []
+    first, behind = Waiting(), Waiting()
+    # While the only connection is taken, the others are queued: one request brings the first two.
+    file.read_into(3 * MIB, memoryview(bytearray(PACKET)), first)
+    gated.wait_for_packet(3 * MIB)
+    ticket = file.read_into(0, memoryview(bytearray(PIECE)), lambda _: told_in.append(threading.current_thread().name))
+    for start, end in ((PIECE, MIB), (MIB, 3 * MIB)):
+        file.read_into(start, memoryview(bytearray(end - start)), behind)
+    gated.let(3 * MIB, 4 * MIB)
+    first.wait()
+    gated.let(0, 5 * PACKET)
+    gated.wait_until_received(5 * PACKET)
+    ticket.cancel()
+    gated.let(0, 9 * PACKET)
+    gated.wait_until_received(9 * PACKET)
+    until = time.monotonic() + PATIENCE_S
+    while not told_in and time.monotonic() < until:
+        file.delay_s(0, MIB)
+        ticket.left_s()
+        gated.reads.delay_s(file.nodes(0), MIB)
+        gated.reads.facts()
+    assert told_in
+    assert threading.current_thread().name not in told_in
+    assert behind.outcomes == []
+    gated.let(0, len(DATA))
+    assert [outcome.error for outcome in behind.wait(2)] == [None, None]
