@@ -96,6 +96,7 @@ class HdfsCluster:
         self.nodes: list[str] = []
         self.namenode_http = ""
         self.datanode_http: list[str] = []
+        self.datanode_rpc: list[str] = []
         self.datanodes: list[subprocess.Popen[bytes]] = []
         self.namenode: subprocess.Popen[bytes] | None = None
         self._num_datanodes = num_datanodes
@@ -326,6 +327,7 @@ class HdfsCluster:
             host, (data, rpc, http) = self._links.there(i), (9866, 9867, 9864)
         self.nodes.append(f"{host}:{data}")
         self.datanode_http.append(f"{host}:{http}")
+        self.datanode_rpc.append(f"{host}:{rpc}")
         settings = {
             "dfs.datanode.data.dir": f"file://{self.folder}/datanode{i}",
             "dfs.datanode.address": f"{host}:{data}",

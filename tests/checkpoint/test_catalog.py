@@ -43,6 +43,14 @@ def test_trees_that_others_wrote_are_listed_by_step(files: Files, job: Path) -> 
     ]
 
 
+def test_single_files_are_listed_whatever_their_ending(files: Files, job: Path) -> None:
+    for name in ("step-1", "step-2.odd", "README", "notes.txt"):
+        (job / name).write_bytes(b"x")
+    set_latest(files, "", "step-2.odd")
+    assert [(one.name, one.is_latest) for one in checkpoints(files, "")] == [("step-1", False), ("step-2.odd", True)]
+    assert newest_whole(files, "") == "step-2.odd"
+
+
 def test_striped_files_count_with_their_content(files: Files) -> None:
     put_striped(files.place, "step-1/model", content_of(3 * _MIB), stripes=2)
     files.place.write_bytes("step-1/config", b"12")

@@ -72,6 +72,7 @@ def test_a_checkpoint_goes_there_and_back(files: Files, source: Path, tmp_path: 
     nodes = [part.nodes for part in found.segments[0].parts]
     assert len({node for lie in nodes for node in lie}) == 3
     assert [part.part.nodes for part in found.segments[0].parts] == nodes
+    assert found.bytes_by_node == {part.nodes[0]: part.part.size_bytes for part in found.segments[0].parts}
     remove(files, "", "step-2.pt", force=True)
     assert read_latest(files.place, "") == "step-1"
     remove(files, "", "step-1", force=True)

@@ -24,6 +24,12 @@ from bootseer.errors import CorruptError, NotFoundError, PermanentError
         ("final", None),
         ("v2-final", None),
         ("100", 100),
+        ("ckpt_7", 7),
+        ("Epoch3.pt", 3),
+        ("hf2", None),
+        ("llama3.pt", None),
+        ("writer5", None),
+        ("step-1.5", None),
         ("step-" + "9" * 30, int("9" * 18)),
     ],
 )

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from bootseer.cli.ckpt_place import split, tell_fallback
 from bootseer.errors import UsageError
 from conftest_launch import BOOTSEER
+from registry import free_port
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _MIB = 1 << 20
@@ -84,6 +85,30 @@ def test_put_list_latest_get_verify_and_remove(ckpt: Run, job: str, source: Path
     ckpt("remove", f"{job}/step-10", "--force")
     assert "0 checkpoints" in ckpt("list", job).stdout
     assert "no latest" in ckpt("latest", job, code=1).stderr
+
+
+@pytest.mark.parametrize("authority", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ckpt", "list", "URI"),
+        ("ckpt", "put", "step-10", "URI"),
+        ("ckpt", "get", "URI/step-10"),
+        ("ckpt", "mount", "URI", "there"),
+        ("env", "list", "--store", "URI"),
+        ("run", "--checkpoint", "URI", "--", "true"),
+    ],
+    ids=" ".join,
+)
+def test_an_hdfs_that_is_not_there_is_an_error_soon(
+    run: Run, source: Path, words: Sequence[str], authority: str
+) -> None:
+    pytest.importorskip("hdfs_native", reason="extra hdfs")
+    uri = f"hdfs://{authority}:{free_port()}/jobs"
+    ran = run(*(word.replace("URI", uri) for word in words))
+    assert ran.returncode == 1
+    assert f"no NameNode is there: {uri[7:].partition('/')[0]} cannot be reached: " in ran.stderr
+    assert "still waiting" not in ran.stderr
 
 
 def test_names_that_are_taken_need_replace(ckpt: Run, job: str, source: Path, tmp_path: Path) -> None:

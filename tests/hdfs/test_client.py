@@ -25,6 +25,7 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.native_reads import NativeFile
 from bootseer.hdfs.protobuf import field
+from bootseer.hdfs.rpc import UnreachableError
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
@@ -195,6 +196,12 @@ def test_a_namenode_that_is_not_there_is_transient() -> None:
     nobody = HdfsClient(f"127.0.0.1:{free_port()}", NativeSettings(call_s=0.5))
     with closing(nobody), pytest.raises(TransientError):
         nobody.stat("/")
+
+
+def test_ports_of_other_servers_are_said_to_be_no_namenodes(cluster: HdfsCluster) -> None:
+    for address in (cluster.nodes[0], cluster.datanode_rpc[0], cluster.datanode_http[0], cluster.namenode_http):
+        with closing(HdfsClient(address)) as client, pytest.raises(UnreachableError, match=f"is there: {address} "):
+            client.stat("/")
 
 
 @pytest.mark.parametrize("authority", ["", "user@host", "host/dir"])

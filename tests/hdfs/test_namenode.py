@@ -13,11 +13,13 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
-from bootseer.hdfs.rpc import NotSpokenError
+from bootseer.hdfs.rpc import NotSpokenError, UnreachableError
 from hdfs.peers import FakeNameNode, block, located
 from registry import free_port
 
 MIB = 1 << 20
+LONG_S = 60.0
+"""For questions that end by themselves."""
 
 
 def answer(request: Message) -> bytes:
@@ -31,8 +33,8 @@ def peer() -> Iterator[FakeNameNode]:
         yield running
 
 
-def asked(*ports: int, call_timeout_s: float = 5.0) -> NameNode:
-    cluster = Cluster("job", tuple(("127.0.0.1", port) for port in ports), {}, False, "me")
+def asked(*ports: int, call_timeout_s: float = 5.0, host: str = "127.0.0.1") -> NameNode:
+    cluster = Cluster("job", tuple((host, port) for port in ports), {}, False, "me")
     return NameNode(cluster, call_timeout_s=call_timeout_s)
 
 
@@ -120,11 +122,50 @@ def test_a_server_that_makes_no_sense_costs_no_more_than_the_time_given(spoil: s
         assert time.monotonic() - began_s < 30.0
 
 
-def test_the_address_of_a_web_page_is_said_to_be_one_at_once() -> None:
-    with FakeNameNode("page") as peer:
-        error = error_of(asked(peer.port))
-    assert type(error) is PermanentError
-    assert f"127.0.0.1:{peer.port} is the address of a web page" in str(error)
+@pytest.mark.parametrize("spoil", ["page", "huge", "garbage"])
+def test_a_port_that_speaks_another_protocol_is_no_namenode(spoil: str) -> None:
+    with FakeNameNode(spoil) as peer:
+        peer.answers["getBlockLocations"] = answer
+        error = error_of(asked(peer.port), timeout_s=LONG_S)
+    assert isinstance(error, UnreachableError)
+    assert f"hdfs://job/f: no NameNode is there: 127.0.0.1:{peer.port}" in str(error)
+    assert ("web page" in str(error)) == (spoil == "page")
+
+
+def test_addresses_without_a_server_are_not_waited_for() -> None:
+    ports = (free_port(), free_port())
+    error = error_of(asked(*ports), timeout_s=LONG_S)
+    assert isinstance(error, UnreachableError)
+    for port in ports:
+        assert f"127.0.0.1:{port} cannot be reached: Connection refused" in str(error)
+    error = error_of(asked(8020, host="no-such-host.invalid"), timeout_s=LONG_S)
+    assert isinstance(error, UnreachableError)
+    assert "no-such-host.invalid:8020" in str(error)
+
+
+def test_addresses_without_a_server_are_not_given_to_another_client() -> None:
+    namenode = NameNode(Cluster("job", (("127.0.0.1", free_port()),), {}, True, "me"))
+    with pytest.raises(UnreachableError):
+        namenode.check_there("/f")
+    with FakeNameNode("secure") as peer:
+        asked(free_port(), peer.port).check_there("/f")
+
+
+def test_a_namenode_that_has_answered_is_waited_for(peer: FakeNameNode) -> None:
+    with FakeNameNode() as other:
+        other.answers["getBlockLocations"] = answer
+        namenode = asked(other.port)
+        namenode.locate("/f")
+    error = error_of(namenode, timeout_s=2.5)
+    assert isinstance(error, TransientError)
+    assert not isinstance(error, UnreachableError)
+
+
+def test_one_that_is_in_standby_beside_one_that_is_gone_is_waited_for() -> None:
+    with FakeNameNode() as standby:
+        kind = "org.apache.hadoop.ipc.StandbyException"
+        standby.answers["getServerDefaults"] = lambda _: (kind, "Operation category READ is not supported")
+        assert not isinstance(error_of(asked(standby.port, free_port()), timeout_s=2.5), UnreachableError)
 
 
 def test_an_answer_that_makes_no_sense_is_said(peer: FakeNameNode) -> None:

@@ -54,7 +54,7 @@ class Anatomy:
     segments: Sequence[SegmentFound]
     """Empty for an ordinary file."""
     bytes_by_node: Mapping[str, int]
-    """Bytes of the file, without parity, that each node has; with several copies, each counts."""
+    """Bytes of the file and its parity that each node has; with several copies, each counts."""
 
 
 def anatomy(files: Files, path: str) -> Anatomy:
@@ -83,8 +83,7 @@ def anatomy(files: Files, path: str) -> Anatomy:
     by_node: Counter[str] = Counter()
     for found in segments:
         for part in found.parts:
-            if part.kind == "data":
-                by_node.update(dict.fromkeys(part.nodes, part.part.size_bytes))
+            by_node.update(dict.fromkeys(part.nodes, part.part.size_bytes))
     return Anatomy(info, head.id, segments, by_node)
 
 

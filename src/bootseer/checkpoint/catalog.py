@@ -1,7 +1,7 @@
 """The checkpoints of a job: which there are, whether they are whole, and their removal.
 
-A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses. Nobody needs to
-have registered it: trees that were written without BootSeer are listed as well. Called by `bootseer ckpt`.
+A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses, with none at all,
+or that `latest` names. Trees that were written without BootSeer are listed as well. Called by `bootseer ckpt`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from bootseer.checkpoint.places.place import make_alike
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 
-_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
+_ENDINGS = (
+    ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras",
+    ".onnx", ".gguf", ".msgpack", ".zip", ".gz", ".zst",
+)  # fmt: skip
+_OTHERS = ("README", "LICENSE", "NOTICE", "Makefile", "Dockerfile")
 _AT_ONCE = 4
 """Checkpoints that are looked at side by side; each asks for its own files side by side."""
 
@@ -48,7 +52,7 @@ def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lamb
     `refused` hears the names of the others.
     """
     latest = _latest(files, folder)
-    return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info)], latest, refused)
+    return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
 
 
 def checkpoint(files: Files, path: str) -> Checkpoint:
@@ -137,9 +141,12 @@ def _latest(files: Files, folder: str) -> str | None:
         return None
 
 
-def _is_checkpoint(info: FileInfo) -> bool:
+def _is_checkpoint(info: FileInfo, latest: str | None) -> bool:
     name = info.path.rpartition("/")[2]
-    return (info.is_folder and not name.startswith(".")) or (name != LATEST and name.endswith(_ENDINGS))
+    if info.is_folder:
+        return not name.startswith(".")
+    is_bare = "." not in name and name not in _OTHERS
+    return name != LATEST and (is_bare or name == latest or name.endswith(_ENDINGS))
 
 
 def _sorted(

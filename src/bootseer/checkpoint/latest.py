@@ -28,12 +28,17 @@ _MAX_BYTES = 4096
 _MAX_NAME_BYTES = 255
 """What file systems take."""
 _POLL_S = 0.1
-# step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz
-_STEP = re.compile(r"(\d{1,18})(?:\.[A-Za-z]\w*)*$")
+# step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz. Not hf2, v2 or llama3.pt: there the
+# number is a part of the word.
+_STEP_WORDS = "(?:global)?step|iter|iteration|epoch|ckpt|checkpoint|batch"
+_STEP = re.compile(rf"(?:^|[-_=]|(?<![a-z])(?:{_STEP_WORDS}))\d*?(\d{{1,18}})(?:\.[a-z]\w*)*$", re.IGNORECASE)
 
 
 def step_of(name: str) -> int | None:
-    """The number at the end of a checkpoint's name, before the endings of a file; None without one."""
+    """The number at the end of a checkpoint's name, before the endings of a file; None without one.
+
+    It stands alone, behind one of `-_=` or behind a word for it, as in `step100`.
+    """
     found = _STEP.search(name)
     return int(found[1]) if found else None
 

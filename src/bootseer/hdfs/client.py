@@ -76,7 +76,7 @@ class HdfsClient:
         try:
             yield from self._names.list(path, recursive=recursive)
         except NotSpokenError as error:
-            self.fallback = str(error)
+            self._fall_back(path, error)
             yield from self._native_names.list(path, recursive=recursive)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
@@ -290,8 +290,13 @@ class HdfsClient:
         try:
             return ask(self._names)
         except NotSpokenError as error:
-            self.fallback = str(error)
+            self._fall_back("/", error)
             return ask(self._native_names)
+
+    def _fall_back(self, path: str, error: NotSpokenError) -> None:
+        """Before hdfs-native is asked, which takes its time where nothing answers."""
+        self.fallback = str(error)
+        self._namenode.check_there(path)
 
 
 class Reads:

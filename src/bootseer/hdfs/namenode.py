@@ -20,7 +20,7 @@ from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.answers import kind_of_error
 from bootseer.hdfs.located import LocatedFile, parse_located
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection
+from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection, UnreachableError, connect
 from bootseer.io.fork import after_fork
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
@@ -31,6 +31,8 @@ _IDLE_S: Final = 8.0
 """Servers close connections after 10 s without a question."""
 _PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 2.0
+_FIRST_S: Final = 0.5
+"""So long after it was made, a client waits for NameNodes at addresses where none has ever answered it."""
 _LATER = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"})
 """Another NameNode may answer, or the same one when it has come up."""
 _EVERYTHING: Final = (1 << 63) - 1
@@ -45,6 +47,9 @@ class NameNode:
         self._call_timeout_s = call_timeout_s
         self._spoken = not cluster.secure
         self._is_closed = False
+        self._has_answered = False
+        """Whether there is a NameNode at one of the addresses: it is waited for when it restarts."""
+        self._made_s = time.monotonic()
         self._reset()
         after_fork(self.forget)
 
@@ -143,13 +148,17 @@ class NameNode:
         pause_s = _PAUSE_S
         problem: BootseerError = TransientError(f"{self._named(path)}: no NameNode was asked in time")
         while True:
+            unreachable: list[str] = []
             for _ in range(num_namenodes):
                 if time.monotonic() >= until:
                     raise problem
                 number = self._active
                 try:
-                    return self._ask_one(number, method, request, call, until)
+                    answer = self._ask_one(number, method, request, call, until)
+                    self._has_answered = True
+                    return answer
                 except RemoteError as error:
+                    self._has_answered = True
                     if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
                     problem = TransientError(f"{self._named(path)}: no NameNode is active: {error}")
@@ -157,14 +166,38 @@ class NameNode:
                     self._spoken = False
                     raise
                 except TransientError as error:
+                    if isinstance(error, UnreachableError):
+                        unreachable.append(str(error))
                     problem = TransientError(f"{self._named(path)}: no NameNode answers: {error}")
                 if self._active == number:
                     self._active = (number + 1) % num_namenodes
+            self._check_there(path, unreachable)
             if time.monotonic() + pause_s >= until:
                 raise problem
             # All have been asked: the NameNode is starting, or a standby becomes active.
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def check_there(self, path: str) -> None:
+        """Raise `UnreachableError` when no server is at any of the addresses; for those who ask one in another way."""
+        while not self._has_answered:
+            unreachable = []
+            for host, port in self.cluster.namenodes:
+                try:
+                    connect(host, port, self._call_timeout_s).close()
+                    self._has_answered = True
+                except UnreachableError as error:
+                    unreachable.append(str(error))
+                except TransientError:  # one that hangs is waited for
+                    self._has_answered = True
+            self._check_there(path, unreachable)
+            time.sleep(0.0 if self._has_answered else _PAUSE_S)
+
+    def _check_there(self, path: str, unreachable: list[str]) -> None:
+        """Raise when there never was a NameNode, and none of them was reached in this round, after a while."""
+        is_none = not self._has_answered and len(unreachable) == len(self.cluster.namenodes)
+        if is_none and time.monotonic() > self._made_s + _FIRST_S:
+            raise UnreachableError(f"{self._named(path)}: no NameNode is there: {'; '.join(unreachable)}")
 
     def _ask_one(self, number: int, method: str, request: bytes, call: int, until: float) -> bytes:
         if not self._free.acquire(timeout=max(until - time.monotonic(), 0.0)):

@@ -7,6 +7,7 @@ Only the plain form is spoken. A server that wants to know who asks (Kerberos, t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from bootseer.bounded import within
 from bootseer.errors import PermanentError, TransientError
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
 
@@ -24,10 +26,15 @@ _PROTOCOL_BUFFERS, _FINAL_PACKET = 2, 0
 _CONTEXT_CALL, _SASL_CALL = -3, -33
 _SUCCESS, _FATAL = 0, 2
 _UNAUTHORIZED = 15
+_NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class NotSpokenError(PermanentError):
     """This cluster wants to be spoken to in a way that this package does not know; the library for all else may."""
+
+
+class UnreachableError(TransientError):
+    """No server of this protocol is at the address: the name is unknown, the port refuses, or it speaks another one."""
 
 
 class RemoteError(Exception):
@@ -37,6 +44,18 @@ class RemoteError(Exception):
         # Behind the first line stands a stack trace, which tells a user nothing.
         super().__init__(message.partition("\n")[0][:600])
         self.kind = kind.rpartition(".")[2]
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection to a server. Raises `UnreachableError` where there is none, `TransientError` for one that hangs."""
+    peer = f"{host}:{port}"
+    try:
+        # The resolver of names knows no deadline.
+        return within(timeout_s, peer, lambda: socket.create_connection((host, port), timeout=timeout_s))
+    except OSError as error:
+        is_none = isinstance(error, socket.gaierror) or error.errno in _NO_SERVER
+        kind = UnreachableError if is_none else TransientError
+        raise kind(f"{peer} cannot be reached: {error.strerror or error}") from error
 
 
 class RpcConnection:
@@ -50,11 +69,9 @@ class RpcConnection:
         self._protocol = protocol
         self._client_id = client_id or os.urandom(16)
         self._num_calls = 0
+        self._has_answered = False
         self._until = time.monotonic() + timeout_s
-        try:
-            self._socket = socket.create_connection((host, port), timeout=timeout_s)
-        except OSError as error:
-            raise TransientError(f"{self._peer} cannot be reached: {error}") from error
+        self._socket = connect(host, port, timeout_s)
         context = delimited(field(2, field(1, user)) + field(3, protocol))
         with self._closing():
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,13 +91,14 @@ class RpcConnection:
             self._send(_framed(self._call_header(number, retry=0) + header + delimited(request)))
             first = self._receive(4)
             if first == b"HTTP":
-                raise PermanentError(f"{self._peer} is the address of a web page; NameNodes are asked at another port")
+                raise UnreachableError(f"{self._peer} is the address of a web page, not of a NameNode")
             (length,) = struct.unpack(">I", first)
             if length > _MAX_ANSWER_BYTES:
                 raise MalformedError(f"an answer of {length} bytes")
             answer = self._receive(length)
             told, at = read_delimited(answer, 0)
             said = Message(told)
+            self._has_answered = True
             if said.number(2) != _SUCCESS:
                 self._raise(said)
             if said.number(1) != number:
@@ -101,6 +119,8 @@ class RpcConnection:
             if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
                 raise _unspoken(self._peer)
             raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
+        if kind.endswith("RpcNoSuchProtocolException"):
+            raise UnreachableError(f"{self._peer} is the address of another server of Hadoop, not of a NameNode")
         raise RemoteError(kind, message)
 
     def _call_header(self, number: int, *, retry: int) -> bytes:
@@ -141,7 +161,11 @@ class RpcConnection:
             raise
         except (OSError, MalformedError) as error:
             self.close()
-            said = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            if isinstance(error, TimeoutError):
+                raise TransientError(f"{self._peer}: no answer in time") from error
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            if not self._has_answered:
+                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {said}") from error
             raise TransientError(f"{self._peer}: {said}") from error
         except BaseException:
             self.close()
