@@ -47,6 +47,7 @@ class Job:
     replication: int = 1
     stripes: int = 0
     parity: bool = False
+    threads: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -71,7 +71,7 @@ class MountedPlace:
             Sources(
                 files=self.files,
                 open=self.reading.open,
-                begin=lambda path, mode: self.writing.open(path, mode=mode),
+                begin=lambda path, mode: self.writing.open(path, mode=mode, is_checked=True),
                 rewrite_bytes=rewrite_bytes,
                 on_error=self.said.append,
                 on_read=lambda path, offset, length: None,

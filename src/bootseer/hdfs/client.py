@@ -12,6 +12,7 @@ threads, and after `fork`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -119,17 +120,20 @@ class HdfsClient:
         overwrite: bool = False,
         block_size: int | None = None,
         replication: int | None = None,
-    ) -> None:
+        parents: bool = True,
+    ) -> FileStatus:
         """Write a small file; durable when this returns. Others see it grow: rename it when that matters.
 
-        Makes its folder when that is missing. Raises `TakenError` for a name that is taken.
+        With `parents`, makes its folder when that is missing. Raises `TakenError` for a name that is taken.
         """
         problem: TransientError | None = None
-        for number in range(_MAX_TRIES):
+        for number in itertools.count(1):
             try:
                 writer = self._sized(
                     block_size,
-                    lambda size: self._begin_small(path, len(data), mode, overwrite, size, replication),
+                    lambda size: self._begin_small(
+                        path, len(data), mode, size, replication, overwrite=overwrite, parents=parents
+                    ),
                 )
             except TakenError:
                 # By the try before, which could not be removed.
@@ -142,12 +146,13 @@ class HdfsClient:
                 writer.close()
             except TransientError as error:
                 problem = error
-                if number + 1 == _MAX_TRIES:
+                if number == _MAX_TRIES:
                     raise
             else:
-                return
+                return writer.status or self.stat(path)
             finally:
                 writer.abort()
+        raise AssertionError  # the last try returns or raises
 
     def create(
         self,
@@ -157,8 +162,10 @@ class HdfsClient:
         overwrite: bool = False,
         block_size: int | None = None,
         replication: int | None = None,
+        parents: bool = True,
     ) -> LongWriter | HdfsWriter:
-        """Begin a file of any length, and its folder when that is missing. Raises `TakenError` for a taken name.
+        """Begin a file of any length, and with `parents` its folder when that is missing. Raises `TakenError` for a
+        taken name.
 
         `block_size` in bytes and `replication` are the cluster's unless told otherwise.
         """
@@ -168,14 +175,14 @@ class HdfsClient:
                 defaults = self._write_defaults()
                 return LongWriter(
                     self._namenode, self._native, path, block_size=size or defaults.block_size,
-                    replication=replication or defaults.replication, mode=mode, overwrite=overwrite,
+                    replication=replication or defaults.replication, mode=mode, overwrite=overwrite, parents=parents,
                     defaults=defaults, bad=self._bad,
                 )  # fmt: skip
             except NotSpokenError as error:
                 self.fallback = str(error)
                 return HdfsWriter(
                     self._native, path, mode=mode, overwrite=overwrite, block_size=size or _NATIVE_BLOCK_BYTES,
-                    replication=replication,
+                    replication=replication, parents=parents,
                 )  # fmt: skip
 
         return self._sized(block_size, begin)
@@ -253,16 +260,27 @@ class HdfsClient:
         return begin(self._least_block)
 
     def _begin_small(
-        self, path: str, length: int, mode: int, overwrite: bool, block_size: int | None, replication: int | None
+        self,
+        path: str,
+        length: int,
+        mode: int,
+        block_size: int | None,
+        replication: int | None,
+        *,
+        overwrite: bool,
+        parents: bool,
     ) -> PlacedWriter | LongWriter | HdfsWriter:
         # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
         try:
             size = block_size or self._write_defaults().block_size
             if length <= size:
-                return self._begin_apart([path], size, mode, replication, overwrite=overwrite).writers[0]
+                apart = self._begin_apart([path], size, mode, replication, overwrite=overwrite, parents=parents)
+                return apart.writers[0]
         except NotSpokenError:
             pass
-        return self.create(path, mode=mode, overwrite=overwrite, block_size=block_size, replication=replication)
+        return self.create(
+            path, mode=mode, overwrite=overwrite, block_size=block_size, replication=replication, parents=parents
+        )
 
     def _begin_apart(
         self,
@@ -274,10 +292,11 @@ class HdfsClient:
         avoid: frozenset[str] = frozenset(),
         spare: Sequence[str] = (),
         overwrite: bool = False,
+        parents: bool = True,
     ) -> Apart:
         defaults = self._write_defaults()
         settings = PlacingSettings(
-            block_size, replication or defaults.replication, mode, avoid, tuple(spare), overwrite
+            block_size, replication or defaults.replication, mode, avoid, tuple(spare), overwrite, parents
         )
         return Apart(self._namenode, self._native, paths, settings, defaults=defaults, bad=self._bad)
 

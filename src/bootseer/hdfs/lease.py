@@ -24,6 +24,7 @@ from bootseer.hdfs.located import Block, parse_block
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError
+from bootseer.hdfs.status import FileStatus, parse_status
 
 _CREATE, _OVERWRITE = 1, 2
 _RENEW_S: Final = 20.0
@@ -101,10 +102,18 @@ class Lease:
     """The right to write one file. Belongs to one thread at a time."""
 
     def __init__(
-        self, namenode: NameNode, path: str, *, block_size: int, replication: int, mode: int, overwrite: bool
+        self,
+        namenode: NameNode,
+        path: str,
+        *,
+        block_size: int,
+        replication: int,
+        mode: int,
+        overwrite: bool,
+        parents: bool = True,
     ) -> None:
-        """Begin the file, and its folder when that is missing. Raises `TakenError` for a name that is taken, and
-        `NotSpokenError`, after removing it, for one whose bytes need a translation."""
+        """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a name that is
+        taken, and `NotSpokenError`, after removing it, for one whose bytes need a translation."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
         self._namenode = namenode
@@ -115,7 +124,7 @@ class Lease:
             + field(2, field(1, mode))
             + field(3, self.holder)
             + field(4, _CREATE | _OVERWRITE if overwrite else _CREATE)
-            + field(5, True)
+            + field(5, parents)
             + field(6, replication)
             + field(7, block_size)
         )
@@ -178,9 +187,9 @@ class Lease:
             with contextlib.suppress(TransientError):
                 self._namenode.ask("renewLease", field(1, self.holder), self.path, _RENEW_CALL_S)
 
-    def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> None:
+    def complete(self, block: Block | None, size_bytes: int, timeout_s: float) -> FileStatus:
         """End the file, which has so many bytes; `block` is its last one. Waits until DataNodes have told the NameNode
-        of all its blocks."""
+        of all its blocks. Returns what the NameNode says of it then."""
         request = field(1, self.path) + field(2, self.holder) + field(4, self._file_id)
         if block is not None:
             request += field(3, identity(block))
@@ -195,12 +204,12 @@ class Lease:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
                 self.renew()
-            status = self._ask("getFileInfo", field(1, self.path)).message(1)
-            found = status.number(3)
+            status = parse_status(self.path, self._ask("getFileInfo", field(1, self.path)).message(1))
         except MalformedError as error:
             raise _senseless(self._namenode, self.path, error) from error
-        if found != size_bytes:
-            raise TransientError(f"{self.path} has {found} bytes after {size_bytes} were written")
+        if status.size_bytes != size_bytes:
+            raise TransientError(f"{self.path} has {status.size_bytes} bytes after {size_bytes} were written")
+        return status
 
     def remove(self) -> None:
         """Remove the file, as far as it is there and the NameNode answers soon."""

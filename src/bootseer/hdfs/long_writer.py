@@ -23,6 +23,7 @@ from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.located import Block
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native
+from bootseer.hdfs.status import FileStatus
 
 _IDLE_S: Final = 30.0
 """DataNodes hang up on writers that say nothing for longer, and are not to blame for it."""
@@ -43,6 +44,7 @@ class LongWriter:
         replication: int,
         mode: int,
         overwrite: bool,
+        parents: bool = True,
         defaults: WriteDefaults,
         bad: BadNodes,
     ) -> None:
@@ -59,8 +61,11 @@ class LongWriter:
         self._defaults = defaults
         self._bad = bad
         self._lease = Lease(
-            namenode, path, block_size=block_size, replication=replication, mode=mode, overwrite=overwrite
-        )
+            namenode, path, block_size=block_size, replication=replication, mode=mode, overwrite=overwrite,
+            parents=parents,
+        )  # fmt: skip
+        self.status: FileStatus | None = None
+        """What the NameNode says of it, after `close`."""
         self._last: Block | None = None
         """The last one that is complete."""
         self._new: NewBlock | None = None
@@ -95,7 +100,7 @@ class LongWriter:
         self._is_usable = False
         if self._at:
             self._end_block()
-        self._lease.complete(self._last, self.size_bytes, self._native.settings.close_s)
+        self.status = self._lease.complete(self._last, self.size_bytes, self._native.settings.close_s)
         self._is_over = True
         self._kept.close()
         return ()

@@ -16,9 +16,8 @@ from typing import Final
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.status import FileStatus
+from bootseer.hdfs.status import FileStatus, parse_status
 
-_FOLDER: Final = 1
 _UNCHANGED: Final = -1
 
 
@@ -34,7 +33,7 @@ class Names:
         try:
             if 1 not in answer:
                 raise NotFoundError(f"{self._named(path)} is not there")
-            return _status(path, answer.message(1))
+            return parse_status(path, answer.message(1))
         except MalformedError as error:
             raise self._senseless(path, error) from error
 
@@ -95,7 +94,7 @@ class Names:
                 found = [Message(entry) for entry in page.every(1)]
                 for entry in found:
                     name = entry.text(2)
-                    yield _status(f"{path.rstrip('/')}/{name}" if name else path, entry)
+                    yield parse_status(f"{path.rstrip('/')}/{name}" if name else path, entry)
                 is_more = bool(page.number(2)) and bool(found)
                 after = found[-1].data(2) if found else b""
             except MalformedError as error:
@@ -112,19 +111,3 @@ class Names:
 
     def _senseless(self, path: str, error: MalformedError) -> TransientError:
         return TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}")
-
-
-def _status(path: str, told: Message) -> FileStatus:
-    """A `HdfsFileStatusProto`."""
-    return FileStatus(
-        path=path,
-        is_folder=told.number(1) == _FOLDER,
-        size_bytes=told.number(3),
-        mtime_ms=told.number(7),
-        atime_ms=told.number(8),
-        mode=told.message(4).number(1) & 0o7777,
-        owner=told.text(5),
-        group=told.text(6),
-        replication=told.number(10, 0),
-        block_size=told.number(11, 0),
-    )

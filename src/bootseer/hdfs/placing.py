@@ -25,6 +25,7 @@ from bootseer.hdfs.block_writer import BlockWriter, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native
+from bootseer.hdfs.status import FileStatus
 
 BUSY_S = 7.0
 """So long a node that is not chosen is waited for before two files share one: two of the heartbeats that tell how busy
@@ -48,6 +49,8 @@ class PlacingSettings:
     spare: tuple[str, ...] = ()
     """Nodes that are taken only before two files would share one, the first of them first."""
     overwrite: bool = False
+    parents: bool = True
+    """Whether a missing folder is made."""
 
 
 class Apart:
@@ -158,7 +161,10 @@ class PlacedWriter:
             replication=settings.replication,
             mode=settings.mode,
             overwrite=settings.overwrite,
+            parents=settings.parents,
         )
+        self.status: FileStatus | None = None
+        """What the NameNode says of it, after `close`."""
         self._new: NewBlock | None = None
         self._block: BlockWriter | None = None
         self._is_usable = True
@@ -187,7 +193,7 @@ class PlacedWriter:
             self._block.close()
         self._is_usable = False
         block = replace(self._new.block, length=self.size_bytes) if self._new else None
-        self._lease.complete(block, self.size_bytes, self._apart.native.settings.close_s)
+        self.status = self._lease.complete(block, self.size_bytes, self._apart.native.settings.close_s)
         self._is_kept = True
         return self.nodes
 

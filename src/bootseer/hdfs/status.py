@@ -1,8 +1,13 @@
-"""What HDFS says of a name. Made by `client`, read by the places and stores above it."""
+"""What HDFS says of a name. Made by `names` and `lease`, read by the places and stores above."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+from bootseer.hdfs.protobuf import Message
+
+_FOLDER: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +30,19 @@ class FileStatus:
     """0 for folders and for files of erasure coding."""
     block_size: int
     """0 for folders."""
+
+
+def parse_status(path: str, told: Message) -> FileStatus:
+    """A `HdfsFileStatusProto`. Raises `MalformedError`."""
+    return FileStatus(
+        path=path,
+        is_folder=told.number(1) == _FOLDER,
+        size_bytes=told.number(3),
+        mtime_ms=told.number(7),
+        atime_ms=told.number(8),
+        mode=told.message(4).number(1) & 0o7777,
+        owner=told.text(5),
+        group=told.text(6),
+        replication=told.number(10, 0),
+        block_size=told.number(11, 0),
+    )

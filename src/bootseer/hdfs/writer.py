@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from hdfs_native import FileWriter, WriteOptions
 
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.hdfs.status import FileStatus
 
 if TYPE_CHECKING:
     from bootseer.hdfs.native import Native
@@ -46,17 +47,20 @@ class HdfsWriter:
         replication: int | None = None,
         mode: int = 0o644,
         overwrite: bool = False,
+        parents: bool = True,
     ) -> None:
-        """Begin the file, and its folder when that is missing. Raises `TakenError` for a name that is taken."""
+        """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a taken name."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
         """Nobody knows."""
+        self.status: FileStatus | None = None
+        """Not asked for."""
         self.size_bytes = 0
         """What was written so far."""
         self._native = native
         self._what = f"{native.uri}{path}"
         options = WriteOptions(
-            block_size=block_size, replication=replication, permission=mode, overwrite=overwrite, create_parent=True
+            block_size=block_size, replication=replication, permission=mode, overwrite=overwrite, create_parent=parents
         )
         self._file = native.call(self._what, lambda client: client.create(path, options))
         # Python's finalizer of files calls close(), which may hang whoever happens to hold the last reference; what

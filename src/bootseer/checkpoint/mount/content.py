@@ -4,8 +4,9 @@ A file that is written exists twice: what the place has under its name, which al
 written here, which everybody on this mount sees. `publish` makes the second take the place of the first, in one step.
 To change a part of a published file, or to append to it, it is written anew, which is done for small files only.
 
-Called by `open_files` and `filesystem`. `lock` orders what changes the content and its name; reading takes it for no
-longer than it takes to open a version.
+What changes the content or its name takes turns (`changing`), and a turn lasts as long as the place takes to publish.
+`lock` guards what the content consists of and is held for moments: never while the place is asked. So files are opened,
+read and looked at while they are published. Turn before lock. Called by `open_files` and `filesystem`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import errno
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.mount.held import Held
 from bootseer.checkpoint.mount.nodes import Node
 from bootseer.checkpoint.mount.numbers import number_of, refusal, stale
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.checkpoint.places.place import Entry
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.tree import Cancel, Data, Reply
 
 _COPY_BYTES = 4 << 20
+_LOOK_S = 0.5
+"""So often who waits for a turn looks whether it is of use still."""
 Check = Callable[[], None]
 """Raises when nobody waits any more for what is being waited for."""
 
@@ -63,6 +67,14 @@ class Reader(Protocol):
         """Not read any more."""
 
 
+class Published(Protocol):
+    """What was published, as `Written` says it."""
+
+    @property
+    def entry(self) -> Entry | None:
+        """What the place says of it; None when it was not asked."""
+
+
 class Writer(Protocol):
     """New content of a file, as `Writing` makes it: see `FileWriter`."""
 
@@ -81,11 +93,8 @@ class Writer(Protocol):
     def truncate(self, size_bytes: int) -> None:
         """Cut, or continue by zeros."""
 
-    def sync(self, check: Check) -> object:
+    def sync(self, check: Check) -> Published:
         """Publish what was written so far; it may be written on. `check` as for `write_at`."""
-
-    def commit(self) -> object:
-        """Publish and end; aborted after an error."""
 
     def abort(self) -> None:
         """Drop what is not published."""
@@ -112,6 +121,7 @@ class Content:
     def __init__(self, node: Node, sources: Sources, detach: Callable[[Node], None]) -> None:
         """`detach` lets the node's name lead to what the place has."""
         self.lock = threading.RLock()
+        self._turn = threading.RLock()
         self.handles: set[int] = set()
         """The open files that lead here; kept by `open_files`."""
         self._node = node
@@ -121,6 +131,8 @@ class Content:
         """The version that is read, once somebody does."""
         self._writer: Writer | None = None
         self._is_dirty = False
+        self._num_changes = 0
+        """Rises with every change of content or attributes: whoever was without the lock sees whether there was one."""
         self._is_removed = False
         self._mtime_ns: int | None = None
         """What somebody wants the time of the last change to be."""
@@ -146,22 +158,36 @@ class Content:
         writer = self._writer
         return self._node.info.size_bytes if writer is None else writer.size_bytes
 
+    @contextlib.contextmanager
+    def changing(self, check: Check = no_check) -> Iterator[None]:
+        """Wait for the turn to change the content or its name. `check` is called now and then meanwhile."""
+        while not self._turn.acquire(timeout=_LOOK_S):
+            check()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def begin_reading(self) -> bool:
         """Open what the name leads to now. Whether pages that the kernel has of the node are of that.
 
         Raises ESTALE when the node is of another version: its name leads to another node from then on.
         """
-        with self.lock:
-            if self._writer is not None:
-                return True
+        while True:
+            with self.lock:
+                if self._writer is not None:
+                    return True
+                num_changes = self._num_changes
             fresh = self._open_version()
-            if self._read is not None and fresh.version != self._read.reader.version:
-                fresh.close()
-                self._detach(self._node)
-                raise stale()
-            keep = self._read is not None or self._node.pages_of in (None, fresh.version)
-            self._begin_reading(fresh)
-            return keep
+            with self.lock:
+                if num_changes == self._num_changes:
+                    if not self._is_right(fresh):
+                        break
+                    keep = self._read is not None or self._node.pages_of in (None, fresh.version)
+                    self._begin_reading(fresh)
+                    return keep
+            fresh.close()
+        raise self._outdated(fresh)
 
     def begin_writing(self) -> bool:
         """Somebody may write, who reads nothing. As `begin_reading`."""
@@ -180,16 +206,26 @@ class Content:
     def _hold_reader(self) -> Held | None:
         """The published version, to be let go of, or None while there is new content."""
         with self.lock:
-            if self._writer is not None:
-                return None
-            if self._read is None:
+            held = self._held_reader()
+            is_moved = held is not None and self._node.path not in (None, held.path)
+            if self._writer is not None or (held is not None and not is_moved):
+                return held
+        try:
+            self.begin_reading()
+        except (BootseerError, OSError):
+            if held is None:
+                raise
+            return held  # the old one may have all that it needs
+        if held is not None:
+            held.let_go()
+        with self.lock:
+            if not is_moved:
                 # What was written has ended, while the file stayed open; the pages are of what was written.
-                self._begin_reading(self._open_version())
                 self._node.pages_of = ""
-            elif self._node.path not in (None, self._read.path):
-                with contextlib.suppress(BootseerError, OSError):  # the old one may have all that it needs
-                    self.begin_reading()
-            return None if self._read is None else self._read.hold()
+            return self._held_reader()
+
+    def _held_reader(self) -> Held | None:
+        return None if self._read is None or self._writer is not None else self._read.hold()
 
     def _begin_reading(self, reader: Reader) -> None:
         """Read by this one from now on; reads that were begun by another one still end."""
@@ -206,13 +242,27 @@ class Content:
         path = self._node.path
         if path is None:
             raise stale()
-        reader = self._sources.open(path)
-        if reader.size_bytes != self._node.info.size_bytes:
-            # The kernel knows another size, and would cut off the rest.
-            reader.close()
-            self._detach(self._node)
-            raise stale()
+        try:
+            reader = self._sources.open(path)
+        except NotFoundError:
+            # It may just be getting another name.
+            with self.changing():
+                moved = self._node.path
+                if moved in (None, path):
+                    raise
+                reader = self._sources.open(moved)
         return reader
+
+    def _is_right(self, reader: Reader) -> bool:
+        """Whether this is the version that the node is of. The kernel would cut off what is longer than it knows."""
+        known = self._read is None or reader.version == self._read.reader.version
+        return known and reader.size_bytes == self._node.info.size_bytes
+
+    def _outdated(self, reader: Reader) -> OSError:
+        """The name leads to another version than the node is of."""
+        reader.close()
+        self._detach(self._node)
+        return stale()
 
     def read(self, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         """Answer a read: from what was written, or from the node's version. See `FileSystem.read`."""
@@ -257,23 +307,23 @@ class Content:
 
     def begin_empty(self) -> None:
         """New content from nothing. What the place has stays until it is published."""
-        with self.lock:
+        with self.changing():
             if self._writer is not None:
                 self._writer.truncate(0)
             else:
-                self._begin()
+                self._start(self._begin())
             self._changed()
 
     def write(self, offset: int, data: memoryview, check: Check) -> None:
         """Write anywhere; a published file is written anew first, if it is small."""
-        with self.lock:
+        with self.changing(check):
             writer = self._writer or self._rewrite(self.size_bytes, check)
             writer.write_at(offset, data, check)
             self._changed()
 
     def truncate(self, size_bytes: int) -> None:
         """Cut, or continue by zeros."""
-        with self.lock:
+        with self.changing():
             if size_bytes == self.size_bytes:
                 return
             writer = self._writer or self._rewrite(min(size_bytes, self.size_bytes))
@@ -285,40 +335,59 @@ class Content:
         with self.lock:
             self._mtime_ns = self._mtime_ns if mtime_ns is None else mtime_ns
             self._is_dirty = True
+            self._num_changes += 1
 
     def publish(self, check: Check = no_check) -> None:
         """Make what was written durable, verified, and visible to all. After an error it may be tried again."""
+        with self.changing(check):
+            writer = self._writer
+            while self.is_dirty and writer is not None:
+                self._publish_once(writer, check)
+
+    def _publish_once(self, writer: Writer, check: Check = no_check) -> None:
+        """Publish all that is there now. Attributes may be set meanwhile, and then it is not all."""
+        num_changes = self._num_changes
+        info = self._settled(writer.sync(check).entry)
         with self.lock:
-            if self.is_dirty and self._writer is not None:
-                self._writer.sync(check)
-                self._settle()
+            if num_changes == self._num_changes:
+                self._node.info = info
                 self._is_dirty = False
 
     def end_writing(self) -> None:
         """Publish, and let the place say again what the name leads to. After an error what was written is gone."""
-        with self.lock:
-            writer, node = self._writer, self._node
+        with self.changing():
+            writer = self._writer
             if writer is None:
                 return
             try:
-                if self.is_dirty:
-                    writer.commit()
-                    self._settle()
+                while not self._ended(writer):
+                    self._publish_once(writer)
             except BaseException:
-                self._detach(node)
+                self._detach(self._node)
+                with self.lock:
+                    self._writer = None
+                    self._is_dirty = False
+                    self._num_changes += 1
                 raise
             finally:
-                self._writer = None
-                self._is_dirty = False
                 writer.abort()
+
+    def _ended(self, writer: Writer) -> bool:
+        """End the writing, if nothing is left to be published."""
+        with self.lock:
+            if self.is_dirty:
+                return False
+            self._writer = None
+            self._is_dirty = False
+            self._num_changes += 1
             # What was written is in the kernel's pages. What is read from now on comes from where others read it.
-            node.pages_of = ""
+            self._node.pages_of = ""
+            return True
 
     def renamed(self, path: str) -> None:
-        """The file, which was published, has another name in the same folder."""
-        with self.lock:
-            if self._writer is not None:
-                self._writer.path = path
+        """The file, which was published, has another name in the same folder. Called in a turn."""
+        if self._writer is not None:
+            self._writer.path = path
 
     def removed(self) -> None:
         """The name is gone, or leads to another file: what is written is for those who have it open."""
@@ -326,34 +395,45 @@ class Content:
             self._is_removed = True
 
     def close(self) -> None:
-        """Nobody has it open any more: publish what is not, if it has a name."""
+        """Nobody has it open any more, or will: let go of what is read."""
         with self.lock:
-            try:
-                self.end_writing()
-            finally:
-                self._end_reading()
+            self._end_reading()
 
     def _changed(self) -> None:
-        self._is_dirty = True
-        self._mtime_ns = None
-        entry = replace(self._node.info.entry, mtime_ns=time.time_ns())
-        self._node.info = replace(self._node.info, entry=entry)
+        with self.lock:
+            self._is_dirty = True
+            self._num_changes += 1
+            self._mtime_ns = None
+            entry = replace(self._node.info.entry, mtime_ns=time.time_ns())
+            self._node.info = replace(self._node.info, entry=entry)
 
     def _begin(self) -> Writer:
+        """New content, which is the file's from `_start` on."""
         # What has no name any more is never published, and wants no other room than what has one.
         path = self._node.info.path if self._is_removed else self._node.path
         if path is None:
             raise stale()
-        self._writer = self._sources.begin(path, stat.S_IMODE(self._node.info.entry.mode))
-        self._end_reading()
-        return self._writer
+        return self._sources.begin(path, stat.S_IMODE(self._node.info.entry.mode))
+
+    def _start(self, writer: Writer) -> Writer:
+        with self.lock:
+            self._writer = writer
+            self._num_changes += 1
+            self._end_reading()
+        return writer
 
     def _rewrite(self, keep_bytes: int, check: Check = no_check) -> Writer:
         """Begin with the first `keep_bytes` of what is published."""
         self._check_small(keep_bytes)
         if keep_bytes == 0:
-            return self._begin()
-        held = Held(self._open_version(), "") if self._read is None else self._read.hold()
+            return self._start(self._begin())
+        with self.lock:
+            held = self._held_reader()
+        if held is None:
+            fresh = self._open_version()
+            if not self._is_right(fresh):
+                raise self._outdated(fresh)
+            held = Held(fresh, "")
         base = held.reader
         try:
             writer = self._begin()
@@ -362,24 +442,26 @@ class Content:
                     check()
                     writer.write_at(offset, base.read(offset, min(_COPY_BYTES, keep_bytes - offset)), check)
             except BaseException:
-                self._writer = None
                 writer.abort()
                 raise
         finally:
             held.let_go()
-        return writer
+        return self._start(writer)
 
     def _check_small(self, keep_bytes: int) -> None:
         if keep_bytes > self._sources.rewrite_bytes:
             self._sources.on_error(f"{self._node.info.path} is too large to be changed or appended to: write it anew")
             raise refusal(errno.EOPNOTSUPP)
 
-    def _settle(self) -> None:
-        """Give what was published the owner, the rights and the time that it should have, and look at it."""
-        path, wanted, files = self._node.path, self._node.info.entry, self._sources.files
+    def _settled(self, entry: Entry | None) -> FileInfo:
+        """Give what was published the owner, the rights and the time that it should have: what it is then. `entry`:
+        what is known of it."""
+        path, files = self._node.path, self._sources.files
         if path is None:
             raise stale()
-        info = files.stat(path)
+        with self.lock:
+            wanted, mtime_ns = self._node.info.entry, self._mtime_ns
+        info = files.stat(path) if entry is None else FileInfo(entry, entry.size_bytes, is_striped=False)
         is_same = True
         owner, group = wanted.owner or info.entry.owner, wanted.group or info.entry.group
         if (owner, group) != (info.entry.owner, info.entry.group):
@@ -389,7 +471,7 @@ class Content:
         if stat.S_IMODE(info.entry.mode) != stat.S_IMODE(wanted.mode):
             files.set_mode(path, stat.S_IMODE(wanted.mode))
             is_same = False
-        if self._mtime_ns is not None:
-            files.set_mtime(path, self._mtime_ns)
+        if mtime_ns is not None:
+            files.set_mtime(path, mtime_ns)
             is_same = False
-        self._node.info = info if is_same else files.stat(path)
+        return info if is_same else files.stat(path)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount import owners
-from bootseer.checkpoint.mount.content import Check, Sources
+from bootseer.checkpoint.mount.content import Check, Content, Sources
 from bootseer.checkpoint.mount.listings import Listings
 from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
 from bootseer.checkpoint.mount.numbers import refusal, stale, told_as_numbers
@@ -76,7 +76,9 @@ class CheckpointFiles:
                 info = self._listings.recall(path) or self._files.stat(path)
             except NotFoundError:
                 self._nodes.remove(path)
+                self._listings.looked_up(path, is_there=False)
                 return None
+            self._listings.looked_up(path, is_there=True)
             return self._told(path, info)
 
     def _told(self, path: str, info: FileInfo) -> Found:
@@ -216,6 +218,8 @@ class CheckpointFiles:
         node = self._nodes.at(path)
         if node is not None and node.is_live:
             return True
+        if node is None and self._listings.was_missing(path):
+            return False
         try:
             self._files.stat(path)
         except NotFoundError:
@@ -280,8 +284,7 @@ class CheckpointFiles:
         path = self._child(parent, name)
         with self._telling(f"removing {path}"):
             node = self._nodes.at(path)
-            with _held(node):
-                content = None if node is None else node.content
+            with _changing(node) as content:
                 is_live = node is not None and node.is_live
                 try:
                     self._files.remove(path)
@@ -326,8 +329,7 @@ class CheckpointFiles:
                     raise refusal(errno.EBUSY)
                 if self._nodes.live_below(target):
                     raise refusal(errno.ENOTEMPTY)
-            with _held(node), _held(replaced if replaced is not node else None):
-                content = None if node is None else node.content
+            with _changing(node) as content:
                 if content is not None:
                     content.publish()
                     if _folder(source) != _folder(target):
@@ -335,12 +337,13 @@ class CheckpointFiles:
                         if self._files.stat(source).is_striped:
                             raise refusal(errno.EXDEV)
                         content.end_writing()
-                self._files.rename(source, target)
-                if content is not None:
-                    content.renamed(target)
-                if replaced is not None and replaced is not node and replaced.content is not None:
-                    replaced.content.removed()
-                self._nodes.rename(source, target)
+                with _changing(replaced if replaced is not node else None) as lost:
+                    self._files.rename(source, target)
+                    if content is not None:
+                        content.renamed(target)
+                    if lost is not None:
+                        lost.removed()
+                    self._nodes.rename(source, target)
             if node is None or node.is_folder:
                 self._listings.forget_all()
             else:
@@ -461,6 +464,9 @@ def _folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _held(node: Node | None) -> AbstractContextManager[object]:
-    """Holds up whoever writes or publishes a file, while its name changes."""
-    return nullcontext() if node is None or node.content is None else node.content.lock
+@contextmanager
+def _changing(node: Node | None) -> Iterator[Content | None]:
+    """The content of a file whose name changes, if it is open: it is neither written nor published meanwhile."""
+    content = None if node is None else node.content
+    with nullcontext() if content is None else content.changing():
+        yield content

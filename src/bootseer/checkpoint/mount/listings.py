@@ -1,7 +1,8 @@
 """What listings of folders said, for a moment: a program that lists 10,000 files asks for each of them next.
 
 What is remembered may be some seconds old, which is what the kernel's own memory of attributes allows too. That a name
-is not in a listing says nothing: it may have come since. Called by `filesystem`; safe to use from many threads.
+is not in a listing says nothing: it may have come since. Only who makes a file need not ask again for a name that the
+kernel has just looked up for the same open(2). Called by `filesystem`; safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from bootseer.checkpoint.files import FileInfo
 
 REMEMBERED_S = 5.0
 _MAX_FOLDERS = 64
+_MISSING_S = 0.1
+"""The kernel asks for a name that is to be created right before it creates it."""
+_MAX_MISSING = 1024
 
 
 class Listings:
@@ -24,6 +28,8 @@ class Listings:
         self._clock = clock
         self._lock = threading.Lock()
         self._folders: OrderedDict[str, tuple[float, dict[str, FileInfo]]] = OrderedDict()
+        self._missing: dict[str, float] = {}
+        """When these paths were not there."""
         self.num_changes = 0
         """How often something has changed. To be asked before a listing begins."""
 
@@ -63,3 +69,17 @@ class Listings:
         with self._lock:
             self.num_changes += 1
             self._folders.clear()
+
+    def looked_up(self, path: str, *, is_there: bool) -> None:
+        """The place was asked for a path."""
+        with self._lock:
+            self._missing.pop(path, None)
+            if not is_there:
+                if len(self._missing) >= _MAX_MISSING:
+                    self._missing.clear()
+                self._missing[path] = self._clock()
+
+    def was_missing(self, path: str) -> bool:
+        """Whether a path was not there when it was looked up a moment ago. Says so once."""
+        with self._lock:
+            return self._clock() - self._missing.pop(path, -_MISSING_S) < _MISSING_S

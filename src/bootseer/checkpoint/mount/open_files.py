@@ -1,6 +1,7 @@
 """The files that programs have open: handles, who writes, and when a close is the one that publishes.
 
-Called by `filesystem`, on many threads. The lock of a content is taken before the lock of the table, never after it.
+Called by `filesystem`, on many threads. The lock of a content is taken before the lock of the table, never after it;
+neither is held while a file is published.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class OpenFiles:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return
             opened.is_done = True
-            self._publish_if_last(opened.content, check)
+        self._publish_if_last(opened.content, check)
 
     def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
         """Whether these have more descriptors that can write to the file than its other open handles explain."""
@@ -144,30 +145,31 @@ class OpenFiles:
             return [self._handles[number] for number in content.handles]
 
     def _publish_if_last(self, content: Content, check: Check = no_check) -> None:
-        with content.lock:
-            if all(handle.is_done or not handle.writes for handle in self._handles_of(content)):
-                content.publish(check)
+        if all(handle.is_done or not handle.writes for handle in self._handles_of(content)):
+            content.publish(check)
 
     def close(self, handle: int) -> None:
         """The last descriptor of a handle is gone; with the last one that writes, what was not published is."""
         opened = self._get(handle)
         content = opened.content
-        with content.lock:
+        with self._lock:
+            del self._handles[handle]
+            content.handles.discard(handle)
+            is_last = not content.handles
+        if not is_last:
+            if opened.writes:
+                self._publish_if_last(content)
+            return
+        try:
+            content.end_writing()
+        finally:
             with self._lock:
-                del self._handles[handle]
-                content.handles.discard(handle)
-                is_last = not content.handles
-            if not is_last:
-                if opened.writes:
-                    self._publish_if_last(content)
-                return
-            try:
+                # Who has opened it meanwhile goes on with the same content.
+                is_over = not content.handles and opened.node.content is content
+                if is_over:
+                    self._nodes.closed(opened.node)
+            if is_over:
                 content.close()
-            finally:
-                # Who has opened it meanwhile waits for the lock, and goes on with the same content.
-                with self._lock:
-                    if not content.handles:
-                        self._nodes.closed(opened.node)
 
     def num_open(self) -> int:
         """How many there are."""

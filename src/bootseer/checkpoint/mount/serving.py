@@ -95,7 +95,7 @@ class _Source:
                 Sources(
                     files=files,
                     open=self._reading.open,
-                    begin=lambda path, mode: self._writing.open(path, mode=mode),
+                    begin=lambda path, mode: self._writing.open(path, mode=mode, is_checked=True),
                     rewrite_bytes=request.rewrite_bytes,
                     on_error=on_error,
                     on_read=_ignore if self.startup is None else self.startup.note,

@@ -103,7 +103,7 @@ class FolderPlace:
         finally:
             os.close(descriptor)
 
-    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         """See `Place.write_bytes`."""
         with self._parent(path) as (folder, name):
             temporary = write_temporary(folder, data, mode)
@@ -113,6 +113,7 @@ class FolderPlace:
                 drop(temporary, folder)
                 raise
             sync(folder)
+        return self.stat(path)
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """See `Place.create_bytes`."""

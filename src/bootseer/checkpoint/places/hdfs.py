@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from bootseer.checkpoint.places.hdfs_errors import place_errors
@@ -99,15 +100,16 @@ class HdfsPlace:
         with contextlib.closing(self.open(path)) as file:
             return self._read(file, path, 0, min(length, file.size_bytes))
 
-    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         """See `Place.write_bytes`."""
-        with self._temporary(path, data, mode) as temporary:
+        with self._temporary(path, data, mode) as (temporary, status):
             self._client.rename(temporary, self._full(path), overwrite=True)
+        return replace(self._entry(status), path=path)
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """See `Place.create_bytes`."""
         try:
-            with self._temporary(path, data, mode) as temporary:
+            with self._temporary(path, data, mode) as (temporary, _):
                 self._client.rename(temporary, self._full(path))
         except TakenError:
             return False
@@ -216,37 +218,35 @@ class HdfsPlace:
         return writers
 
     @contextlib.contextmanager
-    def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[str]:
-        """A file beside `path`, removed when it was not renamed."""
+    def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[tuple[str, FileStatus]]:
+        """A file beside `path`, and what is known of it; removed when it was not renamed."""
         full = self._full(path)
         folder = full.rpartition("/")[0]
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
         with place_errors():
-            # Creating a file would make its folder: one that was just removed must not come back.
-            if folder and not self._client.stat(folder).is_folder:
-                raise NotFolderError(f"{self._what(path)}: its folder is a file")
             try:
-                self._put(temporary, data, mode)
-                yield temporary
-            except BaseException:
+                yield temporary, self._put(temporary, data, mode)
+            except BaseException as error:
                 with contextlib.suppress(BootseerError):
                     self._client.delete(temporary)
+                if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
+                    raise NotFolderError(f"{self._what(path)}: its folder is a file") from None
                 raise
 
-    def _put(self, full: str, data: bytes, mode: int) -> None:
+    def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
+        """Write a file whose folder must be there: one that was just removed must not come back."""
         # Quotas count whole blocks until a file has ended. The rest tells one content from another of the same length
         # whose time somebody has set to the same, as heads of versions that `tar` copied: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
             copies = max(self._client.replication or 0, SMALL_COPIES)
             try:
-                self._client.put(full, data, mode=mode, block_size=block_size, replication=copies)
-                return
+                return self._client.put(full, data, mode=mode, block_size=block_size, replication=copies, parents=False)
             except BootseerError as error:
                 if "exceeds maximum" not in str(error):
                     raise
                 self._may_copy = False
-        self._client.put(full, data, mode=mode, block_size=block_size)
+        return self._client.put(full, data, mode=mode, block_size=block_size, parents=False)
 
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:

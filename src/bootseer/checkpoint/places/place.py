@@ -183,8 +183,9 @@ class Place(Protocol):
     def read_first(self, path: str, length: int) -> bytes:
         """The first `length` bytes, or all of a shorter file."""
 
-    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a small file: whole or not at all, durable, over what was there. The folder must be there.
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
+        """Write a small file: whole or not at all, durable, over what was there. The folder must be there. Returns what
+        it is then.
 
         Places that keep copies keep `SMALL_COPIES` of it or more.
         """

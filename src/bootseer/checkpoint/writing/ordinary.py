@@ -34,10 +34,10 @@ def write_ordinary(
     # With fewer copies than its siblings have parity for, one dead node would make the whole checkpoint useless.
     if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_COPIES:
         data = read(0, size_bytes) if size_bytes else b""
-        publication.put(lambda: files.place.write_bytes(path, data, mode=mode))
+        entry = publication.put(lambda: files.place.write_bytes(path, data, mode=mode))
         if progress is not None:
             progress(size_bytes, size_bytes)
-        return Written(path, size_bytes, is_striped=False)
+        return Written(path, size_bytes, is_striped=False, entry=entry)
     failed_on: set[str] = set()
     names: list[str] = []
 

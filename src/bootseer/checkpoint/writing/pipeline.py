@@ -38,6 +38,7 @@ class Pipeline:
 
     def add(self, start: int, *, stripes: int) -> SegmentWriter:
         """A new segment, which begins as soon as there is room for it."""
+        self._target.begins()
         segment = SegmentWriter(
             self._target, self._lane, start, self._read,
             self._ended, self._begin_next, self._on_sent, stripes=stripes,

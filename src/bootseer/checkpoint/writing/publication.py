@@ -18,7 +18,7 @@ from typing import TypeVar
 from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
-from bootseer.checkpoint.places.place import TEMPORARY, IsFolderError
+from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.even import NodeUse
 from bootseer.checkpoint.writing.readback import verify_parts
@@ -45,6 +45,8 @@ class Written:
     """Parts that were begun again."""
     num_beside: int = 0
     """Parts that lie on a node of a sibling: the two cannot be read as fast as others."""
+    entry: Entry | None = None
+    """What the place says of a small file that is not striped; None of others."""
 
 
 class Publication:
@@ -67,6 +69,8 @@ class Publication:
         # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
         self._renewed_s = time.monotonic()
         self._has_lease = False
+        self._has_folder = False
+        """Whether there may be a folder of parts."""
         self._is_over = False
         self._in_attempt = ATTEMPTS in path.split("/")
         self._lease_lock = threading.Lock()
@@ -84,12 +88,14 @@ class Publication:
             sick=sick,
             use=self._use,
             settings=self._settings,
+            begins=self.use_folder,
         )
 
     def hidden_name(self) -> str:
         """Where a file that is not striped is written before it is shown: among the parts, under their lease, since
         HDFS tells no time of files that are being written. In an attempt, which has a lease, beside the file."""
         folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY}" if self._in_attempt else f"{self.folder}/"
+        self.use_folder()
         return f"{folder}{secrets.token_hex(8)}"
 
     def publish(self, segments: Sequence[Segment], *, verify: str) -> Written:
@@ -110,19 +116,27 @@ class Publication:
         beside = sum(_num_beside(segment) for segment in segments)
         return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_beside=beside)
 
-    def put(self, step: Callable[[], None], *, keep: str = "") -> None:
-        """Do the step that shows the file, and remove the parts of what it replaces, unless their id is `keep`."""
+    def use_folder(self) -> None:
+        """Something will be written into the folder of parts: `remove_rest` has something to look for from now on."""
+        self._has_folder = True
+
+    def put(self, step: Callable[[], T], *, keep: str = "") -> T:
+        """Do the step that shows the file, and remove the parts of what it replaces, unless their id is `keep`. Returns
+        what the step returns."""
         replaced = self._replaced()
-        self.again(step)
+        done = self.again(step)
         if replaced is not None and replaced.id != keep:
             # Nobody can find it any more. Rests cost room, and no error of a file that is safe.
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
             if replaced.id == self.id:
                 self._named = frozenset()
+        return done
 
     def remove_rest(self) -> None:
         """Remove what no head names. What cannot be removed stays for a collector."""
+        if not self._has_folder:
+            return
         with contextlib.suppress(BootseerError):
             if not self._named:
                 self._files.place.delete(self.folder, recursive=True)
@@ -139,6 +153,7 @@ class Publication:
             if self._is_over or self._in_attempt or now_s < self._renewed_s + self._settings.lease_s:
                 return
             self._renewed_s = now_s
+            self.use_folder()
             # Without a folder there is nothing to collect; a place that does not answer may do so in a while.
             with contextlib.suppress(BootseerError):
                 self._files.place.write_bytes(f"{self.folder}/{LEASE_NAME}", lease_bytes(self.path))

@@ -51,6 +51,8 @@ class Target:
     sick: SickNodes
     use: NodeUse
     settings: WritingSettings
+    begins: Callable[[], None] = lambda: None
+    """Called before something is written there."""
 
 
 class SegmentWriter:

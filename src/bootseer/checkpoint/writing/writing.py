@@ -81,6 +81,7 @@ class Writing:
         It is durable, verified and visible when this returns; when it raises, nothing has changed. `progress` is called
         in this thread. For a file below a hidden folder, as in an attempt, `files` must be made `within` it.
         """
+        check_target(self._files, path)
         policy, publication = self._begin(path, policy, mode)
         try:
             if policy.is_striped(source.size_bytes):
@@ -96,9 +97,18 @@ class Writing:
             self._end(publication)
 
     def open(
-        self, path: str, *, mode: int = 0o644, policy: Policy | None = None, verify: Verify = "length"
+        self,
+        path: str,
+        *,
+        mode: int = 0o644,
+        policy: Policy | None = None,
+        verify: Verify = "length",
+        is_checked: bool = False,
     ) -> FileWriter:
-        """Begin a file that is written piece by piece, over what has its name when it is committed."""
+        """Begin a file that is written piece by piece, over what has its name when it is committed. `is_checked`: the
+        caller has seen that its folder is there, and no folder of its name."""
+        if not is_checked:
+            check_target(self._files, path)
         policy, publication = self._begin(path, policy, mode)
         try:
             writer = FileWriter(
@@ -130,7 +140,6 @@ class Writing:
         self._timer.close()
 
     def _begin(self, path: str, policy: Policy | None, mode: int) -> tuple[Policy, Publication]:
-        check_target(self._files, path)
         policy = policy or self._policy_of(path)
         publication = Publication(self._files, path, policy, mode, settings=self._settings, workers=self._workers)
         with self._lock:

@@ -1,0 +1,130 @@
+"""The arms of `small_files`: one process that writes or reads many small files, through a mount and without BootSeer.
+
+Arms of `checkpoint_child`. `paths` are the files, `length` bytes each, and `threads` take them in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkpoint_child import Job, main
+
+Run = Iterator[Callable[[], Any]]
+
+
+@contextmanager
+def fuse_write(job: Job) -> Run:
+    """Through a mount of its own: open, write, close."""
+    data = os.urandom(job.length)
+
+    def write(path: str) -> None:
+        with Path(path).open("wb") as file:
+            file.write(data)
+
+    with _mounted(job) as folder:
+        yield lambda: _each(job, lambda path: write(f"{folder}{path}"))
+
+
+@contextmanager
+def fuse_read(job: Job) -> Run:
+    """Through a mount of its own that has read nothing: open, read, close, by name."""
+
+    def read(path: str) -> int:
+        return len(Path(path).read_bytes())
+
+    with _mounted(job) as folder:
+        yield lambda: _each(job, lambda path: read(f"{folder}{path}"))
+
+
+@contextmanager
+def native_write(job: Job) -> Run:
+    """hdfs-native: create, write, close under the last name; others see the file grow."""
+    from hdfs_native import Client, WriteOptions
+
+    client, data = Client(job.uri), os.urandom(job.length)
+    client.get_file_info("/")
+    options = WriteOptions(replication=job.replication, overwrite=True)
+
+    def write(path: str) -> None:
+        with client.create(path, options) as file:
+            file.write(data)
+
+    yield lambda: _each(job, write)
+
+
+@contextmanager
+def native_read(job: Job) -> Run:
+    """hdfs-native: open, read."""
+    from hdfs_native import Client
+
+    client = Client(job.uri)
+    client.get_file_info("/")
+    yield lambda: _each(job, lambda path: len(client.read(path).read()))
+
+
+@contextmanager
+def pyarrow_write(job: Job) -> Run:
+    """pyarrow over libhdfs, the client of the Java world: create, write, close under the last name."""
+    there, data = _arrow(job), os.urandom(job.length)
+
+    def write(path: str) -> None:
+        with there.open_output_stream(path) as file:
+            file.write(data)
+
+    yield lambda: _each(job, write)
+
+
+@contextmanager
+def pyarrow_read(job: Job) -> Run:
+    """pyarrow over libhdfs: open, read."""
+    there = _arrow(job)
+
+    def read(path: str) -> int:
+        with there.open_input_file(path) as file:
+            return len(file.read())
+
+    yield lambda: _each(job, read)
+
+
+def _arrow(job: Job) -> Any:
+    from pyarrow import fs
+
+    host, port = job.uri.removeprefix("hdfs://").split(":")
+    there = fs.HadoopFileSystem(host, int(port), replication=job.replication)
+    there.get_file_info("/")
+    return there
+
+
+def _each(job: Job, do: Callable[[str], object]) -> None:
+    """Each file, in `threads` threads."""
+    with ThreadPoolExecutor(job.threads) as pool:
+        done = list(pool.map(do, job.paths))
+    wrong = {count for count in done if count is not None} - {job.length}
+    if wrong:
+        raise RuntimeError(f"files of {sorted(map(str, wrong))} bytes and not of {job.length}")
+
+
+@contextmanager
+def _mounted(job: Job) -> Iterator[Path]:
+    from bootseer.checkpoint.mount.mounted import mount_checkpoint
+
+    with tempfile.TemporaryDirectory() as runtime:
+        mounted = mount_checkpoint(f"{job.uri}/", None, runtime=Path(runtime), lifeline=True)
+        try:
+            yield mounted.target
+        finally:
+            job.facts.update(mounted.status())
+            mounted.unmount(force=True)
+
+
+_ARMS = (fuse_write, fuse_read, native_write, native_read, pyarrow_write, pyarrow_read)
+ARMS = {arm.__name__: arm for arm in _ARMS}
+
+if __name__ == "__main__":
+    main(ARMS)

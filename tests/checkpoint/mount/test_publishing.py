@@ -1,0 +1,145 @@
+"""While a file is being published, which may take as long as the place does not answer, all others go on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.checkpoint.places.folder import FolderPlace
+from checkpoint.mount.conftest import Mounts
+from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of
+from stepwise_place import StepwisePlace
+
+pytestmark = pytest.mark.fuse
+PATIENCE_S = 30.0
+"""More than any of these calls takes, which wait for nothing."""
+
+
+class Held:
+    """A mounted place that holds up the publishing of one file until `go_on`."""
+
+    def __init__(self, mounts: Mounts, root: Path, path: str) -> None:
+        self._path = path
+        self._reached, self._may_go_on = threading.Event(), threading.Event()
+        self._threads = ThreadPoolExecutor(2)
+        place = StepwisePlace(FolderPlace(root))
+        self.mounted: MountedPlace = mounts(place=place)
+        self._place = place
+
+    def begin(self, publish: Callable[[], object]) -> Any:
+        """Run what publishes the file, and return when the place holds it up."""
+        self._place.before = self._before
+        running = self._threads.submit(publish)
+        assert self._reached.wait(DEADLINE_S)
+        return running
+
+    def now(self, call: Callable[[], Any]) -> Any:
+        """What a call returns that waits for no publishing."""
+        return self._threads.submit(call).result(PATIENCE_S)
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+    def end(self) -> None:
+        self.go_on()
+        self._threads.shutdown()
+
+    def _before(self, step: str, path: str) -> None:
+        if step == "write_bytes" and path == self._path:
+            self._reached.set()
+            self._may_go_on.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def held(mounts: Mounts, tmp_path: Path) -> Iterator[Held]:
+    made = Held(mounts, tmp_path / "place", "f")
+    yield made
+    made.end()
+
+
+def test_while_a_close_publishes_everything_else_goes_on(held: Held) -> None:
+    root = held.mounted.target
+    (root / "f").write_text("old")
+    (root / "other").write_text("other")
+    writer = os.open(root / "f", os.O_RDWR)
+    os.write(writer, b"new")
+    closing = held.begin(lambda: os.close(writer))
+    assert held.now((root / "f").read_text) == "new"
+    assert held.now(lambda: (root / "f").stat().st_size) == 3
+    another = held.now(lambda: os.open(root / "f", os.O_RDWR | os.O_APPEND))
+    assert held.now(lambda: sorted(path.name for path in root.iterdir())) == ["f", "other"]
+    assert held.now((root / "other").read_text) == "other"
+    held.now(lambda: (root / "another").write_text("another"))
+    assert (held.mounted.root / "another").read_text() == "another"
+    assert not closing.done() and (held.mounted.root / "f").read_text() == "old"
+    held.go_on()
+    closing.result(DEADLINE_S)
+    assert (held.mounted.root / "f").read_text() == "new"
+    os.close(another)
+
+
+def test_while_a_rename_publishes_what_it_replaces_is_read(held: Held) -> None:
+    root = held.mounted.target
+    (root / "g").write_text("old")
+    writer = os.open(root / "f", os.O_RDWR | os.O_CREAT)
+    os.write(writer, b"new")
+    renaming = held.begin(lambda: (root / "f").rename(root / "g"))
+    assert held.now(lambda: os.pread(writer, 3, 0)) == b"new"
+    assert held.now((root / "g").read_text) == "old"
+    assert held.now(lambda: (root / "g").stat().st_size) == 3
+    assert not renaming.done()
+    held.go_on()
+    renaming.result(DEADLINE_S)
+    assert (root / "g").read_text() == (held.mounted.root / "g").read_text() == "new"
+    os.close(writer)
+    assert (held.mounted.root / "g").read_text() == "new"
+
+
+def test_attributes_that_are_set_while_a_close_publishes_are_kept(held: Held) -> None:
+    root = held.mounted.target
+    writer = os.open(root / "f", os.O_RDWR | os.O_CREAT, 0o644)
+    os.write(writer, b"new")
+    closing = held.begin(lambda: os.close(writer))
+    held.now(lambda: (root / "f").chmod(0o600))
+    held.now(lambda: os.utime(root / "f", (0, 1_000_000_000)))
+    assert not closing.done()
+    held.go_on()
+    closing.result(DEADLINE_S)
+    status = (held.mounted.root / "f").stat()
+    assert (status.st_mode & 0o777, status.st_mtime) == (0o600, 1_000_000_000)
+    status = (root / "f").stat()
+    assert (status.st_mode & 0o777, status.st_mtime) == (0o600, 1_000_000_000)
+
+
+def test_a_file_that_is_removed_while_it_is_published_is_gone(held: Held) -> None:
+    root = held.mounted.target
+    writer = os.open(root / "f", os.O_RDWR | os.O_CREAT)
+    os.write(writer, b"new")
+    closing = held.begin(lambda: os.close(writer))
+    removing = threading.Thread(target=(root / "f").unlink)
+    removing.start()
+    assert not closing.done()
+    held.go_on()
+    closing.result(DEADLINE_S)
+    removing.join(DEADLINE_S)
+    assert not list(root.iterdir()) and not list(held.mounted.root.iterdir())
+
+
+def test_a_file_that_is_synced_is_read_and_published_again(held: Held) -> None:
+    root = held.mounted.target
+    (root / "f").write_text("old")
+    writer = os.open(root / "f", os.O_RDWR)
+    os.write(writer, b"new")
+    syncing = held.begin(lambda: number_of(lambda: os.fsync(writer)))
+    assert held.now((root / "f").read_text) == "new"
+    held.go_on()
+    assert syncing.result(DEADLINE_S) is None
+    os.pwrite(writer, b"newer", 0)
+    os.close(writer)
+    assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "newer"
