@@ -66,8 +66,9 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
         # The job's Python is the one on PATH, not the one that BootSeer runs on.
         python = shutil.which("python3") or shutil.which("python") or sys.executable
         files = [word for path in requirements for word in ("-r", path)]
-        command = module_command(python, "pip", "install", *files)
-        found.append(Step(f"{STAGE}.install", command, ", ".join(requirements)))
+        found.append(
+            Step(f"{STAGE}.install", module_command(python, "pip", "install", *files), ", ".join(requirements))
+        )
     return found
 
 

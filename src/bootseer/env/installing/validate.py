@@ -32,7 +32,9 @@ _CONFLICT = re.compile(
 
 # Arguments: folders of distributions. Prints [[record, stamp, number of missing files, one of them], ...]. Only code
 # counts, and not tests and examples: setups make environments smaller by deleting the rest.
-_QUESTION = SAFE_PATH + r"""
+_QUESTION = (
+    SAFE_PATH
+    + r"""
 import csv, json, os, re
 SPARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
 found = []
@@ -59,6 +61,7 @@ for folder in sys.argv[1:]:
             found.append([record, stamp, len(missing), missing[0]])
 print(json.dumps(found))
 """
+)
 
 
 def validate(

@@ -158,7 +158,7 @@ class _Placing:
         else:
             os.mkfifo(name, 0o600, dir_fd=folder)
         with _held(folder, name) as held:
-            found = os.stat(held, follow_symlinks=True)
+            found = Path(held).stat()
             ours = found.st_nlink == 1 and (found.st_uid == 0 or not self._is_root)
             if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or not ours:
                 raise _swapped(entry)
@@ -169,7 +169,7 @@ class _Placing:
     def _dress_found(self, folder: int, name: str, entry: Entry) -> None:
         """Give attributes to what was there before, or was made some steps ago."""
         with _held(folder, name) as held:
-            found = os.stat(held, follow_symlinks=True)
+            found = Path(held).stat()
             # A file with another name may be anybody's file, put here to be given away.
             linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
             if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or (linked and self._is_root):
