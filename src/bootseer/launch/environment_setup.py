@@ -61,10 +61,14 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
         )
         found.append(Step(f"{STAGE}.script", command, script, script))
     if requirements:
+        from bootseer.env.installing.interpreter import module_command
+
         # The job's Python is the one on PATH, not the one that BootSeer runs on.
         python = shutil.which("python3") or shutil.which("python") or sys.executable
         files = [word for path in requirements for word in ("-r", path)]
-        found.append(Step(f"{STAGE}.install", [python, "-m", "pip", "install", *files], ", ".join(requirements)))
+        found.append(
+            Step(f"{STAGE}.install", module_command(python, "pip", "install", *files), ", ".join(requirements))
+        )
     return found
 
 

@@ -26,8 +26,11 @@ TORCH_DEADLINE_S = 20.0
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 
 # The version comes first and by itself: it is known even when the import then hangs.
+# Not from the working folder, where anybody may have put a `torch.py`: the doctor is often root.
 _ASK_TORCH = """
-import importlib.metadata as metadata, importlib.util as util, sys
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import importlib.metadata as metadata, importlib.util as util
 if util.find_spec("torch") is None:
     sys.exit(3)
 try:

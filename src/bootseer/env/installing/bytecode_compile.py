@@ -12,15 +12,16 @@ import posixpath
 import re
 from collections.abc import Iterable, Sequence
 
+from bootseer.env.installing.interpreter import SAFE_PATH
 from bootseer.env.installing.packages import Distribution
 
 _LIBRARY = re.compile(r"(?P<prefix>.*)/lib(?:64)?/(?P<python>python3[^/]*)/(?:site|dist)-packages(?:/|$)")
 
 # Arguments: how many workers, then the records of distributions. For any Python 3. Forked workers, each with an equal
 # share of the bytes; they end when their parent is gone.
-_PROGRAM = r"""
-import sys
-sys.path[:] = [entry for entry in sys.path if entry]
+_PROGRAM = (
+    SAFE_PATH
+    + r"""
 import csv, importlib.util, os, py_compile, struct
 
 def sources(records):
@@ -82,6 +83,7 @@ for _, share in shares:
     workers.append(worker)
 sys.exit(any([os.waitpid(worker, 0)[1] for worker in workers]))
 """
+)
 
 
 def compile_command(python: str, distributions: Iterable[Distribution], workers: int) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from bootseer.env.installing.interpreter import Interpreter
+from bootseer.env.installing.interpreter import Interpreter, module_command
 from bootseer.env.installing.packages import installed
 from bootseer.env.installing.pip_settings import Read, requirement_files, settings
 from bootseer.env.installing.running import Run
@@ -67,7 +67,7 @@ def choose(
     at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
     files += [word for path in constraints for word in ("-c", path)]
-    pip = Command("pip", (python.executable, "-m", "pip", "install", "--no-compile", *files), {})
+    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
     translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ def _uv(env: Mapping[str, str], python: Interpreter, run: Run) -> tuple[tuple[st
     on_path = shutil.which("uv", path=env.get("PATH"))
     reason = "there is no uv"
     ways = [(place,) for place in dict.fromkeys((on_path, beside)) if place]
-    for words in [*ways, *([(python.executable, "-m", "uv")] if python.uv else [])]:
+    for words in [*ways, *([module_command(python.executable, "uv")] if python.uv else [])]:
         ran = run([*words, "--version"], env, deadline_s=_PROBE_DEADLINE_S)
         found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.output)
         if ran.code == 0 and found:

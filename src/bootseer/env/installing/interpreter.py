@@ -15,14 +15,18 @@ from bootseer.env.installing.running import Run
 from bootseer.errors import PermanentError
 
 _DEADLINE_S = 20.0
+SAFE_PATH = "import sys; sys.path[:] = [entry for entry in sys.path if entry]"
+"""The first line of what `-c` runs: nothing is imported from the working folder, where anybody may have put a `pip.py`.
+Python's own `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPATH would reach what pip starts."""
+_RUN_MODULE = f"{SAFE_PATH}; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 # For any Python 3: it may be older than the one that runs BootSeer.
-_QUESTION = """
-import json, os, sys, sysconfig
+_QUESTION = f"""{SAFE_PATH}
+import json, os, sysconfig
 from importlib.util import find_spec
 paths = sysconfig.get_paths()
 libraries = [paths["purelib"], paths["platlib"]]
-known = [entry for entry in sys.path[1:] if os.path.isdir(entry)]
-print(json.dumps({
+known = [entry for entry in sys.path if os.path.isdir(entry)]
+print(json.dumps({{
     "executable": sys.executable,
     "prefix": sys.prefix,
     "base_prefix": sys.base_prefix,
@@ -31,7 +35,7 @@ print(json.dumps({
     "writable": all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry)),
     "pip": find_spec("pip") is not None,
     "uv": find_spec("uv") is not None,
-}))
+}}))
 """
 
 
@@ -52,6 +56,11 @@ class Interpreter:
     """Whether `-m pip` is there."""
     uv: bool
     """Whether `-m uv` is there."""
+
+
+def module_command(python: str, module: str, *words: str) -> tuple[str, ...]:
+    """`python -m module words`, without what lies in the working folder."""
+    return python, "-c", _RUN_MODULE, module, *words
 
 
 def ask(python: str, env: Mapping[str, str], run: Run) -> Interpreter:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from bootseer.env.installing.interpreter import Interpreter
+from bootseer.env.installing.interpreter import SAFE_PATH, Interpreter, module_command
 from bootseer.env.installing.packages import Installed, normalised
 from bootseer.env.installing.running import TIMED_OUT, Ran, Run
 
@@ -22,7 +22,8 @@ IMPORT_DEADLINE_S = 300.0
 """For one import: the first one after a large installation reads gigabytes."""
 _MAX_PROBLEMS = 20
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_IMPORT = "import importlib, sys; importlib.import_module(sys.argv[1])"
+# The user's own modules may lie in the working folder; it comes last, so that nothing there stands for another module.
+_IMPORT = f"{SAFE_PATH}; import importlib; sys.path.append(''); importlib.import_module(sys.argv[1])"
 # What pip says: "a 1.0 requires b, which is not installed." and "a 1.0 has requirement b>2, but you have b 1.0."
 _CONFLICT = re.compile(
     r"(?P<name>\S+) (?P<version>\S+) (?:requires|has requirement) (?P<other>[\w.-]+)"
@@ -31,9 +32,9 @@ _CONFLICT = re.compile(
 
 # Arguments: folders of distributions. Prints [[record, stamp, number of missing files, one of them], ...]. Only code
 # counts, and not tests and examples: setups make environments smaller by deleting the rest.
-_QUESTION = r"""
-import sys
-sys.path[:] = [entry for entry in sys.path if entry]
+_QUESTION = (
+    SAFE_PATH
+    + r"""
 import csv, json, os, re
 SPARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
 found = []
@@ -60,6 +61,7 @@ for folder in sys.argv[1:]:
             found.append([record, stamp, len(missing), missing[0]])
 print(json.dumps(found))
 """
+)
 
 
 def validate(
@@ -98,7 +100,7 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
     """What `pip check` says and would not have said before. An environment without pip is not asked."""
     if not python.pip:
         return []
-    argv = [python.executable, "-m", "pip", "--disable-pip-version-check", "check"]
+    argv = module_command(python.executable, "pip", "--disable-pip-version-check", "check")
     ran = run(argv, env, deadline_s=_CHECK_DEADLINE_S)
     if ran.code != 1:  # a pip that is broken or hangs says nothing of conflicts
         return []

@@ -5,11 +5,29 @@ anywhere. Called by `loose` and `place`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def new_folder(above: int, name: str, mode: int) -> Iterator[int]:
+    """Make a folder in the one that is open as `above`; its descriptor, to give it an owner and a mode through.
+
+    Raises `FileExistsError`, also when something else has the name by the time that it is opened.
+    """
+    os.mkdir(name, mode, dir_fd=above)
+    opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        theirs = os.geteuid() == 0 and os.fstat(opened).st_uid != 0
+        if theirs or os.listdir(opened):  # noqa: PTH208 - a descriptor
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        yield opened
+    finally:
+        os.close(opened)
 
 
 class Inside:

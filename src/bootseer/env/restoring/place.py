@@ -14,11 +14,13 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from itertools import groupby
+from pathlib import Path
 
-from bootseer.env.restoring.inside import Inside
-from bootseer.env.restoring.loose import Plan, Step, Where, plan
+from bootseer.env.restoring.inside import Inside, new_folder
+from bootseer.env.restoring.loose import Conflict, Plan, Step, Where, plan
 from bootseer.env.snapshot.entry import Entry
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
@@ -27,6 +29,7 @@ _NEW = ".bootseer-new-"
 _LEFT_OVER_S = 3600.0
 _PIECE = 1 << 20
 _ZEROS = bytes(_PIECE)
+_KINDS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "fifo": stat.S_IFIFO}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOENT)
 
 
@@ -74,7 +77,7 @@ class _Placing:
         # A folder may forbid what has to be written into it.
         for step in reversed(folders):
             with self._inside.folder(_above(step)) as folder:
-                self._dress(folder, _name(step), step.entry)
+                self._dress_found(folder, _name(step), step.entry)
 
     def _in_its_folder(self, steps: Sequence[Step]) -> None:
         """Steps in one folder."""
@@ -96,12 +99,12 @@ class _Placing:
             _delete(folder, name)
         elif step.deed == "dress":
             if entry.kind != "directory":
-                self._dress(folder, name, entry)
+                self._dress_found(folder, name, entry)
         elif entry.kind == "directory":
             if step.deed == "replace":
                 _delete(folder, name)
-            os.mkdir(name, entry.mode | 0o700, dir_fd=folder)
-            self._dress(folder, name, entry, also=0o700)
+            with new_folder(folder, name, entry.mode | 0o700) as made:
+                self._dress(made, entry, also=0o700)
         else:
             self._write(folder, name, step)
 
@@ -140,51 +143,85 @@ class _Placing:
 
     def _create(self, folder: int, name: str, entry: Entry) -> None:
         source = self._where(entry.path)
-        if entry.kind == "symlink":
-            os.symlink(entry.target, name, dir_fd=folder)
-        elif entry.kind == "fifo":
-            os.mkfifo(name, 0o600, dir_fd=folder)
-        else:
+        status = source.stat(follow_symlinks=False)
+        times = (status.st_atime_ns, status.st_mtime_ns)
+        if entry.kind == "file":
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             opened = os.open(name, flags, 0o600, dir_fd=folder)
-            with os.fdopen(opened, "wb", buffering=0) as file, source.open("rb") as content:
-                size = 0
-                while piece := content.read(_PIECE):
-                    size += len(piece)
-                    if piece == _ZEROS:
-                        os.lseek(opened, len(piece), os.SEEK_CUR)  # holes stay holes
-                        continue
-                    rest = memoryview(piece)
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                os.ftruncate(opened, size)
-        self._dress(folder, name, entry)
-        if entry.kind != "fifo":
-            status = source.stat(follow_symlinks=False)
-            times = (status.st_atime_ns, status.st_mtime_ns)
-            os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
-
-    def _dress(self, folder: int, name: str, entry: Entry, *, also: int = 0) -> None:
-        """In this order: a new owner takes away set-user bits and capabilities."""
-        opened = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            # The link in /proc leads to what is open, and nowhere else.
-            path = f"/proc/self/fd/{opened}"
-            if self._is_root:
-                os.chown(name, entry.uid, entry.gid, dir_fd=folder, follow_symlinks=False)
+            with os.fdopen(opened, "wb", buffering=0) as file:
+                _copy(source, file)
+                self._dress(opened, entry)
+                os.utime(opened, ns=times)
+            return
+        if entry.kind == "symlink":
+            os.symlink(entry.target, name, dir_fd=folder)
+        else:
+            os.mkfifo(name, 0o600, dir_fd=folder)
+        with _held(folder, name) as held:
+            found = Path(held).stat()
+            ours = found.st_nlink == 1 and (found.st_uid == 0 or not self._is_root)
+            if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or not ours:
+                raise _swapped(entry)
+            self._dress(held, entry)
             if entry.kind == "symlink":
-                return
-            for attribute, value in entry.xattrs.items():
-                with contextlib.ExitStack() as forbidden:
-                    if not self._is_root:
-                        forbidden.enter_context(contextlib.suppress(PermissionError))
-                    _set_xattr(path, attribute, value)
-            os.chmod(path, entry.mode | also)  # noqa: PTH101
-        finally:
-            os.close(opened)
+                os.utime(held, ns=times)
+
+    def _dress_found(self, folder: int, name: str, entry: Entry) -> None:
+        """Give attributes to what was there before, or was made some steps ago."""
+        with _held(folder, name) as held:
+            found = Path(held).stat()
+            # A file with another name may be anybody's file, put here to be given away.
+            linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
+            if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or (linked and self._is_root):
+                raise _swapped(entry)
+            self._dress(held, entry)
+
+    def _dress(self, opened: int | str, entry: Entry, *, also: int = 0) -> None:
+        """`opened` is a descriptor, or the path in /proc of one: never a name that may lead elsewhere by now.
+
+        In this order: a new owner takes away set-user bits and capabilities.
+        """
+        if self._is_root:
+            os.chown(opened, entry.uid, entry.gid)
+        if entry.kind == "symlink":
+            return
+        for attribute, value in entry.xattrs.items():
+            with contextlib.ExitStack() as forbidden:
+                if not self._is_root:
+                    forbidden.enter_context(contextlib.suppress(PermissionError))
+                _set_xattr(opened, attribute, value)
+        os.chmod(opened, entry.mode | also)  # noqa: PTH101
 
 
-def _set_xattr(path: str, name: str, value: bytes) -> None:
+@contextlib.contextmanager
+def _held(folder: int, name: str) -> Iterator[str]:
+    """What has this name now, of any kind, as a path that leads there and nowhere else: a link in /proc."""
+    opened = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        yield f"/proc/self/fd/{opened}"
+    finally:
+        os.close(opened)
+
+
+def _swapped(entry: Entry) -> Conflict:
+    return Conflict([f"{entry.path}: something else was put in its place meanwhile"])
+
+
+def _copy(source: Path, file: FileIO) -> None:
+    with source.open("rb") as content:
+        size = 0
+        while piece := content.read(_PIECE):
+            size += len(piece)
+            if piece == _ZEROS:
+                file.seek(len(piece), os.SEEK_CUR)  # holes stay holes
+                continue
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
+        file.truncate(size)
+
+
+def _set_xattr(path: int | str, name: str, value: bytes) -> None:
     try:
         os.setxattr(path, name, value)
     except OSError as error:

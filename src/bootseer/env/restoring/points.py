@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from bootseer.env.restoring.inside import Inside, new_folder
 from bootseer.env.restoring.private import is_shown
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import flock
@@ -65,8 +66,9 @@ class Points:
         record.write_text(json.dumps(missing))
         try:
             for path in reversed(missing):
-                os.mkdir(path, 0o755)  # noqa: PTH102 - as the paths are
-                _dress(path, where(path))
+                folder, _, name = path.rpartition("/")
+                with Inside().folder(folder) as opened, new_folder(opened, name, 0o755) as made:
+                    _dress(made, where(path))
         except OSError as error:
             raise PermanentError(f"{error.filename or root}: {error.strerror}") from error
         return True
@@ -92,10 +94,10 @@ class Points:
         return self._folder / hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
 
 
-def _dress(path: str, like: Path) -> None:
+def _dress(made: int, like: Path) -> None:
     """Owner and mode as in the snapshot, as far as we may."""
     with contextlib.suppress(OSError):
         status = like.stat(follow_symlinks=False)
         with contextlib.suppress(PermissionError):
-            os.chown(path, status.st_uid, status.st_gid)
-        os.chmod(path, stat.S_IMODE(status.st_mode))  # noqa: PTH101
+            os.fchown(made, status.st_uid, status.st_gid)
+        os.fchmod(made, stat.S_IMODE(status.st_mode))

@@ -48,7 +48,7 @@ class MountedImage(Brought):
         """A command line that takes the mount away, for when this process cannot."""
         # In a user namespace another folder would be the usual one: there everybody is root.
         where = f"{RUNTIME}={self._runtime.root}"
-        return ["env", where, sys.executable, "-m", "bootseer", "image", "umount", str(self.root)]
+        return ["env", where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
         """Take the mount away. Raises `BootseerError` when it is in use."""

@@ -1,0 +1,68 @@
+"""Nothing that lies in the working folder is run when a Python is asked something, or told to install."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.installing.bytecode_compile import compile_command
+from bootseer.env.installing.choose import choose
+from bootseer.env.installing.interpreter import Interpreter, ask, module_command
+from bootseer.env.installing.packages import Distribution, Installed, installed
+from bootseer.env.installing.running import runner
+from bootseer.env.installing.validate import conflicts, validate
+from bootseer.launch.environment_setup import steps
+from wheels import make_wheel
+
+PLANTED = ("pip", "uv", "json", "csv", "runpy", "sysconfig", "importlib", "py_compile", "re", "site", "torch")
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with modules that say that they ran."""
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    for name in PLANTED:
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'a').write('{name} ')\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_questions_and_installations_leave_the_working_folder_alone(
+    trap: Path, python: Interpreter, job_env: dict[str, str], tmp_path: Path
+) -> None:
+    wheel = make_wheel(tmp_path / "wheels", "alpha", "1.0", {"alpha.py": "VERSION = 1\n"})
+    (trap / "requirements.txt").write_text(f"{wheel}\n")
+    asked = ask(python.executable, job_env, runner())
+    assert asked == python
+    chosen = choose(["requirements.txt"], {**job_env, "PATH": ""}, python, runner(), cwd=str(trap))
+    (pip,) = chosen.commands
+    done = subprocess.run(pip.argv, env=job_env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = installed(python.folders).distributions
+    compiled = subprocess.run(compile_command(python.executable, found, 1), env=job_env, check=False)
+    assert compiled.returncode == 0
+    assert validate(python, Installed(), job_env, runner(), imports=["alpha", "json"]) == []
+    assert conflicts(python, Installed(), job_env, runner()) == []
+    assert "uv" in runner()(module_command(python.executable, "uv"), job_env, deadline_s=60).errors
+    assert not (trap / "ran").exists()
+
+
+def test_the_plain_setup_leaves_the_working_folder_alone(
+    trap: Path, python: Interpreter, job_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trap / "requirements.txt").write_text("")
+    monkeypatch.setenv("PATH", str(Path(python.executable).parent))
+    (step,) = steps(None, ["requirements.txt"])
+    done = subprocess.run(step.command, env=job_env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (trap / "ran").exists()
+
+
+def test_a_module_of_the_users_own_is_imported_from_the_working_folder(
+    trap: Path, python: Interpreter, job_env: dict[str, str]
+) -> None:
+    (trap / "mine.py").write_text("")
+    assert validate(python, Installed((Distribution("x", "1", "", 0),)), job_env, runner(), imports=["mine"]) == []
