@@ -4,8 +4,22 @@ fails a run that executed nothing."""
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can enter; those of pytest are closed."""
+    with tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
 
 pytest_plugins = ["conftest_launch", "conftest_ran", "image_node"]
 

@@ -318,7 +318,7 @@ def test_a_root_that_belongs_to_another_user_is_refused(tmp_path):
         pytest.skip("only root can give a folder to another user")
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 12345, 12345)
-    with pytest.raises(AccessError, match="other users"):
+    with pytest.raises(AccessError, match="/theirs belongs to user 12345, not to user 0: set BOOTSEER_CACHE"):
         Cache(tmp_path / "theirs")
 
 

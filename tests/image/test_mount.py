@@ -21,7 +21,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.mount import mount_image
-from bootseer.image.mounting.mounted import MountedImage
+from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_written
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import open_source
@@ -259,6 +259,23 @@ def test_changes_go_with_the_mount_and_the_root_looks_as_the_image_s(converted: 
     assert (again.root / "etc" / "passwd").exists()
     assert not (again.root / "new").exists()
     again.close()
+
+
+@pytest.mark.parametrize(
+    "where", ["precious", "cache/containers/../precious", "cache/containers", "cache/containers/a"]
+)
+def test_a_record_has_nothing_deleted_but_changes_in_the_cache(converted: Node, mount: Mount, where: str) -> None:
+    mounted = mount(writable=True)
+    runtime = Runtime(converted.runtime)
+    state = runtime.find(mounted.root)
+    assert state is not None
+    precious = converted.folder / where
+    precious.mkdir(parents=True, exist_ok=True)
+    (precious / "data").touch()
+    runtime.write(replace(state, details={**state.details, "changes": str(precious)}))
+    state = find_mount(runtime, mounted.root)
+    unmount_written(runtime, state, converted.cache, lambda: None)
+    assert (precious / "data").exists() == (where != "cache/containers/a")
 
 
 def test_a_read_only_mount_takes_no_changes(converted: Node, mount: Mount) -> None:

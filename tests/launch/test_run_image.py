@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,62 @@ def test_another_user_may_write_events_too(run: Run, image: str, env: dict[str, 
     script = "echo x > ${BOOTSEER_TRACE#spool:}/mine.events && id -u"
     ran = run("run", "-q", "--image", image, "--user", "worker", "--", "sh", "-c", script)
     assert (ran.returncode, ran.stdout) == (0, "1000\n"), ran.stderr
+
+
+@pytest.mark.parametrize("planted", ["moe", "moe/attempt-0"])
+def test_a_spool_that_another_user_prepared_is_not_used(
+    run: Run, image: str, open_folder: Path, tmp_path: Path, planted: str
+) -> None:
+    """A link in a shared folder must not make root give away what it leads to."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    open_folder.chmod(0o1777)
+    link = open_folder / planted
+    if link.parent != open_folder:
+        link.parent.mkdir()
+        os.chown(link.parent, 1000, 1000)
+    link.symlink_to(victim)
+    os.chown(link, 1000, 1000, follow_symlinks=False)
+    ran = run(
+        "run", "-q", "--spool", str(open_folder), "--job", "moe", "--attempt", "0", "--image", image,
+        "--user", "worker", "--", "sh", "-c", "touch /run/bootseer/spool/here; id -u",
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "1000\n"), ran.stderr
+    assert f"{open_folder}/moe" in ran.stderr and "the command runs unmeasured" in ran.stderr
+    assert victim.stat().st_uid == 0
+    assert list(victim.iterdir()) == []
+
+
+def test_in_a_shared_spool_each_user_has_folders_of_their_own(run: Run, image: str, open_folder: Path) -> None:
+    open_folder.chmod(0o1777)
+    words = ["run", "-q", "--spool", str(open_folder), "--job", "moe", "--attempt", "0", "--image", image]
+    for _ in range(2):  # as two nodes of one attempt
+        ran = run(*words, "--user", "worker", "--", "sh", "-c", "touch /run/bootseer/spool/$$")
+        assert (ran.returncode, ran.stderr) == (0, "")
+    job, attempt = (open_folder / name for name in ("moe", "moe/attempt-0"))
+    assert (job.stat().st_uid, job.stat().st_mode & 0o777) == (0, 0o700)
+    assert (attempt.stat().st_uid, attempt.stat().st_mode & 0o777) == (1000, 0o750)
+    for path in attempt.glob("*.events"):
+        assert path.stat().st_mode & 0o007 == 0
+
+
+def test_a_cache_below_another_user_s_folder_is_not_used(run: Run, image: str, open_folder: Path) -> None:
+    theirs = open_folder / "theirs"
+    (theirs / "cache").mkdir(parents=True)
+    os.chown(theirs, 1000, 1000)
+    ran = run("run", "-q", "--image", image, "--", "true", more={"BOOTSEER_CACHE": str(theirs / "cache")})
+    assert ran.returncode == 1
+    assert f"{theirs} belongs to user 1000, not to user 0: set BOOTSEER_CACHE to another folder" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["converted", "images", "hotsets", "containers", "blocks"])
+def test_what_another_user_put_into_the_cache_is_not_used(run: Run, image: str, node: Node, name: str) -> None:
+    shutil.rmtree(node.cache, ignore_errors=True)
+    (node.cache / name).mkdir(parents=True)
+    os.chown(node.cache / name, 1000, 1000)
+    ran = run("run", "-q", "--image", image, "--", "true")
+    assert ran.returncode == 1
+    assert f"{node.cache / name} belongs to user 1000" in ran.stderr
 
 
 def test_an_image_that_is_not_converted_is_a_fallback_in_the_report(run: Run, events: Events, node: Node) -> None:

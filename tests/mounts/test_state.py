@@ -164,6 +164,37 @@ def test_a_runtime_folder_of_another_user_is_not_used(place: Path) -> None:
         Runtime(place / "run")
 
 
+@pytest.mark.parametrize("name", ["", "mounts", "layers"])
+def test_a_folder_of_the_runtime_that_others_can_change_is_not_used(place: Path, name: str) -> None:
+    folder = place / "run" / name
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(AccessError, match=f"{folder} can be changed by other users .* set BOOTSEER_RUNTIME"):
+        Runtime(place / "run")
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link", "pipe"])
+def test_a_record_that_another_user_wrote_is_no_mount(place: Path, what: str) -> None:
+    runtime = Runtime(place / "run")
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        folder = runtime.new_folder()
+        state = MountState(folder.name, str(place / "x"), "i", runtime.boot, daemon=ProcessId.of(sleeper.pid))
+        runtime.write(state)
+        record = folder / "mount.json"
+        if what in ("link", "pipe"):
+            record.rename(place / "written")
+            record.symlink_to(place / "written") if what == "link" else os.mkfifo(record)
+        else:
+            os.chown(folder if what == "folder" else record, 12345, 12345)
+        assert list(runtime.all()) == []
+        runtime.clean()
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait(DEADLINE_S)
+
+
 def test_a_kept_layer_is_mounted_once_and_released_when_idle(place: Path) -> None:
     runtime = Runtime(place / "run")
     image = write_image(place / "layer", {b"a": b"alpha"})

@@ -7,14 +7,34 @@ import os
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 from store.contract import DATA, SharedStoreContract, all_files, get, put, sha256
+
+READERS = 64321
+"""A user and a group without any rights."""
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """Act on files as another user, without any other group."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
 
 
 class Outside:
@@ -69,14 +89,47 @@ def test_a_full_disk_is_said_and_nothing_stays(small_disk: Path) -> None:
     assert sorted(found.name for found in store.list()) == ["after", "before"]
 
 
-def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_objects_are_for_the_group_of_the_store_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
     try:
-        name = put(FileStore(tmp_path), DATA).name
+        name = put(FileStore(tmp_path / "store"), DATA).name
     finally:
         os.umask(before)
-    mode = (tmp_path / "sha256" / name[7:9] / name[7:]).stat().st_mode
-    assert stat.S_IMODE(mode) == 0o644
+    path = tmp_path / "store" / "sha256" / name[7:9] / name[7:]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    for folder in (*path.relative_to(tmp_path).parents[:-1], Path("store/.uploads")):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o2750, folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can choose any group")
+def test_the_group_of_objects_is_that_of_the_store_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 0, READERS)
+    shared.chmod(0o770)
+    put(FileStore(shared), DATA, "a/b")
+    put(FileStore(tmp_path / "new", group=str(READERS)), DATA, "a/b")
+    for root in (shared, tmp_path / "new"):
+        status = [(root / name).stat() for name in ("a/b", "a", ".uploads")]
+        assert [found.st_gid for found in status] == [READERS] * 3
+        # Where the group may write to the store, it may write to its folders.
+        folders = 0o2770 if root == shared else 0o2750
+        assert [stat.S_IMODE(found.st_mode) for found in status] == [0o640, folders, folders]
+
+
+def test_an_unknown_group_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no group 'no-such-group'"):
+        FileStore(tmp_path, group="no-such-group")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_group_that_the_writer_does_not_belong_to_is_said_and_nothing_stays(open_folder: Path) -> None:
+    (open_folder / ".uploads").mkdir()
+    (open_folder / ".uploads").chmod(0o777)
+    with pytest.raises(AccessError, match="does not belong to group 1 "), as_user(READERS):
+        FileStore(open_folder, group="1").upload()
+    assert list((open_folder / ".uploads").iterdir()) == []
 
 
 def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path) -> None:
@@ -113,7 +166,7 @@ def test_an_object_is_not_created_where_others_have_their_folder(tmp_path: Path)
 
 
 def test_an_object_is_created_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def link(source: object, target: object) -> None:
+    def link(*names: object, **where: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(os, "link", link)
@@ -127,9 +180,9 @@ def test_an_object_is_created_where_files_cannot_be_linked(tmp_path: Path, monke
 def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.link
 
-    def link_twice(source: Path, target: Path) -> None:
-        real(source, target)
-        real(source, target)  # as a file server does that is asked again
+    def link_twice(*names: str, **where: Any) -> None:
+        real(*names, **where)
+        real(*names, **where)  # as a file server does that is asked again
 
     monkeypatch.setattr(os, "link", link_twice)
     assert FileStore(tmp_path).create("a/name", b"first")
@@ -175,3 +228,55 @@ def test_content_lies_in_folders_by_its_first_digits(tmp_path: Path) -> None:
     put(FileStore(tmp_path), DATA)
     digits = sha256(DATA)[7:]
     assert (tmp_path / "sha256" / digits[:2] / digits).read_bytes() == DATA
+
+
+def test_a_link_in_the_place_of_the_uploads_reaches_no_other_folder(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("letters", "0123456789abcdef" * 2):
+        (victim / name).write_text("keep me")
+        os.utime(victim / name, (0, 0))
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / ".uploads").symlink_to(victim)
+    with pytest.raises(AccessError, match=r"\.uploads is a symbolic link, which is not followed: delete it"):
+        FileStore(tmp_path / "store").upload()
+    assert len(list(victim.iterdir())) == 2
+
+
+def test_only_uploads_are_removed_from_the_uploads(tmp_path: Path) -> None:
+    put(FileStore(tmp_path), DATA)
+    kept = tmp_path / ".uploads" / "README"
+    kept.write_text("keep me")
+    os.utime(kept, (0, 0))
+    FileStore(tmp_path).upload().abort()
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("name", ["images/sha256-1", "images", "sha256"])
+def test_links_are_not_followed_to_objects_or_folders(tmp_path: Path, name: str) -> None:
+    store, outside = FileStore(tmp_path / "store"), tmp_path / "outside"
+    put(store, DATA)
+    put(store, DATA, "images/sha256-1")
+    (tmp_path / "store" / name).rename(outside)
+    (tmp_path / "store" / name).symlink_to(outside)
+    wanted = f"sha256:{sha256(DATA)[7:]}" if name == "sha256" else "images/sha256-1"
+    before = [path.stat() for path in sorted(tmp_path.rglob("outside*/**"))]
+    with pytest.raises(NotFoundError):
+        get(store, wanted)
+    with pytest.raises(NotFoundError):
+        store.stat(wanted)
+    assert [found.name for found in store.list()] == (["images/sha256-1"] if name == "sha256" else [])
+    if name != "images/sha256-1":
+        with pytest.raises(AccessError, match="is a symbolic link"):
+            put(store, DATA, None if name == "sha256" else wanted)
+        store.delete(wanted)
+    assert [path.stat() for path in sorted(tmp_path.rglob("outside*/**"))] == before
+
+
+def test_a_pipe_in_the_place_of_an_object_holds_nothing_up(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    (tmp_path / "images").mkdir()
+    os.mkfifo(tmp_path / "images" / "sha256-1")
+    with pytest.raises(NotFoundError):
+        get(store, "images/sha256-1")
+    assert list(store.list()) == []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from bootseer.bring.places import own_folder
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
 from bootseer.fetch.hotset import MAX_RUNS, HotSet, Record
 from bootseer.fetch.hotset_format import MAX_STORED_BYTES, encode, parse
@@ -35,7 +36,7 @@ class HotSets:
 
     def __init__(self, cache_root: Path, digest: str, store: Store | None, say: Say) -> None:
         """`store` is the image's; None: this node alone is looked at. `say` gets one line for what did not work."""
-        self._local = FileStore(cache_root / "hotsets")
+        self._local = FileStore(own_folder(cache_root / "hotsets", make=False))
         self._store = store
         self._digest = digest
         self._say = say

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bootseer.bring.places import unpacked_folder
+from bootseer.bring.places import own_folder, unpacked_folder
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, num_owners
@@ -43,8 +43,7 @@ def keep_unpacked(cache: Path, digest: str, write: Callable[[Path], None]) -> Pa
 
     Raises `PermanentError` when the disk cannot hold it, `TransientError` when somebody else writes it for too long.
     """
-    tree = unpacked_folder(cache) / name_of(digest)
-    tree.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tree = own_folder(unpacked_folder(cache)) / name_of(digest)
     with _locked(tree, _LOCK_S):
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")
@@ -61,7 +60,7 @@ def keep_unpacked(cache: Path, digest: str, write: Callable[[Path], None]) -> Pa
 
 def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[str]:
     """Delete the trees that no mount uses and nobody asked for in the last `idle_s` seconds; returns their names."""
-    folder = unpacked_folder(cache)
+    folder = own_folder(unpacked_folder(cache), make=False)
     if not folder.is_dir():
         return []
     deleted = []

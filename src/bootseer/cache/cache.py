@@ -26,7 +26,8 @@ from bootseer.cache.errors import Damaged, mapped
 from bootseer.cache.file import CachedFile
 from bootseer.cache.prune import Candidate, Step, Watermarks, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
-from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.errors import PermanentError, TransientError
+from bootseer.io.trusted_folder import trusted_folder
 
 _POLL_S = 0.005
 _MAX_SPOILED = 5  # Made anew more often than that, something else spoils the entry each time.
@@ -59,19 +60,16 @@ class Cache:
     """A folder of cached files. Keeps no state but its path: make as many as you like."""
 
     def __init__(self, root: Path, settings: CacheSettings | None = None, *, boot: str | None = None) -> None:
-        """Make the folder when there is none. Raises `AccessError` and `CacheFull`, saying what to do.
+        """Make the folder when there is none. Raises `PermanentError` and `CacheFull`, saying what to do.
 
         `boot` names the time since the kernel started; states of another boot are not believed.
         """
-        self.root = root.absolute()
+        with mapped("make a cache in", root):
+            self.root = trusted_folder(root, otherwise="set BOOTSEER_CACHE to another folder")
         self._settings = settings or CacheSettings()
         self._files = self.root / layout.FILES
         with mapped("make a cache in", self.root):
             self._boot = boot or layout.boot_id()
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.root.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-                raise AccessError(f"the cache {self.root} can be changed by other users; give a folder of your own")
             for name in (layout.FILES, layout.NEW, layout.TRASH):
                 (self.root / name).mkdir(mode=0o700, exist_ok=True)
 

@@ -60,21 +60,22 @@ def mount(reference: str, folder: Path, writable: bool, workload: str | None, as
 def _changes(cache: Path) -> Path:
     import tempfile
 
-    root = cache / "containers"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="mount-", dir=root))
+    from bootseer.bring.places import containers_folder, own_folder
+
+    return Path(tempfile.mkdtemp(prefix="mount-", dir=own_folder(containers_folder(cache))))
 
 
 @click.command("umount", short_help="Undo a mount.")
 @click.argument("folder", metavar="DIR", type=_PATH)
 def umount(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
+    from bootseer.bring.places import cache_root
     from bootseer.cli.progress import Progress
-    from bootseer.image.mounting.mounted import find_mount, unmount
+    from bootseer.image.mounting.mounted import find_mount, unmount_written
 
     runtime = _runtime()
     with Progress(f"waiting for the kernel to let go of {folder}", line=True) as progress:
-        unmount(runtime, find_mount(runtime, folder), progress.wait)
+        unmount_written(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), progress.wait)
 
 
 @click.command("list", short_help="What is mounted, and whether it works.")

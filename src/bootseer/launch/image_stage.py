@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bootseer
-from bootseer.bring.places import CACHE, cache_root
+from bootseer.bring.places import CACHE, cache_root, containers_folder, own_folder
 from bootseer.bring.publish import publishes
 from bootseer.bring.shown import Show
 from bootseer.bring.workload import workload_key
@@ -192,7 +192,7 @@ class _ImageStart:
             if wanted.mode == "require":
                 raise
             say(f"no snapshot of the environment: {error}")
-            elsewhere = cache_root(os.environ, os.getuid()) / "containers"
+            elsewhere = containers_folder(cache_root(os.environ, os.getuid()))
             task = make(wanted=replace(wanted, mode="bypass", cache=elsewhere))
         self._environment = ImageEnvironment(EnvironmentStart(task, self._command), self._request, self._options)
 
@@ -216,9 +216,8 @@ class _ImageStart:
         above = environment.before() if environment is not None else ()
         began_s = time.monotonic()
         with interruptible(), self._stage(STAGE) as span:
-            root = cache_root(os.environ, os.getuid()) / "containers"
+            root = own_folder(containers_folder(cache_root(os.environ, os.getuid())))
             try:
-                root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
             except OSError as error:
                 raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
@@ -292,7 +291,7 @@ class _ImageStart:
         container = Container(folder, mounted.root, mounted.config, options, env)
         user = container.process.user
         if session is not None and 0 < user.uid < num_owners() and user.gid < num_owners():
-            os.chown(session.folder, user.uid, user.gid)  # the program in the container writes events there too
+            _give(session.folder, user.uid)
         return container
 
     def ended(self, code: int, seconds: float) -> None:
@@ -339,3 +338,14 @@ class _ImageStart:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._container is not None:
             self._container.dismiss_guard()
+
+
+def _give(spool: str, uid: int) -> None:
+    """Let the program in the container write events into the attempt's folder too, and us read what it writes."""
+    folder = os.open(spool, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(folder).st_uid == os.geteuid():  # another node may have given it away before
+            os.fchown(folder, uid, -1)
+            os.fchmod(folder, 0o2750)  # so that files in it belong to our group, which may read them
+    finally:
+        os.close(folder)

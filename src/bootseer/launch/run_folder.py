@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bootseer.bring.places import CACHE
+from bootseer.bring.places import CACHE, own_folder
 from bootseer.errors import PermanentError
 from bootseer.mounts.table import is_mounted_anywhere
 
@@ -35,9 +35,9 @@ class RunFolder:
 
     @classmethod
     def made(cls, root: Path) -> RunFolder:
-        """A new folder below `root`. Raises `PermanentError` when it cannot be made."""
+        """A new folder below `root`. Raises `PermanentError` when it cannot be made, or others could change it."""
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root = own_folder(root)
             clean_up(root)
             new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
             lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from bootseer.errors import BootseerError
 from bootseer.launch import spools
 from bootseer.launch.supervise import say
 from bootseer.trace import traceparent
@@ -48,7 +49,7 @@ class Session:
         """A session, or None and a word to the user when events cannot be written anywhere."""
         try:
             return cls(command, options, env)
-        except OSError as error:
+        except (OSError, BootseerError) as error:
             say(f"events cannot be written ({error}); the command runs unmeasured")
             return None
 

@@ -6,44 +6,70 @@ Used by `run`, which makes them, and by `report`, which takes a job's name in th
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 
+from bootseer.io.trusted_folder import home_of, open_own, open_trusted
 from bootseer.trace.sinks import SUFFIX, safe_name
 
 _ATTEMPT = "attempt-"
 _MAX_ATTEMPTS = 1_000_000
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERWISE = "set BOOTSEER_SPOOL (--spool) to another folder"
 
 
 def default_root(env: Mapping[str, str]) -> str:
-    """`$BOOTSEER_SPOOL`, or the user's state folder."""
+    """`$BOOTSEER_SPOOL`, or the user's state folder. Raises `UsageError` for a user without a home."""
     if env.get("BOOTSEER_SPOOL"):
         return env["BOOTSEER_SPOOL"]
-    state = env.get("XDG_STATE_HOME") or f"{env.get('HOME') or '/var/tmp'}/.local/state"  # noqa: S108 - no HOME: a daemon
+    state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise='set BOOTSEER_SPOOL')}/.local/state"
     return os.path.join(state, "bootseer", "jobs")
 
 
 def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
     """The folder for an attempt's events and its number; without one, the first that was never used here.
 
-    Raises `OSError` when it cannot be made.
+    The root may be shared by users: the job's folder is this user's, who alone may write to it, and members of the
+    root's group may read it where the root has the set-group-ID bit. Raises `OSError` and `BootseerError`.
     """
-    folder = os.path.join(os.path.abspath(root), safe_name(job))
-    os.makedirs(folder, exist_ok=True)
-    if attempt is not None:
-        path = os.path.join(folder, f"{_ATTEMPT}{attempt}")
-        os.makedirs(path, exist_ok=True)
-        return path, attempt
+    path = os.path.join(os.path.abspath(root), safe_name(job))
+    above = _open_root(root)
+    try:
+        mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
+        folder = open_own(above, safe_name(job), path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
+    finally:
+        os.close(above)
+    try:
+        number = attempt if attempt is not None else _new_attempt(folder, path, mode)
+        name = f"{_ATTEMPT}{number}"
+        if attempt is not None:
+            try:
+                os.mkdir(name, mode, dir_fd=folder)
+            except FileExistsError:  # another node's, or a link: then it cannot be opened
+                os.close(os.open(name, _FOLDER, dir_fd=folder))
+    finally:
+        os.close(folder)
+    return os.path.join(path, name), number
+
+
+def _open_root(root: str) -> int:
+    if os.geteuid() == 0:  # which gives folders below away, to the user of a container
+        return open_trusted(root, shared=True, otherwise=_OTHERWISE)
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    return os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _new_attempt(folder: int, path: str, mode: int) -> int:
     names = [name.removeprefix(_ATTEMPT) for name in os.listdir(folder) if name.startswith(_ATTEMPT)]
     # Who gives a number may give a huge one; counting goes on below it.
     used = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 6]
     for number in range(max(used, default=-1) + 1, _MAX_ATTEMPTS):
-        path = os.path.join(folder, f"{_ATTEMPT}{number}")
         try:
-            os.mkdir(path)  # mkdir is the lock: two runs at once get two numbers
+            os.mkdir(f"{_ATTEMPT}{number}", mode, dir_fd=folder)  # mkdir is the lock: two runs at once get two numbers
         except FileExistsError:
             continue
-        return path, number
-    raise OSError(f"{folder}: no attempt number is free")
+        return number
+    raise OSError(f"{path}: no attempt number is free")
 
 
 def find_job(root: str, job: str) -> str | None:

@@ -15,13 +15,15 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bootseer.errors import AccessError, BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.io.trusted_folder import trusted_folder
 from bootseer.mounts import control, kernel
 from bootseer.mounts.process import ProcessId
 
@@ -57,20 +59,11 @@ class Runtime:
     """The runtime folder. It lies on a file system that is empty after a boot, if possible."""
 
     def __init__(self, root: Path) -> None:
-        """Make the folder if it is not there. Raises `AccessError` when it belongs to somebody else."""
-        # As the kernel writes it in the table of mounts.
-        self.root = Path(os.path.realpath(root))
-        self.mounts = self.root / "mounts"
-        self.layers = self.root / "layers"
-        try:
-            for folder in (self.root, self.mounts, self.layers):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = self.root.stat().st_uid
-        except OSError as error:
-            raise AccessError(f"{self.root}: {error.strerror}; name another runtime folder") from error
-        # In a shared parent like /tmp somebody else could have made it, and would own our sockets.
-        if owner != os.geteuid():
-            raise AccessError(f"{self.root} belongs to user {owner}; name another runtime folder")
+        """Make the folder if it is missing. Raises `PermanentError` when that fails, or other users can change it."""
+        # Without links, as the kernel writes it in the table of mounts.
+        self.root = _trusted(root)
+        self.mounts = _trusted(self.root / "mounts")
+        self.layers = _trusted(self.root / "layers")
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def new_folder(self) -> Path:
@@ -170,6 +163,14 @@ class Runtime:
         return cleaned
 
 
+def _trusted(folder: Path) -> Path:
+    otherwise = "set BOOTSEER_RUNTIME to another folder"
+    try:
+        return trusted_folder(folder, otherwise=otherwise)
+    except OSError as error:
+        raise PermanentError(f"{error.filename}: {error.strerror}; {otherwise}") from error
+
+
 def _is_unrecorded(folder: Path) -> bool:
     return not (folder / _RECORD).exists()
 
@@ -179,10 +180,14 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> MountState:
-    path = folder / _RECORD
-    if not _ID.fullmatch(folder.name) or path.stat().st_size > _MAX_BYTES:
-        raise ValueError
-    value = json.loads(path.read_text())
+    # What another user wrote names processes to be ended and folders to be deleted.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(folder / _RECORD, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        is_ours = status.st_uid == folder.lstat().st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+        if not _ID.fullmatch(folder.name) or not is_ours or status.st_size > _MAX_BYTES:
+            raise ValueError
+        value = json.loads(file.read(_MAX_BYTES))
     if value["schema"] != SCHEMA or value["id"] != folder.name:
         raise ValueError
     return MountState(

@@ -7,6 +7,10 @@
 Because a file system knows files and folders, `a` and `a/b` cannot both be objects here. Deadlines are checked between
 pieces; a file system that hangs cannot be interrupted.
 
+Several users may write to a store: what lies below its folder is opened from descriptor to descriptor, follows no
+symbolic link and waits for no pipe. Objects have mode 0640 and the group of the store's folder, or the one that is
+asked for; folders have mode 2750, or 2770 where the group may write to the store's own. The umask plays no part.
+
 No shared state but the file system: any number of threads, processes and nodes may use one folder.
 """
 
@@ -14,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import hashlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -23,7 +29,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -38,11 +45,15 @@ from bootseer.store.store import (
 
 T = TypeVar("T")
 
+STORE_GROUP = "BOOTSEER_STORE_GROUP"
+"""Environment variable: the group that may read what is written into a store in a folder."""
 _UPLOADS = ".uploads"
 # A killed writer leaves its file; one that nobody wrote to for a day has no writer any more.
 _ABANDONED_S = 24 * 3600
+_UPLOAD = re.compile(r"[0-9a-f]{32}")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 
@@ -50,9 +61,11 @@ _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 class FileStore:
     """A `Store` in a folder, which is made when the first object is written."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, group: str = "") -> None:
+        """`group` is the name or number of the group that may read new objects; empty: that of the folder."""
         self._root = root.absolute()
         self._uri = f"file://{self._root}"
+        self._group = _gid_of(group) if group else None
 
     @property
     def uri(self) -> str:
@@ -64,10 +77,10 @@ class FileStore:
     ) -> Generator[bytes, None, None]:
         """See `Store.read`."""
         check_range(start, length)
-        path = self._path(name)
         until = time.monotonic() + timeout_s
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with self._parent(name) as (folder, last):
+                descriptor = os.open(last, _READ, dir_fd=folder)
             try:
                 size_bytes = self._size(os.fstat(descriptor), name)
                 at, end = start, range_end(f"{self._uri}: {name}", size_bytes, start, length)
@@ -86,14 +99,15 @@ class FileStore:
 
     def upload(self) -> FileUpload:
         """See `Store.upload`."""
-        return FileUpload(self._root, self._uri)
+        return FileUpload(self._root, self._uri, self._group)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
         """See `Store.create`. A file system that hangs cannot be interrupted, so that `timeout_s` does not matter."""
         check_new(name, data)
-        if self._path(name).is_file():
+        with contextlib.suppress(NotFoundError):
+            self.stat(name)
             return False  # what most who ask get to know costs no write
-        upload = FileUpload(self._root, self._uri)
+        upload = self.upload()
         try:
             upload.write(data)
             return upload.commit_new(name)
@@ -103,19 +117,21 @@ class FileStore:
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
         try:
-            return Stored(name, self._size(self._path(name).stat(), name))
+            with self._parent(name) as (folder, last):
+                return Stored(name, self._size(os.stat(last, dir_fd=folder, follow_symlinks=False), name))
         except OSError as error:
             raise self._mapped(error, name) from error
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """See `Store.list`."""
-        return self._walk("", prefix)
+        return self._walk(self._root, None, "", prefix)
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
         try:
-            self._path(name).unlink(missing_ok=True)
-        except (NotADirectoryError, IsADirectoryError):
+            with self._parent(name) as (folder, last):
+                os.unlink(last, dir_fd=folder)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return  # the name of another object's folder, or below another object: no object itself
         except OSError as error:
             raise self._mapped(error, name) from error
@@ -123,28 +139,46 @@ class FileStore:
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _path(self, name: str) -> Path:
-        return self._root / content_path(check_name(name))
-
-    def _walk(self, folder: str, prefix: str) -> Iterator[Stored]:
+    @contextlib.contextmanager
+    def _parent(self, name: str) -> Iterator[tuple[int, str]]:
+        """The folder that an object lies in, and its name there."""
+        *folders, last = content_path(check_name(name)).split("/")
+        folder = os.open(self._root, FOLDER & ~os.O_NOFOLLOW)
         try:
-            with os.scandir(self._root / folder) as scan:
-                entries = sorted(scan, key=lambda entry: entry.name)
-        except FileNotFoundError:
+            for step in folders:
+                above, folder = folder, enter(step, folder)
+                os.close(above)
+            yield folder, last
+        finally:
+            os.close(folder)
+
+    def _walk(self, path: Path | str, above: int | None, name: str, prefix: str) -> Iterator[Stored]:
+        """The objects in the folder `path` below `above`, whose names begin with `name`."""
+        try:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if above is None else os.O_NOFOLLOW)
+            folder = os.open(path, flags, dir_fd=above)
+        except (FileNotFoundError, NotADirectoryError):
             return  # nothing was written yet, or the folder was removed meanwhile
         except OSError as error:
-            raise self._mapped(error, folder) from error
-        for entry in entries:
-            name = folder + entry.name
-            if entry.name.startswith(".") or name == "sha256":
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                below = name + "/"
-                if below.startswith(prefix) or prefix.startswith(below):
-                    yield from self._walk(below, prefix)
-            elif name.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    yield Stored(name, entry.stat().st_size)
+            raise self._mapped(error, name) from error
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+            for entry in entries:
+                found = name + entry.name
+                if entry.name.startswith(".") or found == "sha256":
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    below = found + "/"
+                    if below.startswith(prefix) or prefix.startswith(below):
+                        yield from self._walk(entry.name, folder, below, prefix)
+                elif found.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Stored(found, entry.stat(follow_symlinks=False).st_size)
+        except OSError as error:
+            raise self._mapped(error, name) from error
+        finally:
+            os.close(folder)
 
     def _size(self, status: os.stat_result, name: str) -> int:
         if not stat.S_ISREG(status.st_mode):
@@ -152,7 +186,7 @@ class FileStore:
         return status.st_size
 
     def _mapped(self, error: OSError, name: str) -> BootseerError:
-        if error.errno == errno.ENOTDIR:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             return NotFoundError(f"{self._uri} has no object {name}")
         return mapped(error, self._uri, name)
 
@@ -160,20 +194,33 @@ class FileStore:
 class FileUpload:
     """An `Upload` into a folder. Belongs to one thread at a time."""
 
-    def __init__(self, root: Path, uri: str) -> None:
-        self._root = root
+    def __init__(self, root: Path, uri: str, group: int | None) -> None:
         self._uri = uri
+        self._group = group
         self._hash = hashlib.sha256()
         self._size = 0
-        self._descriptor = -1
-        self._path = root / _UPLOADS / secrets.token_hex(16)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self._path.parent)
-            # The process's umask decides who may read it: a store is often shared by users.
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise mapped(error, uri, "") from error
+        self._root = self._uploads = self._descriptor = -1
+        self._name = secrets.token_hex(16)
+        self._open = contextlib.ExitStack()
+        with self._open as opened:
+            try:
+                root.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    root.mkdir(mode=0o700)
+                    self._share(root, None)
+                self._root = os.open(root, FOLDER & ~os.O_NOFOLLOW)
+                opened.callback(os.close, self._root)
+                self._uploads = self._folder(_UPLOADS, self._root)
+                opened.callback(os.close, self._uploads)
+                _remove_abandoned(self._uploads)
+                self._descriptor = os.open(self._name, NEW, 0o600, dir_fd=self._uploads)
+                opened.callback(os.close, self._descriptor)
+                self._give(self._descriptor, 0o640)
+            except OSError as error:
+                if self._descriptor >= 0:
+                    os.unlink(self._name, dir_fd=self._uploads)
+                raise mapped(error, uri, "") from error
+            self._open = opened.pop_all()
 
     def write(self, data: bytes | memoryview) -> None:
         """See `Upload.write`."""
@@ -192,7 +239,7 @@ class FileUpload:
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         """See `Upload.commit`."""
         name = name_of_upload(self._uri, name, self._hash.hexdigest())
-        self._place(name, self._path.rename)
+        self._place(name, self._rename)
         self._close()
         return Stored(name, self._size)
 
@@ -202,48 +249,95 @@ class FileUpload:
         self.abort()
         return made
 
-    def _place(self, name: str, put: Callable[[Path], T]) -> T:
+    def _place(self, name: str, put: Callable[[str, int], T]) -> T:
         if self._descriptor < 0:
             raise upload_ended(self._uri)
-        target = self._root / content_path(name)
+        *folders, last = content_path(name).split("/")
         try:
             os.fsync(self._descriptor)
-            _make_folders(self._root, target.parent)
-            done = put(target)
-            sync_folder(target.parent)
+            folder = os.dup(self._root)
+            try:
+                for step in folders:
+                    above, folder = folder, self._folder(step, folder)
+                    os.close(above)
+                done = put(last, folder)
+                sync_folder(".", dir_fd=folder)
+            finally:
+                os.close(folder)
         except OSError as error:
             self.abort()
             raise mapped(error, self._uri, name) from error
         return done
 
-    def _link(self, target: Path) -> bool:
+    def _rename(self, name: str, folder: int) -> None:
+        os.rename(self._name, name, src_dir_fd=self._uploads, dst_dir_fd=folder)
+
+    def _link(self, name: str, folder: int) -> bool:
         try:
-            os.link(self._path, target)
+            os.link(self._name, name, src_dir_fd=self._uploads, dst_dir_fd=folder, follow_symlinks=False)
         except FileExistsError:
-            if target.is_dir():
+            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise
             # A file server whose answer was lost is asked again, and then finds what it had made itself.
             return os.fstat(self._descriptor).st_nlink > 1
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(target):
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
                 return False
-            self._path.rename(target)
+            self._rename(name, folder)
         return True
+
+    def _folder(self, name: str, above: int) -> int:
+        """A folder of the store, which is made when it is missing, so that it survives a power failure."""
+        try:
+            return enter(name, above)
+        except FileNotFoundError:
+            try:
+                os.mkdir(name, 0o700, dir_fd=above)
+            except FileExistsError:
+                if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+                    raise OSError(errno.ELOOP, f"{name} is a symbolic link, which is not followed: delete it") from None
+            else:
+                self._share(name, above)
+                sync_folder(".", dir_fd=above)
+            return enter(name, above)
+
+    def _share(self, folder: Path | str, above: int | None) -> None:
+        """Let the group into a new folder, and write there if it may write to the folder of the store."""
+        writable = above is not None and os.fstat(self._root).st_mode & stat.S_IWGRP
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        try:
+            self._give(opened, 0o2770 if writable else 0o2750)
+        finally:
+            os.close(opened)
+
+    def _give(self, descriptor: int, mode: int) -> None:
+        if self._group is not None:
+            try:
+                os.fchown(descriptor, -1, self._group)
+            except PermissionError as error:
+                why = f"this user does not belong to group {self._group} ({STORE_GROUP})"
+                raise PermissionError(error.errno, why) from error
+        elif self._root >= 0:
+            # A group that this user does not belong to: then the object's readers are those of the user's own.
+            with contextlib.suppress(OSError):
+                os.fchown(descriptor, -1, os.fstat(self._root).st_gid)
+        os.fchmod(descriptor, mode)
 
     def abort(self) -> None:
         """See `Upload.abort`."""
         if self._descriptor >= 0:
-            self._close()
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                os.unlink(self._name, dir_fd=self._uploads)
+            self._close()
 
     def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        self._descriptor = -1
         # What matters was synced before; a late error of close has nothing to add.
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            self._open.close()
 
 
 def mapped(error: OSError, where: str, name: str) -> BootseerError:
@@ -260,17 +354,6 @@ def mapped(error: OSError, where: str, name: str) -> BootseerError:
     return TransientError(what)
 
 
-def _make_folders(root: Path, folder: Path) -> None:
-    """Make the folders below the root so that they survive a power failure, as the object in them shall."""
-    missing = []
-    while folder != root and not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_folder(new.parent)
-
-
 def sync_folder(folder: Path | str, *, dir_fd: int | None = None) -> None:
     """Wait until the names in a folder are on the disk. `dir_fd`: what the folder is relative to."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -284,11 +367,26 @@ def sync_folder(folder: Path | str, *, dir_fd: int | None = None) -> None:
         os.close(descriptor)
 
 
-def _remove_abandoned(uploads: Path) -> None:
+def _remove_abandoned(uploads: int) -> None:
     oldest = time.time() - _ABANDONED_S
-    with os.scandir(uploads) as scan:
-        for entry in scan:
-            # Another process may remove or rename it first.
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    Path(entry.path).unlink()
+    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=uploads)
+    try:
+        with os.scandir(folder) as scan:
+            for entry in scan:
+                # Another process may remove or rename it first.
+                with contextlib.suppress(FileNotFoundError):
+                    if _UPLOAD.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(entry.name, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _gid_of(group: str) -> int:
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise UsageError(
+            f"there is no group {group!r}", hint=f"{STORE_GROUP} names the group that reads the store"
+        ) from None

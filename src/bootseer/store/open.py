@@ -70,11 +70,11 @@ def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Re
 
 
 def _open_file(uri: str, path: str) -> Store:
-    from bootseer.store.file import FileStore
+    from bootseer.store.file import STORE_GROUP, FileStore
 
     if uri.startswith("file://") and not path.startswith("/"):
         raise UsageError(f"{uri!r} names a host", hint=f"use file:///{path} or a plain path")
-    return FileStore(Path(path))
+    return FileStore(Path(path), group=os.environ.get(STORE_GROUP, ""))
 
 
 def _open_object_store(uri: str, plain_http: bool) -> Store:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from _thread import RLock  # threading's own, without its 1.5 ms in front of every job
 from collections.abc import Sequence
@@ -77,10 +78,12 @@ class SpoolSink:
     def _open(self) -> None:
         self._pid, self._fd = 0, -1  # the parent's descriptor stays the parent's
         folder = self._folder
-        os.makedirs(folder, mode=0o755, exist_ok=True)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        # Events are their user's; the set-group-ID bit says that a group is to read them.
+        mode = 0o640 if os.stat(folder).st_mode & stat.S_ISGID else 0o600
         name = f"{self._node}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(os.path.join(folder, name), flags, 0o644)
+        self._fd = os.open(os.path.join(folder, name), flags, mode)
         self._pid = os.getpid()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bootseer.checkpoint.places.folder_errors import mapped
-from bootseer.checkpoint.places.folder_names import FOLDER, NEW, drop, enter, rename_new, sync, write_temporary
+from bootseer.checkpoint.places.folder_names import drop, rename_new, sync, write_temporary
 from bootseer.checkpoint.places.folder_owners import gid_of, group_of, owner_of, uid_of
 from bootseer.checkpoint.places.folder_reads import FolderFile, FolderReads, version_of
 from bootseer.checkpoint.places.place import (
@@ -31,6 +31,7 @@ from bootseer.checkpoint.places.place import (
     names_of,
 )
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.io.trusted_folder import FOLDER, NEW, enter
 
 # Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

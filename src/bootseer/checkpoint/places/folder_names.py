@@ -9,22 +9,10 @@ import secrets
 import stat
 
 from bootseer.checkpoint.places.place import TEMPORARY
+from bootseer.io.trusted_folder import NEW
 from bootseer.store.file import sync_folder
 
-FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-
-
-def enter(name: str, folder: int) -> int:
-    """A descriptor of a folder in a folder. Raises `FileNotFoundError` for a symbolic link."""
-    try:
-        return os.open(name, FOLDER, dir_fd=folder)
-    except NotADirectoryError:
-        # What the kernel says of a symbolic link too.
-        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            raise FileNotFoundError(errno.ENOENT, name) from None
-        raise
 
 
 def write_temporary(folder: int, data: bytes, mode: int) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bootseer.bring.places import own_folder
 from bootseer.bring.unpacked import delete_tree
-from bootseer.errors import AccessError, PermanentError
+from bootseer.errors import PermanentError
 from bootseer.mounts import flock
 from bootseer.mounts.table import is_mounted_anywhere
 
@@ -39,10 +39,10 @@ class CaptureFolder:
     def made(cls, captures: Path) -> CaptureFolder:
         """A new folder below `captures`; what killed captures left there goes. Raises `BootseerError`."""
         try:
-            captures.mkdir(mode=0o700, parents=True, exist_ok=True)
+            captures = own_folder(captures)
             with _locked(captures):
                 _clean(captures)
-                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.path.realpath(captures)))
+                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=captures))
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return cls(path, lock)
@@ -62,9 +62,6 @@ class CaptureFolder:
 def _locked(captures: Path) -> Iterator[None]:
     folder = os.open(captures, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        state = os.fstat(folder)
-        if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o022:
-            raise AccessError(f"{captures} belongs to somebody else, or others may write to it")
         flock.lock(folder, captures, _LOCK_S)
         yield
     finally:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.bring.kept_objects import KeptObjects
-from bootseer.bring.places import environments_folder
-from bootseer.bring.private_folder import make_private
+from bootseer.bring.places import environments_folder, own_folder
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life.catalog import FIND_S, Catalog
 from bootseer.env.life.decide import Lookup
@@ -36,8 +35,9 @@ class Local:
     """What the node knows. `say` gets one line for what could not be kept."""
 
     def __init__(self, cache: Path, say: Callable[[str], None]) -> None:
-        """`cache` is the root of the node's cache."""
-        self._folder = make_private(environments_folder(cache))
+        """`cache` is the root of the node's cache. Raises `BootseerError` where that is not this user's."""
+        # Closed: snapshots hold files that only their owner may read, in objects with other modes.
+        self._folder = own_folder(environments_folder(cache), private=True)
         self._kept = KeptObjects(self._folder, say)
         self._catalog = Catalog(self.store)
 

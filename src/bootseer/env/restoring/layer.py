@@ -25,8 +25,7 @@ from bootseer.bring.brought import Brought
 from bootseer.bring.forecast import CachedLayer, Loading
 from bootseer.bring.hotsets import HotSets
 from bootseer.bring.kept_objects import KeptObjects
-from bootseer.bring.places import blocks_folder, environments_folder
-from bootseer.bring.private_folder import make_private
+from bootseer.bring.places import blocks_folder, environments_folder, own_folder
 from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
 from bootseer.bring.shown import Show, unseen
@@ -133,7 +132,7 @@ def bring_layer(
 
     Call it while this process has one thread. Raises `BootseerError` where no way helps.
     """
-    make_private(environments_folder(bring.cache))
+    own_folder(environments_folder(bring.cache), private=True)
     runtime = Runtime(bring.runtime)
     cache = Cache(blocks_folder(bring.cache))
     room = Room(cache, say)

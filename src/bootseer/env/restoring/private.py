@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bootseer.bring.places import own_folder
 from bootseer.bring.unpacked import delete_tree
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import PermanentError
@@ -45,9 +46,8 @@ class PrivateFolder:
         """Raises `PermanentError` when the disk does not take it."""
         self.roots = {root: str(number) for number, root in enumerate(roots)}
         try:
-            changes.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # As the kernel writes it in the table of mounts.
-            self.path = Path(os.path.realpath(changes), secrets.token_hex(6))
+            # Without links, as the kernel writes it in the table of mounts.
+            self.path = own_folder(changes) / secrets.token_hex(6)
             self.path.mkdir(mode=0o700)
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._lock = lock

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bootseer.blocks.index import Index
-from bootseer.bring.places import converted_folder, metadata_folder
+from bootseer.bring.places import converted_folder, metadata_folder, own_folder
 from bootseer.bring.shown import Show, unseen
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.image.document import ImageDocument
@@ -68,8 +68,8 @@ class Found:
 
 def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = unseen) -> Found:
     """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
-    metadata = Metadata(metadata_folder(wanted.cache), say)
-    local_uri = str(converted_folder(wanted.cache))
+    metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
+    local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
     why = ""
     with stage("resolve"):
         document, uri = _document(wanted, metadata, local_uri)

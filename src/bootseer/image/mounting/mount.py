@@ -154,7 +154,9 @@ class _Mounting:
             "stored_bytes": document.stored_bytes,
             "local_bytes": local_bytes,
         }
-        return MountedImage(self.target, document.config, facts, self.runtime, state, layers.daemon, layers.say)
+        return MountedImage(
+            self.target, document.config, facts, self.runtime, state, layers.daemon, layers.say, request.cache
+        )
 
     def _go(self, facts: Facts) -> Choice:
         """Go the best way; when it turns out to lead nowhere, the next one. Returns the one that led to the mount."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.bring.brought import Brought
-from bootseer.bring.places import RUNTIME
+from bootseer.bring.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon, Waiting
@@ -37,22 +37,33 @@ class MountedImage(Brought):
         state: MountState,
         daemon: Daemon | None,
         say: Callable[[str], None],
+        cache: Path | None = None,
     ) -> None:
         super().__init__("the image", facts, daemon, say)
         self.root = root
         self.config = config
         self._runtime = runtime
         self._state = state
+        self._cache = cache
 
     def undo_command(self) -> list[str]:
         """A command line that takes the mount away, for when this process cannot."""
         # In a user namespace another folder would be the usual one: there everybody is root.
-        where = f"{RUNTIME}={self._runtime.root}"
-        return ["env", where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
+        where = [f"{RUNTIME}={self._runtime.root}", *([f"{CACHE}={self._cache}"] if self._cache else [])]
+        return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
-        """Take the mount away. Raises `BootseerError` when it is in use."""
+        """Take the mount away, and what was changed in it. Raises `BootseerError` when it is in use."""
         unmount(self._runtime, self._state)
+        _delete_changes(self._state)
+
+
+def unmount_written(runtime: Runtime, state: MountState, cache: Path, waiting: Waiting) -> None:
+    """`unmount`, and delete what was changed in it, which a record may name below this cache and nowhere else."""
+    unmount(runtime, state, waiting)
+    containers = own_folder(containers_folder(cache), make=False)
+    if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
+        _delete_changes(state)
 
 
 def unmount(runtime: Runtime, state: MountState, waiting: Waiting = lambda: None) -> None:
@@ -80,6 +91,9 @@ def unmount(runtime: Runtime, state: MountState, waiting: Waiting = lambda: None
             kernel.unmount(Path(point))
         Daemon(folder, state.daemon).stop_unused(waiting)
     runtime.remove(state)
+
+
+def _delete_changes(state: MountState) -> None:
     changes = state.details.get(CHANGES)
     if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
         shutil.rmtree(changes, ignore_errors=True)
