@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from bootseer.image.containers.container import Runtime
+from bootseer.mounts import kernel
 
 _PROGRAMS = ("sh", "cat", "echo", "env", "id", "kill", "ls", "mkdir", "mount", "pwd", "sleep", "stat", "touch", "true",
              "tty", "wc", "grep", "dd", "sha256sum")  # fmt: skip
@@ -31,3 +35,26 @@ def make_tree(root: Path) -> Path:
     (root / "etc" / "passwd").write_text(PEOPLE)
     (root / "etc" / "group").write_text(GROUP)
     return root
+
+
+def runtime_or_skip(name: Runtime) -> Runtime:
+    """The name of a program that starts containers. Skips the test where it is not installed."""
+    if shutil.which(name) is None:
+        pytest.skip(f"needs {name}")
+    return name
+
+
+def running(command: str) -> list[int]:
+    """Processes of this machine with this command line, those in containers included."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().rstrip(b"\0").replace(b"\0", b" ") == command.encode():
+                found.append(int(path.parent.name))
+    return found
+
+
+def without_mixed_cgroups() -> None:
+    """For `preexec_fn`: no cgroup2 beside cgroups of version 1, which crun refuses where both have controllers."""
+    kernel.unshare_mounts()
+    kernel.unmount(Path("/sys/fs/cgroup/unified"))

@@ -10,15 +10,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from bootseer.fuse.syscalls import MS_RDONLY
 from bootseer.mounts import kernel
+from busybox import without_mixed_cgroups
 from conftest_launch import BOOTSEER
 
 UID = 64321
 _FUSE, _PEOPLE = Path("/dev/fuse"), Path("/etc/passwd")
 
 
-def as_plain_user(folder: Path, *, fuse: bool) -> Callable[[], None]:
-    """For `preexec_fn`: become that user. `folder` is scratch space."""
+def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callable[[], None]:
+    """For `preexec_fn`: become that user. `folder` is scratch space. With `covered` a part of /proc is, as in
+    containers."""
     node, people = folder / "fuse", folder / "passwd"
     people.write_text(f"{_PEOPLE.read_text()}plain:x:{UID}:{UID}::/:/bin/sh\n")  # fusermount3 looks for a name
     if fuse and not node.exists():
@@ -26,11 +29,13 @@ def as_plain_user(folder: Path, *, fuse: bool) -> Callable[[], None]:
         node.chmod(0o666)
 
     def become() -> None:
-        kernel.unshare_mounts()
+        without_mixed_cgroups()
         _open_way_to(Path(sys.base_prefix))
         kernel.move(kernel.clone(people), _PEOPLE)
         if fuse:
             kernel.move(kernel.clone(node), _FUSE)
+        if covered:
+            kernel.move(kernel.create("tmpfs", [("source", "test")], attributes=MS_RDONLY), Path("/proc/irq"))
         os.setgroups([])
         os.setresgid(UID, UID, UID)
         os.setresuid(UID, UID, UID)
@@ -57,13 +62,13 @@ def home_of(folder: Path) -> Path:
 
 
 def run_as_plain_user(
-    folder: Path, *words: str, fuse: bool, env: dict[str, str], **options: object
+    folder: Path, *words: str, fuse: bool, env: dict[str, str], covered: bool = False, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """`bootseer WORDS` as that user, to its end."""
     home = home_of(folder)
     return subprocess.run(
         [*BOOTSEER, *words],
-        preexec_fn=as_plain_user(folder, fuse=fuse),
+        preexec_fn=as_plain_user(folder, fuse=fuse, covered=covered),
         env={**env, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=home,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Containers for real, by both runtimes: a busybox tree, its users, streams, exit codes, mounts, devices and end."""
+"""Containers for real, by both programs: a busybox tree, its users, streams, exit codes, mounts, devices and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Container, Options, Runtime
 from bootseer.image.containers.process import Words
 from bootseer.image.containers.runtime_config import Bind, Limits, parse_bind
-from busybox import CONFIG, make_tree
+from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups
 
 pytestmark = [
     pytest.mark.root,
@@ -34,9 +34,9 @@ def root(tmp_path: Path) -> Path:
     return make_tree(tmp_path / "root")
 
 
-@pytest.fixture(params=["runc", "direct"])
+@pytest.fixture(params=["runc", "crun"])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    return request.param
+    return runtime_or_skip(request.param)
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def run(tmp_path: Path, root: Path, runtime: Runtime) -> Iterator[Run]:
                 text=True,
                 timeout=180,
                 check=False,
+                preexec_fn=without_mixed_cgroups if runtime == "crun" else None,
                 **kwargs,  # type: ignore[call-overload]
             )
         finally:
@@ -71,12 +72,8 @@ def test_streams_folder_variables_and_exit_code_pass(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("KILL", 137), ("USR1", 138), ("INT", 130)])
-def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(
-    run: Run, runtime: Runtime, name: str, code: int
-) -> None:
-    ran = run("sh", "-c", f"kill -{name} $$")
-    # Without runc the command is our own child, and ends as the program did.
-    assert ran.returncode == (code if runtime == "runc" else 128 - code)
+def test_the_signal_that_ended_the_program_is_told_as_a_shell_does(run: Run, name: str, code: int) -> None:
+    assert run("sh", "-c", f"kill -{name} $$").returncode == code
 
 
 def test_the_program_runs_as_the_user_of_the_image_s_files(run: Run) -> None:
@@ -91,7 +88,8 @@ def test_rights_are_the_usual_ones_and_no_more(run: Run) -> None:
     ran = run("sh", "-c", "grep CapEff /proc/self/status; echo x > /proc/sys/kernel/hostname; mount -t tmpfs x /tmp")
     held = int(ran.stdout.split()[1], 16)
     assert held & 1  # CAP_CHOWN
-    assert not held & (1 << 21)  # CAP_SYS_ADMIN
+    for number in (13, 21, 27):  # CAP_NET_RAW, on the host's network; CAP_SYS_ADMIN; CAP_MKNOD
+        assert not held & (1 << number)
     assert "Read-only file system" in ran.stderr
     assert "ermitted" in ran.stderr or "denied" in ran.stderr
     more = run("grep", "CapEff", "/proc/self/status", options=Options(limits=Limits(capabilities=("sys_ptrace",))))
@@ -103,7 +101,7 @@ def test_mounts_bring_files_and_folders_of_the_host(run: Run, tmp_path: Path) ->
     (tmp_path / "file").write_text("content")
     binds = (Bind(str(tmp_path / "data"), "/new/data"), Bind(str(tmp_path / "file"), "/new/file", read_only=True))
     ran = run("sh", "-c", "cat /new/file; echo x > /new/file; echo out > /new/data/out", options=Options(binds=binds))
-    assert ran.stdout == "content"
+    assert ran.stdout == "content", ran.stderr
     assert "Read-only file system" in ran.stderr
     assert (tmp_path / "data" / "out").read_text() == "out\n"
 
@@ -147,13 +145,54 @@ def test_a_read_only_root_takes_no_files(run: Run) -> None:
     assert ran.stdout == "y\n"
 
 
-def test_network_host_name_and_processes_are_the_host_s(run: Run) -> None:
-    ran = run("sh", "-c", "cat /proc/sys/kernel/hostname /etc/hosts; ls -d /proc/1; ls /sys/class/net")
+def test_network_and_host_name_are_the_host_s(run: Run) -> None:
+    ran = run("sh", "-c", "cat /proc/sys/kernel/hostname /etc/hosts; echo; ls /sys/class/net")
     assert ran.stdout.startswith(os.uname().nodename + "\n" + Path("/etc/hosts").read_text())
-    assert "/proc/1\n" in ran.stdout
-    assert sorted(ran.stdout.split("/proc/1\n")[1].split()) == sorted(
+    assert sorted(ran.stdout.rpartition("\n\n")[2].split()) == sorted(
         path.name for path in Path("/sys/class/net").iterdir()
     )
+
+
+def test_open_files_of_the_caller_are_not_passed_on(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of the host")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        ran = run("sh", "-c", f"cat /proc/*/fd/{folder}/secret /proc/*/fd/{folder}/../secret; ls /proc/self/fd",
+                  pass_fds=[folder])  # fmt: skip
+    finally:
+        os.close(folder)
+    assert "of the host" not in ran.stdout
+    assert ran.stdout.split() == ["0", "1", "2", "3"]  # `ls` has the folder open that it lists
+
+
+def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of the host")
+    secret = str(tmp_path / "secret").lstrip("/")
+    show = f"for p in /proc/[0-9]*; do for way in root cwd; do ls $p/$way/; cat $p/$way/{secret}; done; done"
+    rights = Options(limits=Limits(capabilities=("SYS_PTRACE",)))  # without it the first process cannot be looked into
+    for options in (Options(), rights):
+        ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
+        assert "of the host" not in ran.stdout
+        assert ran.stdout.endswith("bootseer-init\n")
+    assert "can't open" in ran.stderr  # that file: looked for in vain in each of them
+
+
+def test_orphans_are_reaped_and_the_program_is_not_the_first_process(run: Run) -> None:
+    ran = run("sh", "-c", "(true & exec true); (sleep 0 &); busybox sleep 0.3; busybox ps -o stat,comm; echo $$")
+    *processes, number = ran.stdout.splitlines()
+    assert int(number) > 1
+    assert not [line for line in processes if line.startswith("Z")]
+
+
+def test_what_the_program_left_running_ends_with_it(run: Run) -> None:
+    ran = run("sh", "-c", "busybox setsid sleep 600.77 & exit 3")
+    assert ran.returncode == 3
+    assert running("sleep 600.77") == []
+
+
+def test_the_host_s_process_ids_are_there_when_asked_for(run: Run) -> None:
+    ran = run("sh", "-c", f"cat /proc/{os.getpid()}/comm", options=Options(own_pids=False))
+    assert ran.stdout == Path("/proc/self/comm").read_text()
 
 
 def test_limits_are_inherited(run: Run) -> None:
@@ -209,8 +248,8 @@ import os, subprocess, sys
 from pathlib import Path
 from bootseer.image.containers.container import Container, Options
 from bootseer.image.containers.process import Words
-words = Words(command=("sh", "-c", "echo $$; sleep 600"))
-options = Options(words=words, runtime=sys.argv[3])
+words = Words(command=("sh", "-c", f"(sleep {sys.argv[3]} & ) ; echo up; sleep {sys.argv[3]}"))
+options = Options(words=words)
 container = Container(Path(sys.argv[1]), Path(sys.argv[2]), {"config": {"Env": ["PATH=/bin"]}}, options, {})
 container.start_guard([["touch", sys.argv[1] + "/../cleaned"]])
 subprocess.run(container.command)
@@ -218,13 +257,23 @@ subprocess.run(container.command)
 
 
 def test_a_container_goes_with_the_program_that_was_killed(tmp_path: Path, root: Path) -> None:
-    words = [sys.executable, "-c", _KILLED, str(tmp_path / "container"), str(root), "runc"]
+    time_s = "600.88"
+    words = [sys.executable, "-c", _KILLED, str(tmp_path / "container"), str(root), time_s]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        assert process.stdout.readline() == "up\n"
+        assert len(running(f"sleep {time_s}")) == 2
+        (shim,) = children(process.pid, "shim.py")
         process.send_signal(signal.SIGKILL)
+        os.kill(shim, signal.SIGKILL)  # as it is where `supervise` has started it
     wait_until((tmp_path / "cleaned").exists)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: running(f"sleep {time_s}") == [])
+
+
+def children(parent: int, word: str) -> list[int]:
+    """Children of a process with a word in their command line."""
+    pids = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -337,7 +337,7 @@ def test_the_files_are_written_out_once(image: Image, plain: Plain) -> None:
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("runtime", ["direct", "runc"])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_streams_exit_code_and_root_of_a_plain_user_s_container(image: Image, plain: Plain, runtime: str) -> None:
     ran = plain(
         *run_of(image, "sh", "-c", "cat; id -u; echo $GREETING; pwd; exit 7", runtime=runtime), fuse=True, input="in\n"
@@ -358,12 +358,33 @@ def test_another_user_of_the_image_is_the_caller_by_another_name(
 
 
 def test_a_plain_user_s_devices_and_system_files_are_the_host_s_and_protected(image: Image, plain: Plain) -> None:
-    script = (
-        "dd if=/dev/zero bs=4 count=1 2>/dev/null | wc -c; ls -d /proc/1 /sys/class; echo x > /proc/sys/kernel/hostname"
-    )
+    script = "dd if=/dev/zero bs=4 count=1 2>/dev/null | wc -c; ls -d /sys/class; echo x > /proc/sys/kernel/hostname"
     ran = plain(*run_of(image, "sh", "-c", script, device="/dev/full"), fuse=True)
-    assert ran.stdout == "4\n/proc/1\n/sys/class\n"
+    assert ran.stdout == "4\n/sys/class\n"
     assert "Read-only file system" in ran.stderr
+
+
+@pytest.mark.parametrize("user", ["0", "worker"])
+def test_a_plain_user_s_container_sees_its_own_processes_alone(image: Image, plain: Plain, user: str) -> None:
+    script = "cat /proc/1/comm; echo $(ls -d /proc/[0-9]* | wc -l); ls /proc/1/root"
+    ran = plain(*run_of(image, "sh", "-c", script, user=user), fuse=True)
+    assert ran.returncode != 0
+    assert ran.stdout.startswith("bootseer-init\n"), ran.stderr
+    assert int(ran.stdout.split()[1]) < 6
+    assert "Permission denied" in ran.stderr
+
+
+def test_where_proc_is_covered_the_container_sees_the_processes_around_it(image: Image, plain: Plain) -> None:
+    """As in most containers: the kernel then gives no view of new processes."""
+    ran = plain(*run_of(image, "cat", f"/proc/{os.getpid()}/comm"), fuse=True, covered=True)
+    assert ran.stdout == Path("/proc/self/comm").read_text(), ran.stderr
+    assert "the container sees the processes of this machine: mount proc: Operation not permitted" in ran.stderr
+
+
+def test_a_user_other_than_root_needs_crun(image: Image, plain: Plain) -> None:
+    ran = plain(*run_of(image, "true", user="worker", runtime="runc"), fuse=True)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "user 1000:1001 of a container without root needs crun" in ran.stderr
 
 
 def test_the_way_and_why_stand_in_the_events(image: Image, plain: Plain) -> None:

@@ -20,6 +20,7 @@ from bootseer.bring.workload import workload_key
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.trace.event import Event
+from busybox import running
 from conftest_launch import BOOTSEER
 from image_node import Node
 
@@ -48,10 +49,9 @@ def nothing_is_left(node: Node) -> None:
     assert list((node.runtime / "mounts").iterdir()) == []
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
-def test_arguments_streams_and_exit_code_pass(run: Run, image: str, node: Node, runtime: str) -> None:
+def test_arguments_streams_and_exit_code_pass(run: Run, image: str, node: Node) -> None:
     ran = run(
-        "run", "-q", "--image", image, "--runtime", runtime, "--loading", "lazy", "--",
+        "run", "-q", "--image", image, "--loading", "lazy", "--",
         "sh", "-c", 'cat; echo "$0|$1|$GREETING"; pwd; echo err >&2; exit 7', "a b", "c'd",
         input="in\n",
     )  # fmt: skip
@@ -59,13 +59,12 @@ def test_arguments_streams_and_exit_code_pass(run: Run, image: str, node: Node, 
     nothing_is_left(node)
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_reach_the_command_and_its_end_is_told(
-    image: str, env: dict[str, str], node: Node, runtime: str, number: int
+    image: str, env: dict[str, str], node: Node, number: int
 ) -> None:
     script = "trap 'echo got USR1' USR1; echo ready; while :; do sleep 0.05; done"
-    words = ["run", "-q", "--image", image, "--runtime", runtime, "--", "sh", "-c", script]
+    words = ["run", "-q", "--image", image, "--", "sh", "-c", script]
     with subprocess.Popen([*BOOTSEER, *words], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -77,16 +76,13 @@ def test_signals_reach_the_command_and_its_end_is_told(
     nothing_is_left(node)
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
-def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node, runtime: str) -> None:
+def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node) -> None:
     master, slave = pty.openpty()
     words = [
         "run",
         "-q",
         "--image",
         image,
-        "--runtime",
-        runtime,
         "--",
         "sh",
         "-c",
@@ -99,17 +95,31 @@ def test_a_terminal_stays_one(image: str, env: dict[str, str], node: Node, runti
     os.close(master)
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
-def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node, runtime: str) -> None:
-    words = ["run", "-q", "--image", image, "--runtime", runtime, "--loading", "lazy", "--"]
-    script = ["sh", "-c", "echo $$; exec sleep 600"]
+def test_killed_it_leaves_neither_command_nor_mounts(image: str, env: dict[str, str], node: Node) -> None:
+    """Nor what the command had started, whatever became of its parents and sessions."""
+    words = ["run", "-q", "--image", image, "--loading", "lazy", "--"]
+    script = ["sh", "-c", "(busybox setsid sleep 600.99 &) ; (sleep 600.99 &) ; echo up; exec sleep 600.99"]
     with subprocess.Popen([*BOOTSEER, *words, *script], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        assert process.stdout.readline() == "up\n"
+        until(lambda: len(running("sleep 600.99")) == 3)
         process.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists())
+    until(lambda: running("sleep 600.99") == [])
     until(lambda: not any("/containers/" in point and str(node.folder) in point for point in kernel.mount_points()))
     until(lambda: list((node.cache / "containers").iterdir()) == [])
+
+
+def test_open_files_of_the_caller_are_closed_in_the_container(image: str, env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of the host")
+    words = ["image", "run", "--entrypoint", "none", image, "--", "sh", "-c", "cat /proc/*/fd/9/../*/secret; ls /"]
+    shell = 'exec 9<"$0"; exec "$@"'
+    (tmp_path / "folder").mkdir()
+    ran = subprocess.run(
+        ["sh", "-c", shell, str(tmp_path / "folder"), *BOOTSEER, *words],
+        env=env, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert "of the host" not in ran.stdout
+    assert "bin\n" in ran.stdout, ran.stderr
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -283,11 +293,8 @@ def test_an_image_that_is_not_there_ends_the_run_with_one_line(run: Run, events:
     assert (outcomes["image_loading"], outcomes["run"]) == ("failed", "failed")
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
-def test_a_mount_daemon_that_dies_under_the_command_is_told(
-    image: str, env: dict[str, str], node: Node, runtime: str
-) -> None:
-    words = ["image", "run", "--runtime", runtime, "--loading", "lazy", "--entrypoint", "none", image, "--"]
+def test_a_mount_daemon_that_dies_under_the_command_is_told(image: str, env: dict[str, str], node: Node) -> None:
+    words = ["image", "run", "--loading", "lazy", "--entrypoint", "none", image, "--"]
     script = ["sh", "-c", "echo up; read line; cat /cold > /dev/null || echo failed"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*BOOTSEER, *words, *script], env=env, text=True, **pipes) as process:  # type: ignore[call-overload]

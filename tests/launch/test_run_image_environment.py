@@ -174,12 +174,12 @@ def test_required_and_not_there_it_starts_nothing(job: Callable[..., Any]) -> No
     assert "no environment snapshot" in ran.stderr
 
 
-@pytest.mark.parametrize("runtime", ["runc", "direct"])
-def test_a_setup_that_leaves_a_process_is_not_kept(job: Callable[..., Any], tmp_path: Path, runtime: str) -> None:
+def test_what_a_setup_leaves_running_ends_with_it_in_every_start(job: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "project" / "daemon.sh").write_text("sleep 600 </dev/null >/dev/null 2>&1 &\necho done > /done\n")
-    ran, start = job("--runtime", runtime, "--", "cat", "/done", setup="daemon.sh")
-    assert (ran.stdout, start["mode"]) == ("done\n", "installed")
-    assert "it left a process running" in ran.stderr
+    words = ("--", "sh", "-c", "cat /done; busybox ps | grep -c '[s]leep 600'")
+    for mode in ("captured", "restored"):
+        ran, start = job(*words, setup="daemon.sh", code=1)
+        assert (ran.stdout, start["mode"]) == ("done\n0\n", mode)
 
 
 def test_what_the_command_needs_from_a_scratch_folder_keeps_the_snapshot_away(

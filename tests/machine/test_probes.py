@@ -76,7 +76,7 @@ def _program(folder: Path, name: str, script: str) -> None:
 
 def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for probe in (programs.check_runc, programs.check_mkfs_erofs, programs.check_java):
+    for probe in (programs.check_runtimes, programs.check_mkfs_erofs, programs.check_java):
         check = probe()
         assert check.status == "missing"
         assert check.install
@@ -88,7 +88,8 @@ def test_programs_missing_from_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "script", "found"),
     [
-        ("runc", "echo 'runc version 1.2.3'", "1.2.3"),
+        ("runc", "echo 'runc version 1.2.3'", "runc 1.2.3"),
+        ("crun", "echo 'crun version 1.8.1'; echo 'spec: 1.0.0'", "crun 1.8.1"),
         ("java", "echo 'openjdk version \"21.0.1\" 2023-10-17' >&2", "21.0.1"),
         ("mkfs.erofs", "echo 'mkfs.erofs (erofs-utils) 1.8.2'", "1.8.2"),
         ("mkfs.erofs", "echo 'bad option' >&2; echo 'mkfs.erofs 1.5'; exit 1", "1.5"),
@@ -98,9 +99,12 @@ def test_version_of_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str, found: str
 ) -> None:
     _program(tmp_path, name, script)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{tmp_path}/tools")
     probes = {
-        "runc": programs.check_runc,
+        "runc": programs.check_runtimes,
+        "crun": programs.check_runtimes,
         "java": programs.check_java,
         "mkfs.erofs": programs.check_mkfs_erofs,
     }
@@ -111,7 +115,7 @@ def test_version_of_a_program(
 def test_program_that_tells_no_version_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path, "runc", "echo 'cannot allocate memory' >&2; exit 137")
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = programs.check_runc()
+    check = programs.check_runtimes()
     assert check.status == "broken"
     assert "code 137" in check.why
 

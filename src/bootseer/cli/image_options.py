@@ -70,9 +70,16 @@ CONTAINER = (
     Option(
         "runtime",
         ("--runtime",),
-        "runc, or without it (direct); auto, the default, takes runc where it is installed.",
-        choices=("auto", "runc", "direct"),
+        "The program that starts the container; auto, the default, takes runc where it is installed.",
+        choices=("auto", "runc", "crun"),
         default="auto",
+    ),
+    Option(
+        "pid",
+        ("--pid",),
+        "Process ids: the container's own (default), or the host's, for profilers and debuggers.",
+        choices=("own", "host"),
+        default="own",
     ),
 )
 """What is around the command."""
@@ -176,6 +183,7 @@ def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
         gpus="" if gpus == "none" else gpus,
         devices=_devices(values["devices"]),
         runtime=values["runtime"],
+        own_pids=values["pid"] == "own",
     )
 
 

@@ -70,7 +70,7 @@ class Keeping:
         """The image for the command to run in, whatever becomes of the snapshot."""
         task = self._task
         try:
-            reasons = [*done.reasons, *self._setup.left, *self._written(done)]
+            reasons = [*done.reasons, *self._written(done)]
             if reasons:
                 tell(task, False, f"{_UNSAFE}: {'; '.join(reasons)}")
                 return self.go_on()

@@ -1,7 +1,8 @@
 """Run a setup in containers of a mounted image: the script, the installation, bytecode, questions, one after the other.
 
 All of it happens with the image's own programs: its shell, its Python, uv only where the image has it. Each step is a
-container of its own on the same tree, so that what one wrote the next one finds.
+container of its own on the same tree, so that what one wrote the next one finds. What a step leaves running ends with
+its container.
 
     /run/bootseer/setup      the working folder of `bootseer run`, read-only: where setups find their files
     /run/bootseer/files-N    the folder of the script or of a requirements file that lies elsewhere, read-only
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bootseer.env.capturing import exports, left_running
+from bootseer.env.capturing import exports
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Installation, choose
@@ -108,9 +109,6 @@ class ImageSetUp:
     env: Mapping[str, str]
     found_env: dict[str, str] = field(default_factory=dict)
     """What the last step found."""
-    left: list[str] = field(default_factory=list)
-    """What its steps left running, for people. A runtime may end it with the step's container."""
-    _mark: str = field(default_factory=left_running.new_mark)
     _python: Interpreter | None = None
     _before: Installed = field(default_factory=Installed)
     _num: int = 0
@@ -261,7 +259,7 @@ class ImageSetUp:
         task = self.task
         with task.stage(stage) as attrs:
             attrs.update({"file": file} if file else {}, **facts)
-            code = self._spawned(argv, {**self._settings(), left_running.MARK: self._mark, **more}, bind)
+            code = self._spawned(argv, {**self._settings(), **more}, bind)
             if code:
                 attrs["error"] = f"exit code {code}"
         return code
@@ -278,9 +276,7 @@ class ImageSetUp:
             tracer = task.session.tracer if task.session is not None else None
             own = {**os.environ, **(tracer.environment() if tracer is not None else {})}
             pid = supervise.spawn(container.command, own, own_group=task.own_group, stdout=2)
-            code = supervise.wait(pid, own_group=task.own_group)
-            self.left += left_running.left_running(self._mark, None)
-            return code
+            return supervise.wait(pid, own_group=task.own_group)
         except CannotStart as error:
             say(str(error))
             return error.code

@@ -39,7 +39,7 @@ def run_checks(spool: Path, more: Sequence[Probe] = ()) -> list[Check]:
             ("overlayfs", kernel.check_overlayfs),
             ("overlay layers", kernel.check_overlay_layers),
             ("user namespaces", kernel.check_user_namespaces),
-            ("runc", programs.check_runc),
+            ("runc or crun", programs.check_runtimes),
             ("CDI", surroundings.check_devices),
             ("Java", programs.check_java),
             ("HDFS", programs.check_hdfs),

@@ -1,4 +1,4 @@
-"""Probes of programs: runc, mkfs.erofs, Java, Python and PyTorch, and of the modules that speak to HDFS.
+"""Probes of programs: runc and crun, mkfs.erofs, Java, Python and PyTorch, and of the modules that speak to HDFS.
 
 A program counts as there when it answered its version in time, not when a file of its name exists. Who calls: `probes`.
 """
@@ -58,10 +58,19 @@ def _version(name: str, argv: tuple[str, str], *, pattern: str, install: str, op
     return Check(name, "broken", "", why, install, opens)
 
 
-def check_runc() -> Check:
-    opens = ("image run: start a container",)
-    pattern = r"runc version (\S+)"
-    return _version("runc", ("runc", "--version"), pattern=pattern, install="apt-get install runc", opens=opens)
+def check_runtimes() -> Check:
+    """The programs that start containers: one is enough."""
+    name, opens = "runc or crun", ("run --image, image run",)
+    install = "apt-get install runc crun, or put the static program of a release of one into a folder of PATH"
+    checks = [
+        _version(program, (program, "--version"), pattern=rf"{program} version (\S+)", install=install, opens=opens)
+        for program in ("runc", "crun")
+    ]
+    found = ", ".join(f"{check.name} {check.found}" for check in checks if check.status == "ok")
+    if found:
+        return Check(name, "ok", found, opens=opens)
+    status = "broken" if any(check.status == "broken" for check in checks) else "missing"
+    return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
 
 
 def check_mkfs_erofs() -> Check:

@@ -1,8 +1,8 @@
 """A container around a mounted image: its folder, its `config.json`, the command that starts it, and its end.
 
-Two ways to start it. runc does it where it is installed; `enter` does it everywhere else, with less between the job and
-the host. Either way the result is an ordinary command line for `launch.supervise`, so that signals, standard streams
-and the exit code pass as they do without a container. A guard process cleans up behind a `bootseer` that was killed.
+runc or crun starts it, behind `shim`. The result is an ordinary command line for `launch.supervise`, so that signals,
+standard streams and the exit code pass as they do without a container. A guard process cleans up behind a `bootseer`
+that was killed.
 Called by `cli.image_run` and `launch.image_stage`.
 """
 
@@ -24,13 +24,16 @@ from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import edits_for, gpu_names
 from bootseer.image.containers.inroot import is_executable
 from bootseer.image.containers.process import Process, Words, process_of
-from bootseer.image.containers.rootless import node_binds, without_root
+from bootseer.image.containers.rootless import is_renamed, node_binds, without_root
 from bootseer.image.containers.runtime_config import Bind, Limits, runtime_config
+from bootseer.image.containers.users import User
 from bootseer.machine.surroundings import CDI_FOLDERS
 from bootseer.mounts.user_namespace import is_host, num_owners
 
-Runtime = Literal["auto", "runc", "direct"]
-RUNTIMES: tuple[Runtime, ...] = ("auto", "runc", "direct")
+Runtime = Literal["auto", "runc", "crun"]
+_INSTALL = "apt-get install runc, or put the static program of a release of runc or crun into a folder of PATH"
+# Neither fails where cgroups cannot be changed. Nothing depends on their device rules: see `runtime_config`.
+_WITHOUT_CGROUPS = {"runc": ("--rootless", "true"), "crun": ("--cgroup-manager=disabled",)}
 _SCRIPTS = Path(__file__).parent
 _OF_HOST = ("resolv.conf", "hosts", "hostname")
 _END_S = 30.0
@@ -48,6 +51,8 @@ class Options:
     devices: tuple[str, ...] = ()
     """CDI names (`vendor.com/class=name`) and device nodes of the host."""
     runtime: Runtime = "auto"
+    own_pids: bool = True
+    """Whether process ids are the container's own; else it sees and may signal the host's processes."""
 
 
 class Container:
@@ -69,13 +74,15 @@ class Container:
         """
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
-        self.runtime = _runtime(options.runtime, needs_runc=bool(edits.hooks))
         self.process = process_of(image, options.words, root, host_env)
+        renamed = not is_host() and is_renamed(self.process.user, num_owners())
+        self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
+        self._own_pids = options.own_pids
         _check_program(self.process, root, [*(bind.target for bind in options.binds), *_targets(edits.mounts)])
         _check_places(root)
         nodes = [name for name in options.devices if "=" not in name]
         self._folder = folder
-        self._runc_state = folder / "runc"
+        self._state = folder / "state"
         self._id = f"bootseer-{os.getpid()}-{folder.name}"[:100]
         self._guard: subprocess.Popen[bytes] | None = None
         try:
@@ -86,25 +93,24 @@ class Container:
                 edits, nodes = replace(edits, nodes=[]), []
             config = runtime_config(self.process, root, binds, edits, options.limits, nodes)
             if not is_host():
-                config = without_root(config, num_owners())
+                config = without_root(config, num_owners(), self.process.user)
             (folder / "config.json").write_text(json.dumps(config))
         except OSError as error:
             raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What to start in the place of the user's command; it needs no environment but `PATH`."""
-        python = (sys.executable, "-I", "-S")
-        if self.runtime == "direct":
-            return (*python, str(_SCRIPTS / "enter.py"), str(self._folder / "config.json"))
-        pid_file = str(self._folder / "pid")
-        runc = ("runc", "--root", str(self._runc_state), "run", "--detach", "--pid-file", pid_file)
-        return (*python, str(_SCRIPTS / "shim.py"), pid_file, *runc, "--bundle", str(self._folder), self._id)
+        """What to start in the place of the user's command. Its own environment is `PATH` alone."""
+        folder = str(self._folder)
+        bare = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
+        shim = (sys.executable, "-I", "-S", str(_SCRIPTS / "shim.py"), "own" if self._own_pids else "host", folder)
+        start = ("run", "--detach", "--pid-file", f"{folder}/pid", "--bundle", folder, self._id)
+        return (*bare, *shim, *self._program, *start)
 
     def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
         """From now on the container, and whatever `then` undoes, goes when this process is killed."""
-        commands = [] if self.runtime == "direct" else [self._delete()]
-        words = [sys.executable, "-I", "-S", str(_SCRIPTS / "guard.py"), json.dumps([*commands, *map(list, then)])]
+        commands = json.dumps([self._delete(), *map(list, then)])
+        words = [sys.executable, "-I", "-S", str(_SCRIPTS / "guard.py"), commands]
         try:
             self._guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
         except OSError as error:
@@ -113,13 +119,13 @@ class Container:
     def close(self) -> None:
         """Remove what is left of the container. The tree at its root is the caller's to unmount.
 
-        Raises `TransientError` when runc does not do it in time; the guard tries once more when this process has ended.
+        Raises `TransientError` when the runtime takes too long; the guard tries again when this process has ended.
         """
-        if self.runtime == "runc" and self._runc_state.exists() and any(self._runc_state.iterdir()):
+        if self._state.exists() and any(self._state.iterdir()):
             try:
                 subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise TransientError(f"runc did not remove the container {self._id}: {error}") from error
+                raise TransientError(f"{self.runtime} did not remove the container {self._id}: {error}") from error
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def dismiss_guard(self) -> None:
@@ -129,8 +135,12 @@ class Container:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has its word, and goes when it can
                 guard.communicate(b".", timeout=_END_S)
 
+    @property
+    def _program(self) -> tuple[str, ...]:
+        return (self.runtime, *_WITHOUT_CGROUPS[self.runtime], "--root", str(self._state))
+
     def _delete(self) -> list[str]:
-        return ["runc", "--root", str(self._runc_state), "delete", "--force", self._id]
+        return [*self._program, "delete", "--force", self._id]
 
     def _name_files(self) -> list[Bind]:
         """Copies of the files that tell the network's names: the container may write into them."""
@@ -178,13 +188,17 @@ def _targets(mounts: Sequence[Mapping[str, Any]]) -> list[str]:
     return [str(mount.get("containerPath")) for mount in mounts]
 
 
-def _runtime(wanted: Runtime, *, needs_runc: bool) -> Runtime:
-    there = shutil.which("runc") is not None
-    if wanted == "runc" and not there:
-        raise UsageError("there is no runc on PATH", hint="apt-get install runc, or --runtime direct")
-    if needs_runc and (wanted == "direct" or not there):
-        raise UsageError("these devices need runc: their CDI file has hooks", hint="apt-get install runc")
-    if wanted == "auto":
-        # In a user namespace it has no device rules either, and takes only users that the namespace has.
-        return "runc" if needs_runc or (there and is_host()) else "direct"
-    return wanted
+def _runtime(wanted: Runtime, user: User, *, renamed: bool) -> Literal["runc", "crun"]:
+    """The program to use. `renamed`: the user has an id that this user namespace has not."""
+    if renamed and wanted == "runc":
+        raise UsageError(
+            f"user {user.uid}:{user.gid} of a container without root needs crun", hint="--runtime crun, or --user 0"
+        )
+    order: tuple[Literal["runc", "crun"], ...] = ("runc", "crun") if wanted == "auto" else (wanted,)
+    for name in order:
+        if shutil.which(name) is not None and not (renamed and name == "runc"):
+            return name
+    if renamed:
+        why = f"user {user.uid}:{user.gid} of a container without root needs crun, and there is none on PATH"
+        raise UsageError(why, hint="apt-get install crun, or --user 0")
+    raise UsageError(f"there is no {' or '.join(order)} on PATH", hint=_INSTALL)

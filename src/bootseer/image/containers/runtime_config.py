@@ -1,9 +1,10 @@
-"""The `config.json` of a container, as the OCI runtime specification wants it; runc reads it, and so does `enter`.
+"""The `config.json` of a container, as the OCI runtime specification wants it; runc and crun read it.
 
 What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
-network, the host name and process ids are the host's (signals reach it as they always do; a program with pid 1 would
-ignore SIGTERM), limits are inherited, and only mounts and System V IPC are its own. It is no sandbox; it does get
-no more than the usual capabilities and devices. Called by `image.containers.container`.
+network and the host name are the host's, limits are inherited, and mounts, System V IPC and process ids (which `shim`
+adds) are its own: through `/proc/PID/root` of a process of the host it would reach the host's files. It is no sandbox;
+it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount of an image or a folder
+of the host has any. Called by `image.containers.container`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from bootseer.errors import UsageError
 from bootseer.image.containers.cdi import Edits
 from bootseer.image.containers.process import Process
 
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP",
-                "SETPCAP", "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")  # fmt: skip
-"""What container engines give by default."""
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
+                "NET_BIND_SERVICE", "SYS_CHROOT", "KILL")  # fmt: skip
+"""Podman's default. Docker adds MKNOD, NET_RAW and AUDIT_WRITE: here the network is the host's, and device rules depend
+on cgroups, which often cannot be changed."""
 _MASKED = ("/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
            "/proc/sched_debug", "/proc/scsi", "/sys/firmware")  # fmt: skip
 _READ_ONLY = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
@@ -137,8 +139,9 @@ def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
 
 
 def _bind(bind: Bind) -> dict[str, Any]:
-    # `rro`: so are mounts below it, where runc knows the word.
-    options = ["rbind", "rprivate", *(["ro", "rro"] if bind.read_only else ["rw"])]
+    # `rro`: so are mounts below it, where the program knows the word. crun 1.8 fails for a file with it.
+    read_only = ["ro", "rro"] if Path(bind.source).is_dir() else ["ro"]
+    options = ["rbind", "rprivate", "nosuid", "nodev", *(read_only if bind.read_only else ["rw"])]
     return {"destination": bind.target, "type": "bind", "source": bind.source, "options": options}
 
 

@@ -1,52 +1,81 @@
-"""Stand between `bootseer` and a container of runc's, so that it looks like a child process.
+"""Start a container with runc or crun and behave like its program: a child process with its signals and exit code.
 
-`runc run` in the foreground copies the standard streams through pipes: what was a terminal is none any more, and input
-that nobody wanted is gone. Detached, it passes the streams on as they are, but nobody waits. So this script starts it
-detached, adopts the container's process, passes signals on to its process group, and ends as it does. Run with `-I -S`:
+`runc run` in the foreground copies the standard streams through pipes: a terminal is none for the program, and input is
+read ahead. Detached, it passes the streams on but does not wait. This script starts it detached, adopts the container's
+process, passes signals on to its process group and ends as it does. Run with `-I -S` and a bare environment:
 
-    shim.py PIDFILE WORD...     WORD... is `runc run --detach --pid-file PIDFILE ...`
+    shim.py own|host FOLDER WORD...
 
-It ends with the code of runc when that fails, else with the program's: 128 + N after signal N.
+FOLDER has the container's `config.json` and receives the file `pid`, WORD... is the runtime's command line. With `own`
+the container has process ids of its own. Their number 1 is a process of this script: the kernel ignores SIGTERM for the
+first process of a namespace, so the program must not be it, and all other processes are killed with it. It reaps
+orphans, has an empty root, no rights and no open files, and is killed when this script ends, however that happens.
+
+The exit code is the runtime's when that fails, else the program's: 128 + N after signal N.
 """
 
 import contextlib
 import ctypes
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_NEWNS, _NEWPID = 0x0002_0000, 0x2000_0000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _MOVE, _REC, _PRIVATE = 1, 2, 4, 8, 1 << 13, 1 << 14, 1 << 18
+_CAPABILITY_VERSION_3 = 0x2008_0522
+_START_S = 30.0
+_END_S = 30.0
+_LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
 # What is about this process alone, cannot be caught, or stops it at its terminal on purpose.
 _OWN = {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTTIN, signal.SIGTTOU),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
 }
 
+libc = ctypes.CDLL(None, use_errno=True)
+
 
 def main() -> int:
+    pids, folder, *command = sys.argv[1:]
     awaited = (set(signal.valid_signals()) - _OWN) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
-    started = subprocess.run(sys.argv[2:], check=False, preexec_fn=_as_found)
+    _called(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0), "adopt processes")
+    first = _own_process_ids() if pids == "own" else None
+    if first is not None:
+        _join(f"{folder}/config.json", first)
+    started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid()))
     if started.returncode:
         return started.returncode
-    with open(sys.argv[1]) as file:  # noqa: PTH123
+    with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
         _pass_on(pid, signal.sigwaitinfo(awaited).si_signo)
+    if first is not None:
+        _end(first)
     return code
 
 
-def _as_found() -> None:
-    """In runc: no signal is held back, and those that Python ignores are not ignored."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+def _as_found(parent: int) -> Callable[[], None]:
+    def become() -> None:
+        """In the runtime: no signal is blocked, those that Python ignores are not ignored, and it ends with us."""
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return become
 
 
 def _reap(pid: int) -> int | None:
-    """How the program ended, if it has; whatever else was left to us is buried on the way."""
+    """How the program ended, if it has. Other processes that were left to this one are reaped on the way."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == 0:
@@ -65,6 +94,130 @@ def _pass_on(pid: int, number: int) -> None:
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
         os.killpg(pid, signal.SIGCONT)
+
+
+# -- process ids -------------------------------------------------------------------------------------------------------
+
+
+def _own_process_ids() -> int | None:
+    """Make a namespace of process ids; returns its first process, or None, after a line that says why.
+
+    Without root the kernel refuses a view of the new processes where parts of the present one are covered, as in most
+    containers.
+    """
+    told, tell = os.pipe2(os.O_CLOEXEC)
+    stay, go = os.pipe2(os.O_CLOEXEC)
+    middle = os.fork()
+    if middle == 0:
+        os.close(go)
+        _make_first(tell, stay)
+    os.close(tell)
+    os.close(stay)
+    try:
+        first = _heard(told)
+        os.waitpid(middle, 0)
+        if first.isdecimal():
+            os.write(go, b"g")  # its parent is this process now, so that it can ask to end with it
+            why = _heard(told)
+            if not why:
+                return int(first)
+            os.waitpid(int(first), 0)
+        else:
+            why = first
+        text = f"bootseer: the container sees the processes of this machine: {why or 'the first one died'}\n"
+        os.write(2, text.encode("utf-8", "replace"))
+        return None
+    finally:
+        os.close(told)
+        os.close(go)
+
+
+def _heard(pipe: int) -> str:
+    """One message: a process id, or why something failed; empty is success."""
+    if not select.select([pipe], [], [], _START_S)[0]:
+        return "no answer in time"
+    data = os.read(pipe, 512)
+    return data.decode("utf-8", "replace").strip() if data else "the process that makes the namespace died"
+
+
+def _make_first(tell: int, stay: int) -> NoReturn:
+    """In a child: only the children of a process enter its new namespace, and the runtime must not be one of them."""
+    try:
+        _called(libc.unshare(_NEWNS | _NEWPID), "make a namespace")
+        first = os.fork()
+        if first == 0:
+            _be_first(tell, stay)
+        os.write(tell, b"%d\n" % first)
+    except OSError as error:
+        os.write(tell, f"{error.strerror}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(0)
+
+
+def _be_first(tell: int, stay: int) -> NoReturn:
+    """Be the first process of the namespace."""
+    try:
+        if not os.read(stay, 1):
+            os._exit(1)
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+        _mount("", "/", "", _REC | _PRIVATE)
+        _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+        with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:  # noqa: PTH123
+            # Events of a node are told apart by process id: those of two containers should differ.
+            file.write(str(_LOWEST_PID + int.from_bytes(os.urandom(4), "little") % _NUM_PIDS))
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:  # noqa: PTH123
+            file.write("bootseer-init")
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            if int(name) != tell:
+                with contextlib.suppress(OSError):  # the one that the list was read from
+                    os.close(int(name))
+        # The container can reach this process's root through /proc: it has to be empty.
+        _mount("none", "/proc", "tmpfs", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+        os.chdir("/proc")
+        _mount(".", "/", "", _MOVE)
+        os.chroot(".")
+        header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+        _called(libc.capset(header, nothing), "give up capabilities")
+        libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)  # nor can it reach its memory
+        os.write(tell, b"\n")
+        os.close(tell)
+    except OSError as error:
+        os.write(tell, f"{error.strerror}\n".encode("utf-8", "replace"))
+        os._exit(1)
+    while True:
+        signal.pause()
+
+
+def _join(path: str, first: int) -> None:
+    """Let the container have the processes of this namespace, and see them."""
+    with open(path) as file:  # noqa: PTH123
+        config = json.load(file)
+    config["linux"]["namespaces"].append({"type": "pid", "path": f"/proc/{first}/ns/pid"})
+    for mount in config["mounts"]:
+        if mount["destination"] == "/proc":
+            mount.update(type="proc", source="proc", options=["nosuid", "noexec", "nodev"])
+    with open(path, "w") as file:  # noqa: PTH123
+        json.dump(config, file)
+
+
+def _end(first: int) -> None:
+    """Kill what the program left running, and wait until it is gone: then nothing uses the container's files."""
+    with contextlib.suppress(ProcessLookupError):  # something else has killed it
+        handle = os.pidfd_open(first)
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], _END_S)
+
+
+def _mount(source: str, target: str, kind: str, flags: int) -> None:
+    words = (source.encode(), target.encode(), kind.encode())
+    _called(libc.mount(*words, ctypes.c_ulong(flags), None), f"mount {kind or target}")
+
+
+def _called(result: int, step: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{step}: {os.strerror(number)}")
 
 
 if __name__ == "__main__":
