@@ -252,9 +252,7 @@ class TestWhoGetsTheLogin:
         log_in(docker_config, registry.host, **entry)
         with (
             closing(open_store(f"oci://{registry.host}/a/b")) as store,
-            pytest.raises(
-                AccessError, match=r"sent to localhost;.*BOOTSEER_AUTH_HOSTS=127.0.0.1=localhost"
-            ),
+            pytest.raises(AccessError, match=r"sent to localhost;.*BOOTSEER_AUTH_HOSTS=127.0.0.1=localhost"),
         ):
             store.stat(sha256(DATA))
         assert tokens.asked == []
