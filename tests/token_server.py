@@ -27,11 +27,15 @@ _SERVICE, _ISSUER = "registry of the tests", "token server of the tests"
 
 
 class TokenServer:
-    """Gives tokens to USER and to the holder of IDENTITY_TOKEN, and, unless `strict`, to everybody."""
+    """Gives tokens to USER and to the holder of IDENTITY_TOKEN, and, unless `strict`, to everybody.
 
-    def __init__(self, folder: Path, *, strict: bool = True) -> None:
+    `name` is what its host is called in the address that registries name.
+    """
+
+    def __init__(self, folder: Path, *, strict: bool = True, name: str = "127.0.0.1") -> None:
         self._folder = folder / "tokens"
         self._strict = strict
+        self._name = name
         self.lives: list[float] = []
         """Seconds that each of the next tokens really lives; 300 when there are no more."""
         self.status = 200
@@ -80,7 +84,7 @@ class TokenServer:
     def settings(self) -> dict[str, str]:
         """What the registry has to know about us."""
         return {
-            "realm": f"http://127.0.0.1:{self._server.server_port}/token",
+            "realm": f"http://{self._name}:{self._server.server_port}/token",
             "service": _SERVICE,
             "issuer": _ISSUER,
             "rootcertbundle": str(self._folder / "certificate.pem"),

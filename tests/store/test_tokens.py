@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import pytest
 
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.store.open import open_store
+from bootseer.store.tokens import _check_receiver
+from bootseer.store.transport import Origin
 from fault_proxy import Fault, FaultProxy, once
 from registry import PASSWORD, USER, Registry, needs_registry
 from store.contract import DATA, get, put, sha256
@@ -45,6 +48,14 @@ def guarded(tokens: TokenServer, tmp_path_factory: pytest.TempPathFactory) -> It
     """A registry that demands tokens."""
     with Registry(tmp_path_factory.mktemp("guarded"), tokens=tokens) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Registry, TokenServer]]:
+    """A registry that names a token server on another host, which gives tokens to everybody."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with TokenServer(folder, strict=False, name="localhost") as tokens, Registry(folder, tokens=tokens) as running:
+        yield running, tokens
 
 
 @pytest.fixture
@@ -227,3 +238,104 @@ class TestBearer:
             pytest.raises(PermanentError),
         ):
             store.stat(sha256(DATA))
+
+
+class TestWhoGetsTheLogin:
+    """A registry names the address that gives out tokens, which must not make it choose who gets the password."""
+
+    @pytest.mark.parametrize("entry", [{}, {"identitytoken": IDENTITY_TOKEN}])
+    def test_a_login_is_not_sent_to_another_host(
+        self, foreign: tuple[Registry, TokenServer], docker_config: Path, entry: dict[str, str]
+    ) -> None:
+        registry, tokens = foreign
+        tokens.asked.clear()
+        log_in(docker_config, registry.host, **entry)
+        with (
+            closing(open_store(f"oci://{registry.host}/a/b")) as store,
+            pytest.raises(AccessError, match=r"sent to localhost;.*BOOTSEER_AUTH_HOSTS=127.0.0.1=localhost"),
+        ):
+            store.stat(sha256(DATA))
+        assert tokens.asked == []
+
+    def test_it_is_sent_to_a_host_that_the_user_allows(
+        self, foreign: tuple[Registry, TokenServer], docker_config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        registry, tokens = foreign
+        tokens.asked.clear()
+        log_in(docker_config, registry.host)
+        monkeypatch.setenv("BOOTSEER_AUTH_HOSTS", "registry.example=localhost, 127.0.0.1=localhost")
+        with closing(open_store(f"oci://{registry.host}/a/b")) as store:
+            assert get(store, put(store, DATA).name) == DATA
+        assert tokens.asked
+
+    def test_another_registry_may_not_send_it_there(
+        self, foreign: tuple[Registry, TokenServer], docker_config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        registry, _ = foreign
+        log_in(docker_config, registry.host)
+        monkeypatch.setenv("BOOTSEER_AUTH_HOSTS", "registry.example=localhost,localhost,=localhost,127.0.0.1=")
+        with closing(open_store(f"oci://{registry.host}/a/b")) as store, pytest.raises(AccessError, match="AUTH_HOSTS"):
+            store.stat(sha256(DATA))
+
+    def test_without_a_login_any_host_may_give_the_token(
+        self, foreign: tuple[Registry, TokenServer], docker_config: Path
+    ) -> None:
+        with closing(open_store(f"oci://{foreign[0].host}/a/b")) as store:
+            assert get(store, put(store, DATA).name) == DATA
+
+    def test_an_address_that_two_parsers_read_differently_gets_no_login(
+        self, tokens: TokenServer, docker_config: Path
+    ) -> None:
+        """`http://thief:1\\@registry:2/` has the host `registry` for urllib and `thief` for urllib3."""
+        with FaultProxy("", lambda _: Fault(status=200, body=b"{}")) as thief, FaultProxy("") as registry:
+            host = registry.host.replace("127.0.0.1", "localhost")
+            realm = f"http://{thief.host}" + r"\\@" + f"{host}/token"
+            registry.plan = lambda _: Fault(status=401, headers={"WWW-Authenticate": f'Bearer realm="{realm}"'})
+            log_in(docker_config, host)
+            with closing(open_store(f"oci://{host}/a/b")) as store, pytest.raises((AccessError, PermanentError)):
+                store.stat(sha256(DATA))
+            assert not thief.requests
+
+    @pytest.mark.parametrize("kind", ["Basic", "Bearer"])
+    def test_no_login_is_sent_unencrypted(self, tokens: TokenServer, docker_config: Path, kind: str) -> None:
+        challenge = 'Basic realm="x"' if kind == "Basic" else f'Bearer realm="{tokens.settings()["realm"]}"'
+        tokens.asked.clear()
+        with FaultProxy("", lambda _: Fault(status=401, headers={"WWW-Authenticate": challenge})) as proxy:
+            host = proxy.host.replace("127.0.0.1", "127.1")  # the same place, and no loopback address by its text
+            log_in(docker_config, host)
+            with (
+                closing(open_store(f"oci://{host}/a/b", plain_http=True)) as store,
+                pytest.raises(AccessError, match="unencrypted"),
+            ):
+                store.stat(sha256(DATA))
+            assert not any("authorization" in request.headers for request in proxy.requests)
+        assert tokens.asked == []
+
+    def test_a_token_server_may_not_be_asked_unencrypted(self, docker_config: Path) -> None:
+        with FaultProxy("", lambda _: Fault(status=200, body=b'{"token": "x"}')) as thief, FaultProxy("") as proxy:
+            realm = f"http://{thief.host.replace('127.0.0.1', '127.1')}/token"
+            proxy.plan = lambda _: Fault(status=401, headers={"WWW-Authenticate": f'Bearer realm="{realm}"'})
+            log_in(docker_config, proxy.host)
+            with closing(open_store(f"oci://{proxy.host}/a/b")) as store, pytest.raises(AccessError):
+                store.stat(sha256(DATA))
+            assert not thief.requests
+
+    @pytest.mark.parametrize(
+        ("registry", "realm", "allowed"),
+        [
+            ("registry-1.docker.io", "https://auth.docker.io/token", True),
+            ("index.docker.io", "https://auth.docker.io/token", True),
+            ("registry.gitlab.com", "https://gitlab.com/jwt/auth", True),
+            ("registry.example", "https://auth.docker.io/token", False),
+            ("registry.example:5000", "https://REGISTRY.example/token", True),
+            ("registry.example", "https://registry.example.thief.net/token", False),
+            ("registry.example", "https://thief-registry.example/token", False),
+            ("registry.example", "https://registry.example@thief.net/token", False),
+            ("registry.example", "http://registry.example/token", False),
+            ("[::1]:5000", "http://[::1]:5001/token", True),
+        ],
+    )
+    def test_which_hosts_belong_together(self, registry: str, realm: str, allowed: bool) -> None:
+        own = Origin.of(f"https://{registry}").host
+        with contextlib.nullcontext() if allowed else pytest.raises(AccessError):
+            _check_receiver(own, Origin.of(realm), "")

@@ -19,3 +19,8 @@ def test_only_addresses_of_http_are_followed(url: str) -> None:
 @pytest.mark.parametrize(("url", "port"), [("http://h/", 80), ("https://h/", 443), ("https://h:5000/", 5000)])
 def test_an_origin_has_the_port_that_is_meant(url: str, port: int) -> None:
     assert Origin.of(url).port == port
+
+
+def test_an_origin_is_the_host_that_is_connected_to() -> None:
+    # urllib takes what stands behind the @ for the host, urllib3 connects to what stands before the backslash.
+    assert Origin.of("http://thief:1\\@registry:2/token") == Origin("http", "thief", 1)

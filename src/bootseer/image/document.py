@@ -1,8 +1,9 @@
-"""The document of a converted image: its configuration and the block files of its layers.
+"""The document of a converted image: its manifest, its configuration and the block files of its layers.
 
 A store keeps it under `images/sha256-<hex>`, the digest of the image's manifest, so that users keep their image names:
-whoever resolves a name to a manifest finds the converted image. The bytes depend on the source alone. The format is
-written down in docs/formats/image.md. Decides and touches nothing.
+whoever resolves a name to a manifest finds the converted image. The bytes depend on the source alone. Manifest and
+configuration are kept to the byte, so that both can be compared with the digest wherever the document is read
+(`sources.manifest.check_document`). The format is written down in docs/formats/image.md. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored
 
-SCHEMA = "bootseer.image/1"
+SCHEMA = "bootseer.image/2"
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 500  # what overlayfs mounts at once
@@ -38,11 +39,20 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True)
 class ImageDocument:
-    """A converted image. `config` is the OCI image configuration; `layers` are bottom first."""
+    """A converted image."""
 
     digest: str
-    config: Mapping[str, object]
+    manifest: bytes
+    """As the source has it; empty for an image that has none: of an archive or a folder."""
+    config_data: bytes
+    """The OCI image configuration, as the source has it."""
     layers: tuple[LayerFile, ...]
+    """Bottom first."""
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The OCI image configuration. Raises `CorruptError`."""
+        return parse_json(self.config_data, f"the configuration of {self.digest}", MAX_CONFIG_BYTES)
 
     @property
     def name(self) -> str:
@@ -69,7 +79,8 @@ class ImageDocument:
         value = {
             "schema": SCHEMA,
             "digest": self.digest,
-            "config": self.config,
+            "manifest": self.manifest.decode("utf-8", "surrogateescape"),
+            "config": self.config_data.decode("utf-8", "surrogateescape"),
             "layers": [
                 {"source_digest": layer.source_digest, "diff_id": layer.diff_id, "file": layer.file.as_json()}
                 for layer in self.layers
@@ -85,15 +96,16 @@ class ImageDocument:
         """Read a document. Raises `CorruptError`, or `PermanentError` for one of another version."""
         value = parse_json(data, "image document", MAX_DOCUMENT_BYTES)
         if value.get("schema") != SCHEMA:
-            raise PermanentError(f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}")
-        digest, config, rows = value.get("digest"), value.get("config"), value.get("layers")
+            raise PermanentError(
+                f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}; convert the image again"
+            )
+        digest, rows = value.get("digest"), value.get("layers")
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise CorruptError("image document: no digest")
-        if not isinstance(config, dict):
-            raise CorruptError(f"image document of {digest}: no configuration")
         if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_LAYERS:
             raise CorruptError(f"image document of {digest}: no layers, or more than {MAX_LAYERS}")
-        return cls(digest, config, tuple(_layer(row, digest) for row in rows))
+        manifest, config_data = (_bytes(value.get(name), f"{name} of {digest}") for name in ("manifest", "config"))
+        return cls(digest, manifest, config_data, tuple(_layer(row, digest) for row in rows))
 
 
 def document_name(digest: str) -> str:
@@ -112,6 +124,15 @@ def parse_json(data: bytes, what: str, limit: int) -> dict[str, object]:
     if not isinstance(value, dict):
         raise CorruptError(f"{what}: not a JSON object")
     return value
+
+
+def _bytes(text: object, what: str) -> bytes:
+    try:
+        if isinstance(text, str):
+            return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        pass
+    raise CorruptError(f"image document: the {what} is no text")
 
 
 def _layer(row: object, digest: str) -> LayerFile:

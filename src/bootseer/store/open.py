@@ -66,7 +66,7 @@ def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Re
     from bootseer.store.registry import Registry
 
     named = [item.strip() for item in os.environ.get(PLAIN_HTTP, "").split(",")]
-    return Registry(host, repository, plain_http=plain_http or host in named or _is_loopback(host))
+    return Registry(host, repository, plain_http=plain_http or host in named or is_loopback(host))
 
 
 def _open_file(uri: str, path: str) -> Store:
@@ -95,7 +95,8 @@ def _open_hdfs(uri: str) -> Store:
     return HdfsStore(uri)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether the text `name[:port]` is that of this machine: what is sent there passes no network."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

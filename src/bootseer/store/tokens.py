@@ -4,6 +4,9 @@ A registry that wants to know who asks answers 401 and says how: by `Basic`, or 
 hands out for a scope (what may be done with which repository). Tokens live minutes; they are kept by scope, and fetched
 anew when they are about to end or when the registry refuses them. Called by `registry`.
 
+The registry names that address, and so could choose who gets the login. A login is sent to the registry's own host, to
+hosts that are known to belong to it and to those that the user allows, and never unencrypted over a network.
+
 One lock guards it all and is held while a token is fetched: of many readers that are refused at once, one fetches and
 the others wait for it. A burst of token requests is how registries start to answer 429.
 """
@@ -11,6 +14,7 @@ the others wait for it. A burst of token requests is how registries start to ans
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -21,8 +25,18 @@ from urllib.parse import urlencode, urlsplit
 
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.store.credentials import Credentials
-from bootseer.store.transport import Answer, Transport
+from bootseer.store.open import is_loopback
+from bootseer.store.transport import Answer, Origin, Transport
 
+AUTH_HOSTS = "BOOTSEER_AUTH_HOSTS"
+"""Environment variable: `registry=host`, separated by commas: hosts that may get the login of a registry."""
+_KNOWN_PAIRS = frozenset(
+    {
+        ("registry-1.docker.io", "auth.docker.io"),
+        ("index.docker.io", "auth.docker.io"),
+        ("registry.gitlab.com", "gitlab.com"),
+    }
+)
 _MAX_TOKEN_BYTES = 256 * 1024
 _DEFAULT_LIFE_S = 60.0
 """What the protocol says of a token that does not tell its life."""
@@ -45,7 +59,7 @@ class Authorizer:
     ) -> None:
         self._transport = transport
         self._host = host
-        self._scheme = scheme
+        self._origin = Origin.of(f"{scheme}://{host}")
         self._find = find_credentials
         self._lock = threading.Lock()
         self._credentials: Credentials | None = None
@@ -85,7 +99,7 @@ class Authorizer:
                 if known is not None and known.header != refused and known.until > time.monotonic():
                     return known.header  # another thread has fetched it in the meantime
                 return self._fetch(challenge, until).header
-            credentials = self._login()
+            credentials = self._login(self._origin)
             if "basic" not in schemes or credentials is None or credentials.basic == refused or not credentials.user:
                 why = "not logged in" if credentials is None else "the login is refused"
                 raise self.denied(f"{self._host}: {why}")
@@ -98,9 +112,10 @@ class Authorizer:
 
     def _fetch(self, challenge: dict[str, str], until: float) -> _Token:
         realm, scope = challenge.get("realm", ""), challenge.get("scope", "")
-        if urlsplit(realm).scheme != "https" and self._scheme == "https":
+        target = Origin.of(realm)
+        if target.scheme != "https" and self._origin.scheme == "https":
             raise PermanentError(f"{self._host} wants a login to be sent over http; refused")
-        credentials = self._login()
+        credentials = self._login(target)
         asked = {key: challenge[key] for key in ("service", "scope") if challenge.get(key)}
         if credentials is not None and credentials.identity_token:
             form = {"grant_type": "refresh_token", "client_id": "bootseer", **asked}
@@ -141,10 +156,15 @@ class Authorizer:
             raise TransientError(f"{answer.origin} answers with something that is no token")
         return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
 
-    def _login(self) -> Credentials | None:
+    def _login(self, target: Origin) -> Credentials | None:
+        """The login to be sent to `target`, None when there is none. Raises `AccessError` where it may not go."""
         if not self._looked_up:
             self._credentials = self._find(self._host)
             self._looked_up = True
+        if self._credentials is not None:
+            # What `target` gives for the login is sent to the registry, and is as good as the login for a while.
+            for receiver in (self._origin, target):
+                _check_receiver(self._origin.host, receiver, os.environ.get(AUTH_HOSTS, ""))
         return self._credentials
 
     @contextmanager
@@ -155,3 +175,16 @@ class Authorizer:
             yield
         finally:
             self._lock.release()
+
+
+def _check_receiver(registry: str, receiver: Origin, allowed: str) -> None:
+    """Raise `AccessError` unless `receiver` may get the login of the host `registry`; `allowed` as in `AUTH_HOSTS`."""
+    if receiver.scheme != "https" and not is_loopback(receiver.host):
+        raise AccessError(f"{registry}: the login would be sent to {receiver} unencrypted; serve it with https")
+    pair = (registry, receiver.host)
+    pairs = {tuple(item.strip().lower().split("=")) for item in allowed.split(",")}
+    if registry != receiver.host and pair not in _KNOWN_PAIRS and pair not in pairs:
+        raise AccessError(
+            f"{registry} wants the login to be sent to {receiver.host}; if that host is known to belong to it, set "
+            f"{AUTH_HOSTS}={registry}={receiver.host}"
+        )

@@ -17,18 +17,20 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
+    LocationParseError,
     NameResolutionError,
     NewConnectionError,
     ReadTimeoutError,
     SSLError,
 )
+from urllib3.util import parse_url
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.fork import in_each_process
@@ -58,14 +60,15 @@ class Origin:
     def of(cls, url: str) -> Origin:
         """Of an absolute URL. Raises `PermanentError` for anything but http and https with a host."""
         try:
-            parts = urlsplit(url)
-            usual = {"http": 80, "https": 443}.get(parts.scheme, 0)
-            port = usual and (parts.port or usual)
-        except ValueError as error:
+            # The parser of the library that connects: another one reads some addresses differently
+            # (`http://a\@b/`), and what is decided about one host would be sent to another.
+            parts = parse_url(url)
+        except LocationParseError as error:
             raise PermanentError(f"{url[:200]!r} is not an address: {error}") from error
-        if not port or not parts.hostname:
+        port = {"http": 80, "https": 443}.get(parts.scheme or "", 0)
+        if not port or not parts.host:
             raise PermanentError(f"{url[:200]!r} is not an address of http or https")
-        return cls(parts.scheme, parts.hostname, port)
+        return cls(str(parts.scheme), parts.host, parts.port or port)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

@@ -10,8 +10,6 @@ convert`, and by `mounting.found` for an image that nobody converted.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +31,7 @@ from bootseer.image.conversion.lower import Lower
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
+from bootseer.image.sources.manifest import folder_digest
 from bootseer.image.sources.source import Source
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
@@ -62,7 +61,8 @@ def convert(
     else:
         conversion = _Conversion(source, store, options, report)
         layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
-        document = ImageDocument(source.digest, source.config, _assemble(source, store, options, layers))
+        assembled = _assemble(source, store, options, layers)
+        document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
     subject = source.digest if source.location and source.location == store.uri else None
     publish(store, document.name, document.encode(), document.objects, subject)
     return document
@@ -182,6 +182,5 @@ def _convert_folder(
         write_folder(writer, folder, lambda done: report(0, done, 0))
         file = blocks.finish(writer.finish())
     report(0, file.size_bytes, file.size_bytes)
-    value = json.dumps({"config": source.config, "identity": file.identity}, sort_keys=True)
-    digest = "sha256:" + hashlib.sha256(value.encode()).hexdigest()
-    return ImageDocument(digest, source.config, (LayerFile("", "", file),))
+    digest = folder_digest(source.config, file.identity)
+    return ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))

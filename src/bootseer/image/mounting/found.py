@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from bootseer.blocks.index import Index
 from bootseer.bring.places import converted_folder, metadata_folder, own_folder
 from bootseer.bring.shown import Show, unseen
-from bootseer.errors import NotFoundError, UsageError
+from bootseer.errors import BootseerError, NotFoundError, UsageError
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
 from bootseer.image.reference import Place, Reference
@@ -128,7 +128,8 @@ def _asked(wanted: Wanted) -> str:
 
 def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> tuple[ImageDocument, str] | None:
     """Look on this node first, then in the image's store."""
-    with contextlib.suppress(NotFoundError):
+    # What this node cannot read of its own it converts again.
+    with contextlib.suppress(BootseerError):
         if Path(local_uri).is_dir():
             return read_document(FileStore(Path(local_uri)), digest), local_uri
     if wanted.store is None:

@@ -19,7 +19,7 @@ from bootseer.bring.kept_objects import KeptObjects
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.reference import Reference
-from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.manifest import Platform, check_document
 from bootseer.image.sources.source import this_platform
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all
@@ -83,11 +83,15 @@ class Metadata:
 
 
 def read_document(store: Store, digest: str) -> ImageDocument:
-    """The document of an image in one store. Raises `NotFoundError` when it has none."""
+    """The document of an image in one store, compared with the digest as `check_document` does.
+
+    Raises `NotFoundError` when there is none.
+    """
     name = document_name(digest)
     document = ImageDocument.parse(read_all(store, name, MAX_DOCUMENT_BYTES))
     if document.digest != digest:
         raise CorruptError(f"{store.uri}: {name} is the document of another image, {document.digest}")
+    check_document(document)
     return document
 
 

@@ -6,7 +6,6 @@ that the same image in two archives has the same digest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tarfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.reference import Reference
-from bootseer.image.sources.manifest import MAX_MANIFEST_BYTES, read_config, read_diff_ids
+from bootseer.image.sources.manifest import MAX_MANIFEST_BYTES, archive_digest, read_config, read_diff_ids
 from bootseer.image.sources.source import Source, SourceLayer
 
 _MAX_MEMBERS = 100_000
@@ -39,7 +38,7 @@ def open_archive(reference: Reference) -> Source:
     for name, diff_id in zip(layer_names, diff_ids, strict=True):
         begin, size = _place(members, str(name), where)
         layers.append(SourceLayer("", size, diff_id, partial(_read_range, path, begin, size)))
-    return Source(where, _digest(data, diff_ids), config, tuple(layers))
+    return Source(where, archive_digest(data, diff_ids), config, data, tuple(layers))
 
 
 def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
@@ -117,8 +116,3 @@ def _read_range(path: Path, begin: int, size: int, start: int) -> Generator[byte
                 yield piece
     except OSError as error:
         raise PermanentError(f"{path}: {error.strerror}") from error
-
-
-def _digest(config: bytes, diff_ids: tuple[str, ...]) -> str:
-    value = {"config": "sha256:" + hashlib.sha256(config).hexdigest(), "diff_ids": diff_ids}
-    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -7,6 +7,7 @@ Names are taken as they are, also those that would be whiteouts in a layer. Sock
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def open_folder(reference: Reference, platform: Platform) -> Source:
         "config": {},
         "rootfs": {"type": "layers", "diff_ids": []},
     }
-    return Source(str(reference), "", config, folder=folder)
+    return Source(str(reference), "", config, json.dumps(config, sort_keys=True).encode(), folder=folder)
 
 
 def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], None]) -> None:

@@ -46,7 +46,7 @@ def open_layout(reference: Reference, platform: Platform) -> Source:
         SourceLayer(layer.digest, layer.size_bytes, diff_id, partial(read_file_from, _blob(folder, layer.digest)))
         for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
     )
-    return Source(where, digest, config, layers)
+    return Source(where, digest, config, data, layers, manifest=manifest.data)
 
 
 def read_file_from(path: Path, start: int) -> Generator[bytes, None, None]:

@@ -1,19 +1,21 @@
-"""Manifests, indexes and configurations of images, as registries, layouts and archives hold them.
+"""Manifests, indexes and configurations of images, as registries, layouts and archives hold them, and as documents of
+converted images keep them.
 
 OCI and Docker (schema 2) documents mean the same and are read the same. What BootSeer cannot convert is refused here,
 with the reason: the ancient schema 1, layers that lie elsewhere, artifacts that are not images. Decides and touches
-nothing. Called by `source`.
+nothing. Called by `source` and `mounting.metadata`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, parse_json
+from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument, parse_json
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYER_BYTES = 1 << 42
@@ -60,6 +62,7 @@ class Descriptor:
 class Manifest:
     """One image for one platform."""
 
+    data: bytes
     config: Descriptor
     layers: tuple[Descriptor, ...]
 
@@ -80,7 +83,7 @@ def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mappin
     found = _descriptor(config, f"{where}: the configuration", MAX_CONFIG_BYTES)
     if found.media_type and found.media_type not in _CONFIGS:
         raise PermanentError(f"{where}: not an image but {found.media_type}")
-    return Manifest(found, tuple(_layer(row, f"{where}: layer {number}") for number, row in enumerate(rows, 1)))
+    return Manifest(data, found, tuple(_layer(row, f"{where}: layer {number}") for number, row in enumerate(rows, 1)))
 
 
 def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descriptor:
@@ -130,12 +133,12 @@ def checked(data: bytes, descriptor: Descriptor, where: str) -> bytes:
     return data
 
 
-def read_diff_ids(config: Mapping[str, object], layers: int, where: str) -> tuple[str, ...]:
-    """The digests of the uncompressed layers. Raises `CorruptError` when there are not as many as layers."""
+def read_diff_ids(config: Mapping[str, object], layers: int | None, where: str) -> tuple[str, ...]:
+    """The digests of the uncompressed layers. Raises `CorruptError` when there are not `layers` of them (None: any)."""
     rootfs = config.get("rootfs")
     found = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
-    if not isinstance(found, list) or len(found) != layers:
-        raise CorruptError(f"{where}: the configuration does not name the {layers} layers of the manifest")
+    if not isinstance(found, list) or len(found) != (len(found) if layers is None else layers):
+        raise CorruptError(f"{where}: the configuration does not name the {layers or ''} layers of the manifest")
     for diff_id in found:
         if not isinstance(diff_id, str) or not _DIGEST.fullmatch(diff_id):
             raise CorruptError(f"{where}: the configuration names a layer that is no sha256 digest")
@@ -145,6 +148,52 @@ def read_diff_ids(config: Mapping[str, object], layers: int, where: str) -> tupl
 def read_config(data: bytes, where: str) -> dict[str, object]:
     """The configuration of an image."""
     return parse_json(data, f"{where}: the configuration", MAX_CONFIG_BYTES)
+
+
+def archive_digest(config: bytes, diff_ids: Sequence[str]) -> str:
+    """What stands for the digest of a manifest where there is none: equal for the same image in two archives."""
+    return _digest_of({"config": f"sha256:{hashlib.sha256(config).hexdigest()}", "diff_ids": list(diff_ids)})
+
+
+def folder_digest(config: Mapping[str, object], identity: str) -> str:
+    """The same for a folder; `identity` is that of the block file that was made of it."""
+    return _digest_of({"config": config, "identity": identity})
+
+
+def check_document(document: ImageDocument) -> None:
+    """Raise `CorruptError` unless configuration and layers of a document are those of the image that its digest names.
+
+    Its block files are bound to its layers by nothing but a signature: only a folder's digest covers them.
+    """
+    where = f"image document of {document.digest}"
+    config = document.config
+    named = [(layer.source_digest, layer.diff_id) for layer in document.layers]
+    if document.manifest:
+        found = read_manifest(document.manifest, "", where)
+        digest = f"sha256:{hashlib.sha256(document.manifest).hexdigest()}"
+        if not isinstance(found, Manifest):
+            raise CorruptError(f"{where}: its manifest is an index")
+        checked(document.config_data, found.config, f"{where}: the configuration")
+        diff_ids = read_diff_ids(config, len(found.layers), where)
+        layers = [(layer.digest, diff_id) for layer, diff_id in zip(found.layers, diff_ids, strict=True)]
+    elif named == [("", "")]:
+        digest = folder_digest(config, document.layers[0].file.identity)
+        layers = named
+    else:
+        diff_ids = read_diff_ids(config, None, where)
+        digest = archive_digest(document.config_data, diff_ids)
+        layers = [("", diff_id) for diff_id in diff_ids]
+    if digest != document.digest:
+        raise CorruptError(f"{where}: what it says is said of another image, {digest}")
+    # The uppermost may hold the root directory alone; below one that hides everything none is listed.
+    if len(named) > 1 and named[-1] == ("", ""):
+        named.pop()
+    if named != layers[-len(named) :]:
+        raise CorruptError(f"{where}: its layers are those of another image")
+
+
+def _digest_of(value: object) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _layer(row: object, where: str) -> Descriptor:

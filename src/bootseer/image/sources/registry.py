@@ -60,7 +60,7 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Sourc
         for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
     )
     location = f"oci://{registry.host}/{registry.repository}"
-    return Source(where, digest, config, layers, location=location, close=registry.close)
+    return Source(where, digest, config, data, layers, location=location, manifest=manifest.data, close=registry.close)
 
 
 def _small_blob(registry: Registry, blob: Descriptor, timeout_s: float) -> bytes:

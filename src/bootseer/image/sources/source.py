@@ -43,11 +43,15 @@ class Source:
     digest: str
     """Of the manifest. Empty for a folder, whose digest is known when it was read."""
     config: Mapping[str, object]
+    config_data: bytes
+    """The configuration to the byte."""
     layers: tuple[SourceLayer, ...] = ()
     """Bottom first; none for a folder."""
     folder: Path | None = None
     location: str = ""
     """URI of the store that holds the manifest, when it is one: the converted image can be attached to it there."""
+    manifest: bytes = b""
+    """To the byte; empty for a source that has none."""
     close: Callable[[], None] = field(default=lambda: None)
 
 
