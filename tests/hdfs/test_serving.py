@@ -1,4 +1,4 @@
-"""Who is told of a read that has ended, and in which thread: reads from DataNodes that a test feeds packet by packet."""
+"""Which thread is told of a read that has ended: reads from DataNodes that a test feeds packet by packet."""
 
 from __future__ import annotations
 
