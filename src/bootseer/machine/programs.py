@@ -69,8 +69,8 @@ def check_runtimes() -> Check:
     found = ", ".join(f"{check.name} {check.found}" for check in checks if check.status == "ok")
     if found:
         return Check(name, "ok", found, opens=opens)
-    status = "broken" if any(check.status == "broken" for check in checks) else "missing"
-    return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
+    is_broken = any(check.status == "broken" for check in checks)
+    return Check(name, "broken" if is_broken else "missing", "", "; ".join(check.why for check in checks), install, opens)
 
 
 def check_mkfs_erofs() -> Check:
