@@ -70,7 +70,8 @@ def check_runtimes() -> Check:
     if found:
         return Check(name, "ok", found, opens=opens)
     is_broken = any(check.status == "broken" for check in checks)
-    return Check(name, "broken" if is_broken else "missing", "", "; ".join(check.why for check in checks), install, opens)
+    why = "; ".join(check.why for check in checks)
+    return Check(name, "broken" if is_broken else "missing", "", why, install, opens)
 
 
 def check_mkfs_erofs() -> Check:
