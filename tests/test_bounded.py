@@ -12,6 +12,7 @@ import pytest
 from bootseer import bounded
 from bootseer.bounded import stream_within, within
 from bootseer.errors import TransientError
+from bootseer.io.executor import Executor
 
 
 def test_the_result_and_the_errors_of_a_call_are_passed_on() -> None:
@@ -85,7 +86,7 @@ def test_a_producer_that_drips_ends_with_the_deadline_of_the_whole() -> None:
 
 
 def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "_slots", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(bounded, "_threads", Executor("bootseer-store", 2))
     gate, ended = threading.Event(), threading.Barrier(3)
 
     def call() -> None:
@@ -95,7 +96,7 @@ def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with pytest.raises(TransientError, match="no complete answer"):
             within(0.01, "x", call)
-    with pytest.raises(TransientError, match="too many earlier calls"):
+    with pytest.raises(TransientError, match="x: bootseer-store: all of its 2 threads are busy"):
         within(60, "x", lambda: 1)
     gate.set()
     ended.wait(60)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Generic, TypeVar
 
 from bootseer.errors import TransientError
+from bootseer.io.executor import Executor
 
 T = TypeVar("T")
 
 _MAX_THREADS = 256
 _AHEAD = 4
 """Pieces that are read ahead of the consumer: enough to overlap both, too few to matter for memory."""
-_slots = threading.BoundedSemaphore(_MAX_THREADS)
+_threads = Executor("bootseer-store", _MAX_THREADS)
 
 
 def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
@@ -72,17 +73,13 @@ class _Pump(Generic[T]):
         self.items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
         """Items in tuples; then None at the end, or the error that ended it."""
         self._produce = produce
-        self._slots = _slots
         self._stopped = threading.Event()
 
     def start(self, what: str) -> None:
-        if not self._slots.acquire(blocking=False):
-            raise TransientError(f"{what}: too many earlier calls have not returned yet")
         try:
-            threading.Thread(target=self._run, name="bootseer-store", daemon=True).start()
-        except BaseException:
-            self._slots.release()
-            raise
+            _threads.submit(self._run, at_once=True)
+        except TransientError as error:
+            raise TransientError(f"{what}: {error}") from None
 
     def stop(self) -> None:
         """The consumer takes no more. Makes room for the one item that the producer may be about to put."""
@@ -100,5 +97,3 @@ class _Pump(Generic[T]):
             self.items.put(None)
         except BaseException as error:  # panics of Rust code are no Exceptions
             self.items.put(error)
-        finally:
-            self._slots.release()

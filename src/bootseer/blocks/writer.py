@@ -15,7 +15,7 @@ import os
 import threading
 from array import array
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +23,7 @@ from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL, Buffer, compressor_of, encode
 from bootseer.blocks.index import MAX_BLOCKS, MAX_STRIPES, Index, Stripe, encode_index, is_block_size
 from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store, Upload, is_content_name
 
 DEFAULT_BLOCK_SIZE = 256 * 1024
@@ -72,7 +73,7 @@ class BlockWriter:
         self._max_in_flight = threads * _IN_FLIGHT_PER_THREAD
         self._in_flight: deque[Future[_Encoded]] = deque()
         self._per_thread = threading.local()
-        self._pool = ThreadPoolExecutor(threads, "bootseer-encode")
+        self._pool = Tasks("bootseer-encode", threads)
         self._open = True
 
     def __enter__(self) -> Self:

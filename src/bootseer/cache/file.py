@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from bootseer.cache import layout, locks, pins, room, use
 from bootseer.cache.errors import MissingBlocks, mapped
 from bootseer.cache.states import MISSING, READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
+from bootseer.io.tasks import Tasks
 
 _SYNC = -1  # instead of a block's number: the claim on writing the durable snapshot
 _SYNC_DEADLINE_S = 60.0
@@ -224,7 +224,7 @@ class CachedFile:
         self._check_open()
         blocks = [block for block, state in enumerate(self._live.get_all()) if state != MISSING]
         damaged = []
-        with ThreadPoolExecutor(threads, "bootseer-verify") as pool:
+        with Tasks("bootseer-verify", threads) as pool:
             for start in range(0, len(blocks), _VERIFIED_AT_ONCE):
                 batch = blocks[start : start + _VERIFIED_AT_ONCE]
                 damaged += [

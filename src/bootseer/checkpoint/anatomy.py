@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootseer.checkpoint.catalog import lost_parts
@@ -18,6 +17,7 @@ from bootseer.checkpoint.head import Head, Part, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.errors import BootseerError
+from bootseer.io.tasks import Tasks
 
 _AT_ONCE = 16
 
@@ -66,7 +66,7 @@ def anatomy(files: Files, path: str) -> Anatomy:
     if head is None:
         return Anatomy(info, "", [], _ordinary_nodes(files, path))
     lost = set(lost_parts(files, path, head))
-    with ThreadPoolExecutor(_AT_ONCE, "bootseer-stat") as threads:
+    with Tasks("bootseer-stat", _AT_ONCE) as threads:
 
         def look(part: Part, kind: str) -> PartFound:
             return _part(files, path, head, part, kind, part.name in lost)

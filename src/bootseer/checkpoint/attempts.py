@@ -30,6 +30,7 @@ from bootseer.checkpoint.files import GONE, Files
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, make_alike
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.io.executor import Executor, report_exception
 
 LEASE_S = 600.0
 """A lease that was not renewed for so long belongs to nobody."""
@@ -66,8 +67,8 @@ class Attempt:
         make_alike(place, attempts)
         self._renew()
         place.make_folder(self.path)
-        self._thread = threading.Thread(target=self._keep, name="bootseer-lease", daemon=True)
-        self._thread.start()
+        self._thread = Executor("bootseer-lease", 1)
+        self._thread.submit(self._keep)
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +79,7 @@ class Attempt:
         """Remove what was not published."""
         self._over.set()
         # A place that does not answer holds it up; what it writes then is a lease that nobody renews.
-        self._thread.join(_END_S)
+        self._thread.close(_END_S)
         if self._has_taken:
             return  # it could not be put back: `collect` will do it, and needs the lease to know its name
         with contextlib.suppress(TransientError):  # who does not answer once is not asked again
@@ -171,11 +172,14 @@ class Attempt:
 
     def _keep(self) -> None:
         while not self._over.wait(min(_RENEW_S, self._lease_s / 5)):
-            # A place that does not answer for a while may do so again before the lease has run out.
-            with contextlib.suppress(BootseerError):
+            try:
                 if not _is_there(self._place, self.path + _LEASE):
                     return  # we were taken for dead, and must not seem to live again
                 self._renew()
+            except BootseerError:
+                continue  # a place that does not answer for a while may do so again before the lease has run out
+            except Exception:
+                report_exception()  # the next renewal may succeed
 
     def _renew(self) -> None:
         self._place.write_bytes(self.path + _LEASE, lease_bytes(self._target))

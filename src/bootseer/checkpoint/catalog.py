@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootseer.checkpoint.attempts import collect
@@ -18,6 +17,7 @@ from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
 from bootseer.checkpoint.places.place import make_alike
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
+from bootseer.io.tasks import Tasks
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl", ".distcp", ".h5", ".keras")
 _AT_ONCE = 4
@@ -74,7 +74,7 @@ def walk(files: Files, path: str) -> Iterator[FileInfo]:
 def missing_parts(files: Files, path: str) -> list[str]:
     """Paths of the parts of a checkpoint that are not there or not as long as they were; by lists, not by reading."""
     striped = [info.path for info in walk(files, path) if info.is_striped]
-    with ThreadPoolExecutor(_AT_ONCE, "bootseer-parts") as threads:
+    with Tasks("bootseer-parts", _AT_ONCE) as threads:
         return [part for parts in threads.map(lambda one: _missing_of(files, one), striped) for part in parts]
 
 
@@ -146,7 +146,7 @@ def _sorted(
     files: Files, infos: Sequence[FileInfo], latest: str | None, refused: Callable[[str], None]
 ) -> list[Checkpoint]:
     found = []
-    with ThreadPoolExecutor(_AT_ONCE, "bootseer-list") as threads:
+    with Tasks("bootseer-list", _AT_ONCE) as threads:
         for info, measuring in [(info, threads.submit(_measured, files, info, latest)) for info in infos]:
             try:
                 found.append(measuring.result())

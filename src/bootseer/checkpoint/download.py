@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.tasks import Tasks
 
 _PIECE_BYTES = 16 << 20
 _AT_ONCE = 4
@@ -145,11 +146,11 @@ def _copy_all(
             if progress is not None:
                 progress(done, total)
 
-    def copy_file(info: FileInfo, threads: ThreadPoolExecutor | None) -> None:
+    def copy_file(info: FileInfo, threads: Tasks | None) -> None:
         if not stopped.is_set():
             _copy_file(reading, info, temporary / info.path[len(path) :].lstrip("/"), threads, copy)
 
-    with ThreadPoolExecutor(_AT_ONCE, "bootseer-get") as threads:
+    with Tasks("bootseer-get", _AT_ONCE) as threads:
         try:
             for info in infos:
                 if info.size_bytes > _PIECE_BYTES:
@@ -163,7 +164,7 @@ def _copy_file(
     reading: Reading,
     info: FileInfo,
     local: Path,
-    threads: ThreadPoolExecutor | None,
+    threads: Tasks | None,
     copy: Callable[[CheckpointFile, int, int, int], None],
 ) -> None:
     """Copy a file, by these threads or in this one."""

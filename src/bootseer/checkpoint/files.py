@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootseer.checkpoint.folder_policies import FolderPolicies
@@ -31,6 +30,7 @@ from bootseer.checkpoint.head import (
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError, NotEmptyError, NotFolderError, Place
 from bootseer.checkpoint.policy import Policy
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
+from bootseer.io.tasks import Tasks
 
 GONE = ".gone"
 """Hidden names of what is being deleted end so: whoever finds it may go on."""
@@ -234,7 +234,7 @@ class Files:
         with self._lock:
             unknown = [entry for entry in entries if (entry.path, entry.version) not in self._sizes]
         if len(unknown) > 1:
-            with ThreadPoolExecutor(min(_AT_ONCE, len(unknown)), "bootseer-peek") as threads:
+            with Tasks("bootseer-peek", min(_AT_ONCE, len(unknown))) as threads:
                 for asked in [threads.submit(self._size, entry) for entry in unknown]:
                     asked.exception()
 
@@ -268,7 +268,7 @@ class Files:
         head = None if entry.is_folder else self._head(entry)
         if head is not None:
             parts = [part_path(path, head.id, part.name) for segment in head.segments for part in segment.all_parts]
-            with ThreadPoolExecutor(min(_AT_ONCE, len(parts)), "bootseer-parts") as threads:
+            with Tasks("bootseer-parts", min(_AT_ONCE, len(parts))) as threads:
                 for _ in threads.map(change, parts):
                     pass
         change(path)

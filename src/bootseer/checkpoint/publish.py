@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
+from bootseer.io.tasks import Tasks
 
 _FILES_AT_ONCE = 4
 """Files that are written side by side; their parts share the threads of the `Writing`."""
@@ -255,7 +256,7 @@ def _write_all(
 
     with (
         closing(Writing(files, settings=settings.writing)) as writing,
-        ThreadPoolExecutor(_FILES_AT_ONCE, "bootseer-put") as threads,
+        Tasks("bootseer-put", _FILES_AT_ONCE) as threads,
     ):
         tasks = [threads.submit(write, file) for file in source.files]
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,6 +21,7 @@ from bootseer.checkpoint.layout import chunk_place, row_of
 from bootseer.checkpoint.parity import xor_into
 from bootseer.checkpoint.places.place import OpenFile, Outcome
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.io.tasks import Tasks
 
 _ROWS_AT_ONCE = 8
 """Or pieces, or small files."""
@@ -89,7 +89,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     size_bytes = sum(info.size_bytes for info in infos)
     count = _Count(size_bytes, progress)
     problems: list[Problem] = []
-    with ThreadPoolExecutor(_ROWS_AT_ONCE, "bootseer-verify") as threads:
+    with Tasks("bootseer-verify", _ROWS_AT_ONCE) as threads:
 
         def look(info: FileInfo, each: Map) -> list[Problem]:
             try:

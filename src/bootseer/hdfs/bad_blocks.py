@@ -11,17 +11,18 @@ Safe to use from many threads, and in the child of a fork.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.lease import identity
 from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import field
+from bootseer.io.executor import Executor
+from bootseer.io.fork import in_each_process
 
 _MAX_WAITING: Final = 64
 _MAX_KNOWN: Final = 4096
@@ -33,14 +34,13 @@ class BadBlockReports:
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
-        self._forget()
+        self._thread = Executor("bootseer-hdfs-report", 1)
+        in_each_process(self._begin)
 
-    def _forget(self) -> None:
-        self._pid = os.getpid()
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Block, tuple[Node, ...]]] = deque()
         self._known: set[tuple[str, int, int, str]] = set()
-        self._is_running = False
         self._is_closed = False
 
     def report(self, block: Block, wrong: Iterable[str]) -> None:
@@ -48,8 +48,6 @@ class BadBlockReports:
 
         To be called when all nodes that will be asked have been asked.
         """
-        if self._pid != os.getpid():
-            self._forget()
         named = frozenset(wrong)
         bad = tuple(node for node in block.nodes if node.host_port in named)
         if len(bad) == len(block.nodes) > 1:
@@ -62,29 +60,25 @@ class BadBlockReports:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             self._known.update(keys[node.host_port] for node in fresh)
-            self._waiting.append((block, fresh))
-            if self._is_running:
-                return
-            with contextlib.suppress(RuntimeError):  # the machine has no room for one more
-                threading.Thread(target=self._tell_all, name="bootseer-hdfs-report", daemon=True).start()
-                self._is_running = True
+            with contextlib.suppress(TransientError):  # no thread can be started: another reader will report it
+                self._thread.submit(self._tell_next)
+                self._waiting.append((block, fresh))
 
     def close(self) -> None:
         """Drop what waits."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
+        self._thread.close()
 
-    def _tell_all(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._is_running = False
-                    return
-                block, nodes = self._waiting.popleft()
-            # A NameNode that cannot be told hears it from another reader.
-            with contextlib.suppress(BootseerError):
-                self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
+    def _tell_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            block, nodes = self._waiting.popleft()
+        # A NameNode that cannot be told hears it from another reader.
+        with contextlib.suppress(BootseerError):
+            self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
 
 
 def _located(block: Block, nodes: Iterable[Node]) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import queue
 import threading
 import time
@@ -27,6 +26,8 @@ from hdfs_native import Client, FileReader
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.hdfs.native import Native, mapping, never_take_apart, note_read, wait_until_own
 from bootseer.hdfs.outcome import ReadOutcome
+from bootseer.io.executor import Executor, report_exception
+from bootseer.io.fork import after_fork, in_each_process
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _WORKERS = 8
@@ -49,14 +50,14 @@ class NativeReads:
         self.native = native
         self.reason = ""
         """Why these reads do not go over own connections."""
-        self._fetches = threading.BoundedSemaphore(_MAX_FETCHES)
+        self._threads = Executor("bootseer-hdfs-native", _WORKERS)
+        self._fetches = Executor("bootseer-hdfs-fetch", _MAX_FETCHES)
         self._facts = {"bytes": 0, "requests": 0, "seconds": 0.0, "failures": 0}
         self._counts = {"retries": 0, "hedges": 0, "hedges_won": 0, "refreshes": 0}
-        self._start_process()
+        in_each_process(self._begin_process)
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> NativeFile:
         """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
-        self._check_process()
         opened = self.native.call(f"{self.native.uri}{path}", lambda client: _open(client, path), deadline_s)
         return NativeFile(self, path, opened)
 
@@ -67,23 +68,18 @@ class NativeReads:
 
     def close(self) -> None:
         """End the workers once they have nothing to do. Nothing is read any more."""
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify_all()
+        self._threads.close()
+        self._fetches.close()
 
     def submit(self, piece: _Piece, urgent: bool) -> None:
-        """Have a piece fetched."""
-        self._check_process()
-        with self._wake:
+        """Have a piece fetched. Raises `TransientError` when there is no thread for it."""
+        with self._lock:
             if self._closed:
                 raise PermanentError(f"{self.native.uri}: reading has ended")
+            self._threads.submit(self._fetch_next)  # which waits for the lock
             heapq.heappush(self._waiting, (not urgent, next(self._numbers), piece))
-            # Those who were woken before and have not come yet count as idle, and have enough to do.
-            if self._idle >= len(self._waiting):
-                self._wake.notify()
-            elif self._num_workers < _WORKERS:
-                self._num_workers += 1
-                threading.Thread(target=self._work, name="bootseer-hdfs-native", daemon=True).start()
 
     def fetch(
         self, file: NativeFile, start: int, length: int, until: float, is_lost: Callable[[], bool]
@@ -131,49 +127,26 @@ class NativeReads:
             self._facts["failures"] += failed
 
     def _begin(self, fetch: _Fetch, running: list[_Fetch]) -> None:
-        fetches = self._fetches
-        if not fetches.acquire(blocking=False):
-            raise TransientError(f"{fetch.what}: too many earlier reads have not returned yet")
-
-        def run() -> None:
-            try:
-                fetch.run()
-            finally:
-                fetches.release()
-
+        try:
+            self._fetches.submit(fetch.run, at_once=True)
+        except TransientError as error:
+            raise TransientError(f"{fetch.what}: {error}") from None
         running.append(fetch)
-        threading.Thread(target=run, name="bootseer-hdfs-fetch", daemon=True).start()
 
     def _count(self, what: str) -> None:
         with self._lock:
             self._counts[what] += 1
 
-    def _work(self) -> None:
-        wake, waiting = self._wake, self._waiting
-        while True:
-            with wake:
-                while not waiting:
-                    if self._closed:
-                        return
-                    self._idle += 1
-                    wake.wait()
-                    self._idle -= 1
-                piece = heapq.heappop(waiting)[2]
+    def _fetch_next(self) -> None:
+        with self._lock:
+            piece = heapq.heappop(self._waiting)[2] if self._waiting else None
+        if piece is not None:
             piece.run()
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            self._start_process()
-
-    def _start_process(self) -> None:
-        """Have no workers yet: in the child of a fork there are none, and locks may be held by nobody."""
-        self._pid = os.getpid()
+    def _begin_process(self) -> None:
         self._lock = threading.Lock()
-        self._wake = threading.Condition(threading.Lock())
         self._waiting: list[tuple[bool, int, _Piece]] = []
         self._numbers = itertools.count()
-        self._num_workers = 0
-        self._idle = 0
         self._closed = False
 
 
@@ -187,8 +160,8 @@ class NativeFile:
         self.block_size = opened.block_size
         self.what = f"{reads.native.uri}{path}"
         self._reads = reads
-        self._reader = opened.reader
-        self._pid = os.getpid()
+        self._reader: FileReader | None = opened.reader
+        after_fork(self._forget_reader)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """Nobody knows."""
@@ -222,15 +195,20 @@ class NativeFile:
     def reader(self, *, again: bool) -> FileReader:
         """A reader of this version; `again`: one that lists the replicas anew. Raises `PermanentError` when the file
         was replaced."""
-        if not again and self._pid == os.getpid():
-            return self._reader
+        reader = self._reader
+        if not again and reader is not None:
+            return reader
         opened = _open(self._reads.native.client(), self.path)
         if opened.version != self.version:
             raise PermanentError(f"{self.what} was replaced while it was read")
-        if self._pid != os.getpid():
-            never_take_apart(self._reader)
-            self._reader, self._pid = opened.reader, os.getpid()
+        if reader is None:
+            self._reader = opened.reader
         return opened.reader
+
+    def _forget_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            never_take_apart(reader)
 
 
 class NativeTicket:
@@ -263,7 +241,10 @@ class NativeTicket:
         if not self._pieces:
             self._done(ReadOutcome(self._error, ""))
         for piece in self._pieces:
-            self.reads.submit(piece, urgent)
+            try:
+                self.reads.submit(piece, urgent)
+            except TransientError as error:
+                self.ended(error)
 
     def cancel(self) -> None:
         """Nobody wants it any more; `done` is still called."""
@@ -273,7 +254,7 @@ class NativeTicket:
         """A reader waits for it now."""
         for piece in self._pieces:
             if not piece.begun:
-                with suppress(PermanentError):  # reading has ended, and with it everybody's wait
+                with suppress(BootseerError):  # it is queued already, or reading has ended
                     self.reads.submit(piece, True)
 
     def left_s(self) -> float:
@@ -323,6 +304,9 @@ class _Piece:
                 self._fill(ticket.reads.fetch(ticket.file, self._start, length, ticket.until, lambda: ticket.is_lost))
             except BootseerError as raised:
                 error = raised
+            except Exception as raised:  # whatever it is, a reader waits for this piece
+                error = TransientError(f"{ticket.file.what}: {type(raised).__name__}: {raised}")
+                report_exception()
             num_bytes = 0 if error else len(self._into)
             ticket.reads.done(num_bytes, time.monotonic() - began, failed=error is not None)
         ticket.ended(error)
@@ -357,6 +341,8 @@ class _Fetch:
                 self._run()
         except BootseerError as error:
             self.error = error
+        except BaseException as error:  # panics of Rust code are no Exceptions
+            self.error = TransientError(f"{self.what}: {type(error).__name__}: {error}")
         note_read()
         self._ends.put(self)
 

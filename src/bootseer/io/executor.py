@@ -94,7 +94,7 @@ class Executor:
         """Start one more, unless there are enough: whether that was done. Under the lock."""
         if self._max_threads is not None and len(self._threads) >= self._max_threads:
             return False
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError):

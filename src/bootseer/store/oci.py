@@ -16,12 +16,12 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.io.tasks import Tasks
 from bootseer.store import referrers
 from bootseer.store.blob_upload import BlobUpload
 from bootseer.store.registry import MANIFEST_TYPE, Registry, parse_object
@@ -127,7 +127,7 @@ class OciStore:
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """See `Store.list`. Costs one request per object of the repository: registries do not search."""
         tags = [tag for tag in self.registry.tags() if tag.startswith("bootseer-")]
-        with ThreadPoolExecutor(min(_LIST_THREADS, len(tags) or 1)) as pool:
+        with Tasks("bootseer-registry", min(_LIST_THREADS, len(tags) or 1)) as pool:
             for found in pool.map(self._listed, tags):
                 if found is not None and found.name.startswith(prefix):
                     yield Stored(found.name, found.size_bytes)

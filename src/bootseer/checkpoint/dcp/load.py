@@ -26,6 +26,7 @@ from bootseer.checkpoint.dcp.job import Job, RangedFile, Undo, perform, prepare
 from bootseer.checkpoint.dcp.settings import LoadSettings
 from bootseer.checkpoint.spans import Range, Span, join, spread
 from bootseer.errors import TransientError
+from bootseer.io.executor import Executor
 
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""
@@ -75,14 +76,13 @@ class _Load:
         self._settings = settings
         self._files = _Files(open_file, reads_of)
         self._expected = Expected()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Job, Results | BaseException]] = queue.SimpleQueue()
         self._running = 0
         self._buffered = 0
 
     def run(self, spans: Iterator[tuple[str, Span[Stored]]], num_threads: int) -> None:
-        for _ in range(num_threads):
-            threading.Thread(target=self._work, name="bootseer-dcp", daemon=True).start()
+        threads = Executor("bootseer-dcp", num_threads)
         try:
             held: Job | None = None
             while True:
@@ -94,18 +94,20 @@ class _Load:
                         held = prepare(*span, self._planner, self._expected, self._settings)
                     if self._running and self._buffered + held.buffer_bytes > self._settings.buffer_bytes:
                         break
-                    self._start(held)
+                    self._start(held, threads)
                     held = None
                 if not self._running:
                     return
                 self._take(self._settings.stall_s)
         finally:
-            self._end(num_threads)
+            self._end()
+            threads.close()
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, threads: Executor) -> None:
         self._running += 1
         self._buffered += job.buffer_bytes
         self._jobs.put(job)
+        threads.submit(self._work)
 
     def _take(self, timeout_s: float) -> None:
         """Hand one finished job to the planner. Raises its error."""
@@ -123,14 +125,12 @@ class _Load:
             else:
                 self._planner.commit_tensor(request, result)
 
-    def _end(self, num_threads: int) -> None:
+    def _end(self) -> None:
         """Stop the threads. After an error, first drop what was not begun, and wait a little for what was."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
                 self._running -= 1
-        for _ in range(num_threads):
-            self._jobs.put(None)
         self._files.close()
         until = time.monotonic() + _GRACE_S
         with contextlib.suppress(queue.Empty):
@@ -139,14 +139,16 @@ class _Load:
                 self._running -= 1
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                with self._files.use(job.file) as file:
-                    results: Results | BaseException = perform(job, file, self._expected, self._undo)
-            except BaseException as error:  # it is raised where somebody waits for it
-                results = error
-            self._done.put((job, results))
-            del job, results  # a waiting thread holds no buffers
+        try:
+            job = self._jobs.get_nowait()
+        except queue.Empty:
+            return  # the load has failed, and dropped what was not begun
+        try:
+            with self._files.use(job.file) as file:
+                results: Results | BaseException = perform(job, file, self._expected, self._undo)
+        except BaseException as error:  # it is raised where somebody waits for it
+            results = error
+        self._done.put((job, results))
 
 
 class _Files:

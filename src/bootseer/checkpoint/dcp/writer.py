@@ -13,7 +13,6 @@ import os
 import pickle
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +32,7 @@ from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.opened import opened
 from bootseer.checkpoint.writing.source import BytesSource
 from bootseer.errors import NotFoundError, UsageError
+from bootseer.io.tasks import Tasks
 
 _MAX_COPIED_BYTES = 256 << 20
 """Of one file, what may be held in memory because it does not lie there as it is saved."""
@@ -115,7 +115,7 @@ class StripedWriter(filesystem.FileSystemWriter):
             groups = [[item] for item in plan.items]
         files = [_NewFile(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}", group) for number, group in enumerate(groups)]
         objects = _Objects(planner)
-        with ThreadPoolExecutor(self.thread_count, "bootseer-dcp") as threads:
+        with Tasks("bootseer-dcp", self.thread_count) as threads:
             results = [
                 one for written in threads.map(lambda file: self._write(file, objects), files) for one in written
             ]

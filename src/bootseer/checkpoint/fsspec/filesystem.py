@@ -11,7 +11,6 @@ import contextlib
 import errno
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from bootseer.checkpoint.opened import FileSystem, opened_below
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.spans import GAP_BYTES, Range, Span, join, spread
 from bootseer.errors import NotFoundError
+from bootseer.io.tasks import Tasks
 
 _SPAN_BYTES = 32 << 20
 _AT_ONCE = 8
@@ -229,7 +229,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         for number, path in enumerate(paths):
             numbers.setdefault(self._strip_protocol(path), []).append(number)
         ranges = _Ranges(firsts, lasts, GAP_BYTES if max_gap is None else max_gap)
-        with contextlib.ExitStack() as to_close, ThreadPoolExecutor(_AT_ONCE, "bootseer-fsspec") as threads:
+        with contextlib.ExitStack() as to_close, Tasks("bootseer-fsspec", _AT_ONCE) as threads:
 
             def begin(path: str) -> CheckpointFile | OSError:
                 try:

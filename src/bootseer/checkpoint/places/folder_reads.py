@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from bootseer.checkpoint.places.place import IsFolderError, Outcome
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.io.executor import Executor
+from bootseer.io.fork import in_each_process
 
 _NUM_THREADS = 8
-_IDLE_S = 10.0
-"""A thread without work ends after this; the next read starts another one."""
 
 
 def version_of(status: os.stat_result) -> str:
@@ -55,45 +55,35 @@ class FolderReads:
     """The threads of one place, and what they have done."""
 
     def __init__(self) -> None:
-        self._pid = 0
-        self._forget()
+        self._threads = Executor("bootseer-folder", _NUM_THREADS)
+        in_each_process(self._begin)
 
-    def _forget(self) -> None:
-        """Begin anew: in the child of a fork there are no threads, and locks may be held by nobody."""
-        self._pid = os.getpid()
-        self._change = threading.Condition()
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
         self._urgent: OrderedDict[_Read, None] = OrderedDict()
         self._others: OrderedDict[_Read, None] = OrderedDict()
-        self._num_threads = 0
-        self._num_idle = 0
         self._closed = False
         self._bytes = self._requests = self._failures = 0
         self._seconds = 0.0
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
-        """Do it soon."""
-        if self._pid != os.getpid():
-            self._forget()
-        with self._change:
+        """Do it soon. Raises `TransientError` when there is no thread for it."""
+        with self._lock:
             if self._closed:
                 raise PermanentError("this folder is not read any more: it was closed")
+            self._threads.submit(self._read_next)  # which waits for the lock
             (self._urgent if urgent else self._others)[read] = None
-            if self._num_idle >= len(self._urgent) + len(self._others):
-                self._change.notify()
-            elif self._num_threads < _NUM_THREADS:
-                threading.Thread(target=self._work, name="bootseer-folder", daemon=True).start()
-                self._num_threads += 1
 
     def hurry(self, read: _Read) -> None:
         """Somebody waits for it now."""
-        with self._change:
+        with self._lock:
             if read in self._others:
                 del self._others[read]
                 self._urgent[read] = None
 
     def facts(self) -> dict[str, object]:
         """See `Place.facts`; a folder is one nameless node."""
-        with self._change:
+        with self._lock:
             node = {
                 "bytes": self._bytes,
                 "requests": self._requests,
@@ -104,30 +94,26 @@ class FolderReads:
 
     def close(self) -> None:
         """End the threads. Reads that were not begun end with an error."""
-        with self._change:
+        with self._lock:
             self._closed = True
             rest = [*self._urgent, *self._others]
             self._urgent.clear()
             self._others.clear()
-            self._change.notify_all()
+        self._threads.close()
         for read in rest:
             self._end(read, TransientError(f"{read.file.what}: the folder was closed"))
 
-    def _work(self) -> None:
-        while (read := self._next()) is not None:
-            self._end(read, self._try(read))
-
-    def _next(self) -> _Read | None:
-        with self._change:
-            while not (self._urgent or self._others):
-                self._num_idle += 1
-                woken = self._change.wait_for(lambda: self._closed or self._urgent or self._others, timeout=_IDLE_S)
-                self._num_idle -= 1
-                if not woken or (self._closed and not self._urgent and not self._others):
-                    self._num_threads -= 1
-                    return None
+    def _read_next(self) -> None:
+        with self._lock:
             queue = self._urgent or self._others
-            return queue.popitem(last=False)[0]
+            if not queue:
+                return
+            read = queue.popitem(last=False)[0]
+        error: BootseerError | None = TransientError(f"{read.file.what}: reading failed in a way that was not foreseen")
+        try:
+            error = self._try(read)
+        finally:
+            self._end(read, error)
 
     def _try(self, read: _Read) -> BootseerError | None:
         if read.cancelled:
@@ -136,7 +122,7 @@ class FolderReads:
             return TransientError(f"{read.file.what}: the read did not begin in time; the disk is slow or overloaded")
         began = time.monotonic()
         error = read.file.fill(read.offset, read.into)
-        with self._change:
+        with self._lock:
             self._seconds += time.monotonic() - began
             self._requests += 1
             self._failures += error is not None
@@ -169,9 +155,12 @@ class FolderFile:
         self._descriptor = descriptor
         self._reads = reads
         self._mapped = mapped
-        self._lock = threading.Lock()
         self._closed = False
-        self._users = 1  # whoever opened it, and each read
+        in_each_process(self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 1  # who opened it, and each read of this process
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """See `OpenFile.nodes`: a folder has none."""

@@ -17,7 +17,8 @@ from functools import partial
 from bootseer.cache.errors import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.reading.facts import Facts
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, TransientError
+from bootseer.io.executor import Executor
 
 _QUEUE_BYTES = 64 << 20
 _IDLE_S = 2.0
@@ -44,8 +45,8 @@ class Keeper:
         self._queued_bytes = 0
         self._num_chunks = 0  # queued, or being put
         self._full_until = 0.0
-        self._running = False
         self._closed = False
+        self._thread = Executor("bootseer-keep", 1, idle_s=_IDLE_S, when_idle=self._sync_all)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so much would be kept now."""
@@ -57,18 +58,19 @@ class Keeper:
         to be done: until then nobody may change `data` or close `cached`.
         """
         with self._change:
-            accepted = self.has_room(len(data))
+            accepted = self.has_room(len(data)) and self._add(_Chunk(cached, block, data, then))
             if accepted:
                 self._queued_bytes += len(data)
                 self._num_chunks += 1
-                self._add(_Chunk(cached, block, data, then))
         if not accepted:
             self._drop(cached, block, then)
 
     def close_file(self, cached: CachedFile) -> None:
         """Close a file when all that was put into it is there."""
         with self._change:
-            self._add(cached)
+            accepted = self._add(cached)
+        if not accepted:
+            self._close_file(cached)
 
     def settle(self, timeout_s: float, still_s: float) -> bool:
         """Wait until all chunks are kept that were put: whether they are. Waits `timeout_s` at most, and not for a disk
@@ -97,40 +99,40 @@ class Keeper:
             self._num_chunks -= len(dropped)
         for chunk in dropped:
             self._drop(chunk.cached, chunk.block, chunk.then)
+        self._thread.close()
 
     def _drop(self, cached: CachedFile, block: int, then: Callable[[], None]) -> None:
         self._facts.add("not_kept_chunks")
         _release(cached, block)
         then()
 
-    def _add(self, item: _Chunk | CachedFile) -> None:
+    def _add(self, item: _Chunk | CachedFile) -> bool:
+        """Have the thread do this in its turn: False when there is no thread and none can be started."""
         self._queue.append(item)
-        if not self._running:
-            self._running = True
-            threading.Thread(target=self._run, name="bootseer-keep", daemon=True).start()
-        else:
-            self._change.notify_all()
-
-    def _run(self) -> None:
-        while self._step():
-            pass
-
-    def _step(self) -> bool:
-        """Do the next thing: whether there was any."""
-        with self._change:
-            self._change.wait_for(lambda: self._queue, _IDLE_S)
-            item = self._queue.popleft() if self._queue else None
-            if item is None and not self._unsynced:
-                self._running = False
-                return False
-        if isinstance(item, _Chunk):
-            self._put(item)
-        elif item is not None:
-            self._sync(item)
-            item.close()
-        else:
-            self._sync(next(iter(self._unsynced)))
+        try:
+            self._thread.submit(self._step)
+        except TransientError:
+            self._queue.pop()
+            return False
         return True
+
+    def _step(self) -> None:
+        """Do the next thing, unless it was dropped."""
+        with self._change:
+            if not self._queue:
+                return
+            item = self._queue.popleft()
+        if not isinstance(item, _Chunk):
+            self._close_file(item)
+            return
+        try:
+            self._put(item)
+        finally:
+            with self._change:
+                self._queued_bytes -= len(item.data)
+                self._num_chunks -= 1
+                self._change.notify_all()
+            item.then()
 
     def _put(self, chunk: _Chunk) -> None:
         try:
@@ -141,12 +143,16 @@ class Keeper:
             self._facts.add("not_kept_chunks")
             if isinstance(error, CacheFull):
                 self._full_until = time.monotonic() + _FULL_PAUSE_S
-        _release(chunk.cached, chunk.block)
-        with self._change:
-            self._queued_bytes -= len(chunk.data)
-            self._num_chunks -= 1
-            self._change.notify_all()
-        chunk.then()
+        finally:
+            _release(chunk.cached, chunk.block)
+
+    def _close_file(self, cached: CachedFile) -> None:
+        self._sync(cached)
+        cached.close()
+
+    def _sync_all(self) -> None:
+        while self._unsynced and not self._queue:
+            self._sync(next(iter(self._unsynced)))
 
     def _sync(self, cached: CachedFile) -> None:
         if cached in self._unsynced:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.io.tasks import Tasks
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
@@ -82,7 +82,7 @@ def read_headers(
 
     if len(begins) <= 1:
         return {begin: read(begin) for begin in begins}
-    with ThreadPoolExecutor(min(_AT_ONCE, len(begins)), "bootseer-headers") as threads:
+    with Tasks("bootseer-headers", min(_AT_ONCE, len(begins))) as threads:
         return dict(zip(begins, threads.map(read, begins), strict=True))
 
 

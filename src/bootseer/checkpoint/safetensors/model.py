@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -24,6 +23,7 @@ from bootseer.checkpoint.safetensors.tensor_slice import TensorSlice, shape_of
 from bootseer.checkpoint.spans import Range, Span, join, spread
 from bootseer.checkpoint.tensor_memory import arena, memory_of
 from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.io.tasks import Tasks
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -95,7 +95,7 @@ def _load(
             header = read_header(file, where)
             return _File(file, header, _chosen(header, None if names is None else names[name], where))
 
-        with ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+        with Tasks("bootseer-safetensors", _THREADS) as threads:
             found = dict(zip(files, threads.map(begin, files), strict=True))
         return _read_all(found, device)
 
@@ -125,7 +125,7 @@ def _read_all(files: Mapping[str, _File], device: Device) -> dict[str, torch.Ten
         return _read_span(of_file.file, of_file.header.data, job[1], device)
 
     tensors = {name: torch.empty(0) for one in files.values() for name in one.chosen}
-    with ThreadPoolExecutor(_THREADS, "bootseer-safetensors") as threads:
+    with Tasks("bootseer-safetensors", _THREADS) as threads:
         for some in threads.map(read, spread({name: one.spans() for name, one in files.items()})):
             tensors.update(some)
     return tensors

@@ -25,8 +25,8 @@ from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
 from bootseer.checkpoint.writing.spool import Spool
-from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import PermanentError
+from bootseer.io.executor import Executor
 
 _STUCK_S = 300.0
 """A writer that waits for room in the spool fails when for so long none comes back."""
@@ -51,7 +51,7 @@ class FileWriter:
         *,
         mode: int,
         verify: str,
-        workers: Workers,
+        workers: Executor,
         sick: SickNodes,
         settings: WritingSettings,
         free_some: Callable[[], bool],

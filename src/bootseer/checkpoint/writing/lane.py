@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bootseer.errors import TransientError
-from bootseer.io.executor import Executor, run_reported
+from bootseer.io.executor import Executor
 
 _TURN = 8
 """Steps of one file before another file has its turn."""
-_STUCK_S = 300.0
+_STUCK_S = 600.0
 """Longer than any step takes: each has a deadline, and the pause after a failed one is short."""
 
 
@@ -60,8 +60,8 @@ class Lane:
             self._num_running += 1
 
     def apart(self, work: Callable[[], None]) -> None:
-        """Do what mostly waits, beside the steps: beginning and ending files. Raises `TransientError` when no thread can
-        be started for it; then it is not done."""
+        """Do what mostly waits, beside the steps: beginning and ending files. Raises `TransientError` when no thread
+        can be started for it; then it is not done."""
         with self._change:
             self._moved_s = time.monotonic()
             self._workers.submit(lambda: self._run_apart(work))
@@ -73,21 +73,41 @@ class Lane:
             return self._change.wait_for(lambda: not (self._num_running or self._num_apart), timeout_s)
 
     def check_moves(self, what: str, stuck_s: float = _STUCK_S) -> None:
-        """Raise `TransientError` when nothing has begun or ended for so long: a call of the place hangs."""
+        """Raise `TransientError` when nothing has begun or ended for so long: a call to the storage hangs."""
         still_s = time.monotonic() - self._moved_s
         if still_s > stuck_s:
-            raise TransientError(f"{what}: nothing was written, opened or closed for {still_s:.0f} s; is the storage up?")
+            raise TransientError(
+                f"{what}: the storage has not finished a single request for {still_s:.0f} s; try again"
+            )
 
     def _push(self, stepper: Stepper) -> None:
         self._moved_s = time.monotonic()
         heapq.heappush(self._ready, (stepper.order, next(self._count), stepper))
 
     def _run(self) -> None:
-        for _ in range(_TURN):
+        try:
+            for _ in range(_TURN):
+                with self._change:
+                    if not self._ready:
+                        break
+                    stepper = heapq.heappop(self._ready)[2]
+                if stepper.step():
+                    with self._change:
+                        self._push(stepper)
+                self._moved_s = time.monotonic()
+        finally:
             with self._change:
-                if not self._ready:
-                    break
-                stepper = heapq.heappop(self._ready)[2]
-            try:
-                has_more = stepper.step()
-            except BaseException: ...
+                if self._ready:
+                    self._workers.submit(self._run)
+                else:
+                    self._num_running -= 1
+                    self._change.notify_all()
+
+    def _run_apart(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            with self._change:
+                self._moved_s = time.monotonic()
+                self._num_apart -= 1
+                self._change.notify_all()

@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
-from bootseer.checkpoint.writing.workers import Lane, Workers
+from bootseer.io.executor import Executor
 
 
 class Pipeline:
@@ -21,7 +22,7 @@ class Pipeline:
     def __init__(
         self,
         target: Target,
-        workers: Workers,
+        workers: Executor,
         read: Callable[[int, int], bytes],
         on_end: Callable[[SegmentWriter], None],
         on_sent: Callable[[int], None] = lambda length: None,
@@ -55,8 +56,13 @@ class Pipeline:
         """Wait until nothing is on its way any more: whether that was so in time."""
         return self._lane.wait_idle(timeout_s)
 
+    def check_moves(self) -> None:
+        """Raise `TransientError` when nothing has moved for minutes."""
+        self._lane.check_moves(f"{self._target.place.uri}/{self._target.folder}")
+
     def _ended(self, segment: SegmentWriter) -> None:
-        self._remove(segment)
+        if segment.error is None:  # otherwise the file has failed, and nothing more is begun for it
+            self._remove(segment)
         self._on_end(segment)
 
     def _remove(self, segment: SegmentWriter) -> None:

@@ -25,8 +25,8 @@ from bootseer.checkpoint.writing.readback import verify_parts
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
-from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.io.executor import Executor
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -51,7 +51,7 @@ class Publication:
     """The unpublished parts of the file at `path`, and their way into sight."""
 
     def __init__(
-        self, files: Files, path: str, policy: Policy, mode: int, *, settings: WritingSettings, workers: Workers
+        self, files: Files, path: str, policy: Policy, mode: int, *, settings: WritingSettings, workers: Executor
     ) -> None:
         self.path = path
         self.id = secrets.token_hex(16)

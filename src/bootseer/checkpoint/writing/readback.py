@@ -15,15 +15,17 @@ from blake3 import blake3
 from bootseer.checkpoint.head import Part, Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
-from bootseer.checkpoint.writing.workers import Lane, Workers
+from bootseer.checkpoint.writing.lane import Lane
 from bootseer.errors import CorruptError, TransientError
+from bootseer.io.executor import Executor
 
 _READ_BYTES = 4 << 20
 _READ_S = 60.0
 _PARTS_AT_ONCE = 8
+_LOOK_S = 0.5
 
 
-def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Workers) -> None:
+def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Executor) -> None:
     """Read all parts and compare their SHA-256. Raises `CorruptError`, and what the place raises."""
     errors: list[Exception] = []
     lane = Lane(workers, _PARTS_AT_ONCE)
@@ -43,8 +45,8 @@ def verify_parts(place: Place, folder: str, parts: Sequence[Part], workers: Work
 
     for _ in range(min(_PARTS_AT_ONCE, len(parts))):
         lane.apart(verify_some)
-    while not lane.wait_idle(_READ_S):
-        pass  # each read has its own deadline
+    while not lane.wait_idle(_LOOK_S):
+        lane.check_moves(f"{place.uri}/{folder}")
     if errors:
         raise errors[0]
 

@@ -15,7 +15,9 @@ from bootseer.checkpoint.writing.segment import SegmentWriter
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
 from bootseer.checkpoint.writing.source import Replayable
-from bootseer.checkpoint.writing.workers import Workers
+from bootseer.io.executor import Executor
+
+_LOOK_S = 0.5
 
 
 class _Count:
@@ -45,7 +47,7 @@ def write_replayed(
     source: Replayable,
     policy: Policy,
     *,
-    workers: Workers,
+    workers: Executor,
     sick: SickNodes,
     settings: WritingSettings,
     verify: str,
@@ -59,7 +61,7 @@ def write_replayed(
         for start, length, stripes in policy.segments_of(source.size_bytes):
             segments.append(pipeline.add(start, stripes=stripes))
             segments[-1].grow(start + length, seal=True)
-        _wait(count, len(segments), source.size_bytes, progress)
+        _wait(count, pipeline, len(segments), source.size_bytes, progress)
         results = [segment.result for segment in segments if segment.result is not None]
         written = publication.publish(results, verify=verify)
     except BaseException:
@@ -72,13 +74,14 @@ def write_replayed(
     return replace(written, num_retries=sum(segment.num_retries for segment in segments))
 
 
-def _wait(count: _Count, num_segments: int, size_bytes: int, progress: Progress | None) -> None:
-    """Wait for all segments. Every step of theirs has a deadline and every retry a bound, so that this ends."""
+def _wait(count: _Count, pipeline: Pipeline, num_segments: int, size_bytes: int, progress: Progress | None) -> None:
+    """Wait for all segments. Raises their errors, and `TransientError` when nothing moves for minutes."""
     told = -1
     while True:
         with count.change:
             while not (count.failed or count.num_ended == num_segments or (progress and count.sent > told)):
-                count.change.wait()
+                count.change.wait(_LOOK_S)
+                pipeline.check_moves()
             failed, is_over, sent = count.failed, count.num_ended == num_segments, count.sent
         if failed is not None and failed.error is not None:
             raise failed.error

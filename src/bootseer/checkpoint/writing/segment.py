@@ -21,10 +21,10 @@ from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, part_size
 from bootseer.checkpoint.places.place import PartWriter, Place
 from bootseer.checkpoint.writing.even import NodeUse
+from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.part import PartTask
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
-from bootseer.checkpoint.writing.workers import Lane
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
 _MUCH_SLOWER = 3.0
@@ -133,7 +133,10 @@ class SegmentWriter:
 
     def begin(self) -> None:
         """Begin its files, soon."""
-        self.lane.apart(self._begin)
+        try:
+            self.lane.apart(self._begin)
+        except TransientError as error:
+            self.give_up(error)
 
     def grow(self, end: int, *, seal: bool = False) -> None:
         """The file's bytes up to `end` are there: a whole number of chunks, unless no more come (`seal`)."""
@@ -273,7 +276,10 @@ class SegmentWriter:
                     part.queued = True
                     woken.append(part)
         for part in woken:
-            self.lane.ready(part)
+            try:
+                self.lane.ready(part)
+            except TransientError as error:
+                self.give_up(error)
 
     def _can_go_on(self, part: PartTask) -> bool:
         if self._is_sealed or self._over.is_set():

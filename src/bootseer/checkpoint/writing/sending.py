@@ -25,8 +25,8 @@ from bootseer.checkpoint.writing.ranges import Ranges
 from bootseer.checkpoint.writing.readback import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.checkpoint.writing.spool import Spool
-from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.io.executor import Executor
 
 _LOOK_S = 0.5
 _MAX_BACK = 4
@@ -52,7 +52,7 @@ class _Sent:
 class Sending:
     """The bytes of one file. Reading and the figures are safe from many threads."""
 
-    def __init__(self, target: Target, policy: Policy, spool: Spool, budget: Budget, workers: Workers) -> None:
+    def __init__(self, target: Target, policy: Policy, spool: Spool, budget: Budget, workers: Executor) -> None:
         self.num_retries = 0
         """Parts that were begun again."""
         self._place: Place = target.place
@@ -182,12 +182,13 @@ class Sending:
             if end < size_bytes:
                 self._tail = _Sent(self._pipeline.add(end, stripes=1))
                 self._tail.writer.grow(size_bytes, seal=True)
+                self._error = self._error or self._tail.writer.error  # it may have failed before it was ours
             every = [*self._sent, *([self._tail] if self._tail is not None else [])]
-            # Every step has a deadline and every retry a bound, so that this ends.
             while not self._state.wait_for(
                 lambda: self._error is not None or all(sent.segment is not None for sent in every), _LOOK_S
             ):
                 check()
+                self._pipeline.check_moves()
         self.check()
         return sorted((sent.segment for sent in every if sent.segment is not None), key=lambda one: one.start)
 
@@ -287,6 +288,7 @@ class Sending:
     def _begin(self, start: int, stripes: int) -> SegmentWriter:
         writer = self._pipeline.add(start, stripes=stripes)
         self._sent.append(_Sent(writer))
+        self._error = self._error or writer.error  # it may have failed before it was ours
         return writer
 
     def _end_growing(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,9 @@ from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.sick import SickNodes
 from bootseer.checkpoint.writing.source import Replayable
 from bootseer.checkpoint.writing.spool import Spool
-from bootseer.checkpoint.writing.workers import Workers
 from bootseer.errors import PermanentError
+from bootseer.io.executor import Executor, run_reported
+from bootseer.io.timer import Timer
 
 _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 Verify = Literal["length", "read"]
@@ -53,14 +55,15 @@ class Writing:
         self._policy_of = policy_of or (lambda path: files.policy(path.rpartition("/")[0]))
         self._spool = spool or Path(os.environ.get("TMPDIR") or _SPOOL)
         self._settings = settings or WritingSettings()
-        self._workers = Workers(self._settings.max_threads)
+        self._workers = Executor("bootseer-write", self._settings.max_threads)
         self._sick = SickNodes(self._settings.sick_s)
         self._budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
         self._lock = threading.Lock()
         self._writers: set[FileWriter] = set()
         self._publications: set[Publication] = set()
-        self._wake = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._timer = Timer("bootseer-writing", 1)
+        self._is_kept = False
+        """Whether the timer looks after what is on its way."""
         self._is_open = True
 
     def write_file(
@@ -124,7 +127,7 @@ class Writing:
         for writer in writers:
             writer.abort()
         self._workers.close()
-        self._wake.set()
+        self._timer.close()
 
     def _begin(self, path: str, policy: Policy | None, mode: int) -> tuple[Policy, Publication]:
         check_target(self._files, path)
@@ -133,10 +136,10 @@ class Writing:
         with self._lock:
             if not self._is_open:
                 raise PermanentError(f"{self._files.place.uri} is not written to any more: it was closed")
+            if not self._is_kept:
+                self._keep_later()
+                self._is_kept = True
             self._publications.add(publication)
-            if self._keeper is None or not self._keeper.is_alive():
-                self._keeper = threading.Thread(target=self._keep, name="bootseer-writing", daemon=True)
-                self._keeper.start()
         return policy, publication
 
     def _end(self, publication: Publication) -> None:
@@ -158,16 +161,18 @@ class Writing:
         waiting = max(rooms, key=lambda room: room[1], default=None)
         return waiting is not None and waiting[2].sending.send_now()
 
+    def _keep_later(self) -> None:
+        self._timer.after(min(self._settings.idle_s, self._settings.lease_s) / 3, self._keep)
+
     def _keep(self) -> None:
         """Renew leases, and end segments to which nothing is added, as long as anything is on its way."""
-        pause_s = min(self._settings.idle_s, self._settings.lease_s) / 3
-        while not self._wake.wait(pause_s):
-            with self._lock:
-                writers, publications = list(self._writers), list(self._publications)
-                if not publications:
-                    self._keeper = None
-                    return
-            for writer in writers:
-                writer.sending.end_idle(self._settings.idle_s)
-            for publication in publications:
-                publication.renew()
+        with self._lock:
+            writers, publications = list(self._writers), list(self._publications)
+            self._is_kept = bool(publications)
+        if not publications:
+            return
+        for writer in writers:
+            run_reported(partial(writer.sending.end_idle, self._settings.idle_s))
+        for publication in publications:
+            run_reported(publication.renew)
+        self._keep_later()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from bootseer.env.keys.requirement import Requirement
+from bootseer.io.tasks import Tasks
 from bootseer.machine import child
 
 DEADLINE_S = 5.0
@@ -29,8 +29,8 @@ def commits(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple
         return found
     quiet = {**env, "GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "SSH_ASKPASS": "true", "LC_ALL": "C"}
     quiet.setdefault("GIT_SSH_COMMAND", f"ssh -o BatchMode=yes -o ConnectTimeout={DEADLINE_S:.0f}")
-    with ThreadPoolExecutor(min(8, len(open_ones))) as pool:
-        answers = pool.map(lambda item: _ask(program, item, quiet), open_ones)
+    with Tasks("bootseer-git", min(8, len(open_ones))) as pool:
+        answers = list(pool.map(lambda item: _ask(program, item, quiet), open_ones))
     for item, commit in zip(open_ones, answers, strict=True):
         if commit:
             found[item.target, item.reference] = commit

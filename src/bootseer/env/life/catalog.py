@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bootseer.env.document import MAX_BYTES, EnvironmentDocument, OtherVersionError, document_name, is_key
 from bootseer.env.life.decide import Lookup
 from bootseer.env.life.tombstone import Tombstone
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store, Stored
 
@@ -120,7 +120,7 @@ class Catalog:
             raise PermanentError(
                 f"{self.store.uri}: {len(keys)} environments, more than the {MAX_DOCUMENTS} one can list"
             )
-        with ThreadPoolExecutor(min(_THREADS, len(keys) or 1), "bootseer-environments") as pool:
+        with Tasks("bootseer-environments", min(_THREADS, len(keys) or 1)) as pool:
             answers = pool.map(lambda key: self.look(key, timeout_s=max(until - time.monotonic(), 0.1)), keys)
             found = dict(zip(keys, answers, strict=True))
         return Listing(
@@ -184,7 +184,7 @@ class Catalog:
             except NotFoundError:
                 return True
 
-        with ThreadPoolExecutor(min(_THREADS, len(wanted) or 1), "bootseer-environments") as pool:
+        with Tasks("bootseer-environments", min(_THREADS, len(wanted) or 1)) as pool:
             return [stored for stored, gone in zip(wanted, pool.map(is_missing, wanted), strict=True) if gone]
 
 

@@ -15,13 +15,13 @@ import shutil
 import stat
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 from bootseer.env.restoring.inside import Inside
 from bootseer.env.restoring.loose import Plan, Step, Where, plan
 from bootseer.env.snapshot.entry import Entry
 from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
 
 _NEW = ".bootseer-new-"
 _LEFT_OVER_S = 3600.0
@@ -66,7 +66,7 @@ class _Placing:
             for some in together:
                 self._in_its_folder(some)
         else:
-            with ThreadPoolExecutor(threads, "bootseer-place") as pool:
+            with Tasks("bootseer-place", threads) as pool:
                 for _ in pool.map(self._in_its_folder, together):
                     pass
         for step in links:

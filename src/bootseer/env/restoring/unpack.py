@@ -11,11 +11,11 @@ import contextlib
 import errno
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
 from bootseer.mounts.user_namespace import is_host, may_mount, num_owners
 
 _PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."
@@ -57,7 +57,7 @@ class _Unpacking:
                 more.append((known, path))
             else:
                 leaves.append((path, inode))
-        with ThreadPoolExecutor(threads, "bootseer-unpack") as pool:
+        with Tasks("bootseer-unpack", threads) as pool:
             for _ in pool.map(self._write_some, [leaves[at : at + _BATCH] for at in range(0, len(leaves), _BATCH)]):
                 pass
         for known, path in more:

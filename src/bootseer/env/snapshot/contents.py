@@ -13,7 +13,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -21,6 +21,7 @@ from blake3 import blake3
 from bootseer.env.snapshot.bytecode import Source, settled
 from bootseer.env.snapshot.items import Item, changed, mapped
 from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
 
 SMALL_BYTES = 1 << 20
 _PIECE = 1 << 20
@@ -44,7 +45,7 @@ class Contents:
     def __init__(self, items: Sequence[Item], source_of: Callable[[Item], Source | None], threads: int) -> None:
         self._batches = _batches(items)
         self._source_of = source_of
-        self._pool = ThreadPoolExecutor(threads, "bootseer-read")
+        self._pool = Tasks("bootseer-read", threads)
         self._max_ahead = threads * _BATCHES_PER_THREAD
         self._ahead: deque[Future[list[tuple[Item, Content]]]] = deque()
         self._ready: deque[tuple[Item, Content]] = deque()

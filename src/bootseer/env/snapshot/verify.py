@@ -12,7 +12,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from blake3 import blake3
 from bootseer.env.snapshot.entry import Entry, path_bytes
 from bootseer.env.snapshot.items import xattrs_of
 from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
 
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
@@ -64,7 +65,7 @@ def verify(
     found: list[Difference] = []
     done = 0
     batches = (entries[at : at + _BATCH] for at in range(0, len(entries), _BATCH))
-    with ThreadPoolExecutor(threads, "bootseer-verify") as pool:
+    with Tasks("bootseer-verify", threads) as pool:
         try:
             while len(found) < MAX_DIFFERENCES:
                 while len(waiting) < threads * _BATCHES_PER_THREAD and (batch := next(batches, None)):

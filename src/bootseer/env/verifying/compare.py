@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from bootseer.env.snapshot.canonical import canonical, ignored
 from bootseer.env.snapshot.entry import Entry, path_bytes
 from bootseer.env.snapshot.items import Item, look
 from bootseer.env.snapshot.verify import Difference
+from bootseer.io.tasks import Tasks
 
 _PIECE = 1 << 20
 _MAX_CANONICAL_BYTES = 256 << 20
@@ -56,7 +56,7 @@ def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root
             pairs.append((entry, item))
     more = [path for path in fresh if not ignored(path) and not _is_chance(path)]
     differences = [Difference(path, "only in the fresh installation") for path in more]
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS), "bootseer-compare") as pool:
+    with Tasks("bootseer-compare", min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
         words = pool.map(lambda pair: "; ".join(_differences(pair[0], pair[1], tree)), pairs)
         differences += [Difference(entry.path, said) for (entry, _), said in zip(pairs, words, strict=True) if said]
     differences.sort(key=lambda difference: path_bytes(difference.path))

@@ -15,7 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.source import Source
+from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
 Progress = Callable[[int, int, int], None]
@@ -96,7 +97,7 @@ class _Conversion:
 
     def run(self, jobs: int) -> list[ConvertedLayer]:
         # Layers start in their order, so that whoever waits for lower ones waits for threads that run.
-        with ThreadPoolExecutor(jobs, "bootseer-convert") as pool:
+        with Tasks("bootseer-convert", jobs) as pool:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.blocks.index import Index
@@ -22,6 +21,7 @@ from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import this_platform
+from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
@@ -72,7 +72,7 @@ class Metadata:
 
     def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
         """The indexes of all layers, bottom first, fetched side by side where they are not here."""
-        with ThreadPoolExecutor(min(_THREADS, len(document.layers)), "bootseer-index") as pool:
+        with Tasks("bootseer-index", min(_THREADS, len(document.layers))) as pool:
             return list(pool.map(lambda layer: self._kept.index(layer.file, store), document.layers))
 
     def _known(self, name: str) -> str | None:

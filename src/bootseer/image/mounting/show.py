@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bootseer.bring.forecast import CachedLayer
 from bootseer.errors import BootseerError
+from bootseer.io.tasks import Tasks
 from bootseer.mounts import kept, kernel, layers
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.state import Runtime
@@ -28,7 +28,7 @@ def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *
     Returns where they are, the lowest first.
     """
     # To mount a layer its first block must be here: side by side, all layers wait for one answer instead of one each.
-    with ThreadPoolExecutor(min(len(stack), _AT_ONCE), "bootseer-mount") as pool:
+    with Tasks("bootseer-mount", min(len(stack), _AT_ONCE)) as pool:
         return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
 
 

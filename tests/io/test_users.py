@@ -1,0 +1,235 @@
+"""Every user of the pool and the timer goes on after a job that raises, and after a thread that the system refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from bootseer import bounded
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.attempts import Attempt
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.head import Part
+from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.keeper import Keeper
+from bootseer.checkpoint.reading.parts import LazyPart
+from bootseer.checkpoint.writing.lane import Lane
+from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import TransientError
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
+from bootseer.io.executor import Executor
+from bootseer.io.tasks import Tasks
+from bootseer.io.timer import Timer
+from bootseer.store.memory import MemoryStore
+from fetch.files import content, stored
+from fetch.waiting import until
+
+Run = Callable[[Callable[[], object]], object]
+"""Has the user call this soon, in one of its threads."""
+
+
+class CallsWhat:
+    """A real object, of which some methods call `job` first."""
+
+    def __init__(self, real, *names):
+        self.real, self.names = real, names
+        self.job = lambda: None
+
+    def __getattr__(self, name):
+        method = getattr(self.real, name)
+        if name not in self.names:
+            return method
+
+        def call(*args, **options):
+            self.job()
+            return method(*args, **options)
+
+        return call
+
+
+@contextmanager
+def executor(tmp_path) -> Iterator[Run]:
+    yield Executor("test").submit
+
+
+@contextmanager
+def timer(tmp_path) -> Iterator[Run]:
+    yield partial(Timer().after, 0.0)
+
+
+@contextmanager
+def tasks(tmp_path) -> Iterator[Run]:
+    with Tasks("test", 2) as pool:
+        yield pool.submit
+
+
+@contextmanager
+def call_with_a_deadline(tmp_path) -> Iterator[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded, "_threads", Executor("test", 2))
+        yield partial(bounded.within, 60.0, "test")
+
+
+@contextmanager
+def step_of_a_lane(tmp_path) -> Iterator[Run]:
+    lane = Lane(Executor("test", 2), 2)
+    yield lambda job: lane.ready(SimpleNamespace(order=(0, 0), step=lambda: bool(job()) and False))
+    assert lane.wait_idle(60)
+
+
+@contextmanager
+def beside_a_lane(tmp_path) -> Iterator[Run]:
+    lane = Lane(Executor("test", 2), 2)
+    yield lane.apart
+    assert lane.wait_idle(60)
+
+
+@contextmanager
+def opening_a_part(tmp_path) -> Iterator[Run]:
+    """Its readers hear of each failure."""
+    (tmp_path / "part").write_bytes(b"x" * 10)
+    place, answers = CallsWhat(FolderPlace(tmp_path), "open"), []
+    part = LazyPart(place, "part", Part("part", 10, "0" * 64, ()), Executor("test", 2))
+
+    def run(job) -> None:
+        place.job, before = job, len(answers)
+        part.then(lambda file, problem: answers.append((file, problem)))
+        until(lambda: len(answers) > before)
+
+    yield run
+    assert answers[-1][1] is None
+    assert isinstance(answers[0][1], TransientError)
+    part.close()
+
+
+@contextmanager
+def reading_a_folder(tmp_path) -> Iterator[Run]:
+    (tmp_path / "file").write_bytes(b"x" * 10)
+    with closing(FolderPlace(tmp_path)) as place, closing(place.open("file")) as file:
+        yield lambda job: file.read_into(0, memoryview(bytearray(10)), lambda outcome: job())
+
+
+@contextmanager
+def keeping_a_chunk(tmp_path) -> Iterator[Run]:
+    """Memory is given back, whatever becomes of the chunk."""
+    data, index = content(1), None
+    index = stored(MemoryStore("keeper"), data)
+    cached = CallsWhat(Cache(tmp_path / "cache").open(index), "put")
+    keeper, given_back, put = Keeper(Facts()), [], []
+
+    def run(job) -> None:
+        cached.job = job
+        put.append(1)
+        keeper.put(cached, 0, memoryview(data)[: index.block_size], lambda: given_back.append(1))
+
+    yield run
+    until(lambda: len(given_back) == len(put))
+    assert keeper.settle(60, 60)
+    cached.close()
+
+
+@contextmanager
+def leases_of_files(tmp_path) -> Iterator[Run]:
+    place = CallsWhat(FolderPlace(tmp_path), "write_bytes")
+    settings = WritingSettings(lease_s=0.01, idle_s=0.01)
+    with closing(Writing(Files(place), spool=tmp_path, settings=settings)) as writing:
+        writer = []
+
+        def run(job) -> None:
+            place.job = job
+            if not writer:
+                writer.append(writing.open("file", policy=Policy(stripes=2)))
+
+        yield run
+
+
+@contextmanager
+def lease_of_an_attempt(tmp_path) -> Iterator[Run]:
+    place = CallsWhat(FolderPlace(tmp_path), "write_bytes")
+    made = []
+
+    def run(job) -> None:
+        if not made:
+            made.append(Attempt(place, "job", lease_s=0.01))
+        place.job = job
+
+    yield run
+    made[0].__exit__(None, None, None)
+
+
+@contextmanager
+def fetching_a_block(tmp_path) -> Iterator[Run]:
+    """A request that failed, or for which there was no thread, is made again."""
+    data = content(3)
+    origin = MemoryStore("fetch")
+    index = stored(origin, data)
+    store = CallsWhat(origin, "read")
+    cached = Cache(tmp_path / "cache").open(index)
+    with closing(Fetcher(FetchSettings())) as fetcher:
+        fetcher.add(index, store, cached)
+        answers, starts = [], iter(range(0, 3 * index.block_size, index.block_size))
+
+        def run(job) -> None:
+            store.job = job
+            fetcher.read(0, next(starts), 1, answers.append)
+
+        yield run
+        until(lambda: len(answers) == 2)
+    assert not [answer for answer in answers if isinstance(answer, Exception)]
+    cached.close()
+
+
+USERS = [
+    executor, timer, tasks, call_with_a_deadline, step_of_a_lane, beside_a_lane, opening_a_part, reading_a_folder,
+    keeping_a_chunk, leases_of_files, lease_of_an_attempt, fetching_a_block,
+]  # fmt: skip
+
+
+@pytest.fixture(params=USERS, ids=lambda user: user.__name__)
+def user(request, tmp_path, monkeypatch):
+    """Makes one; what its jobs raise is reported and fails no test."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    return partial(request.param, tmp_path)
+
+
+def test_a_job_that_raises_does_not_keep_the_next_one_from_being_done(user):
+    begun, done = threading.Event(), threading.Event()
+
+    def broken():
+        begun.set()
+        raise ZeroDivisionError("mistake")
+
+    with user() as run:
+        with suppress(ZeroDivisionError):
+            run(broken)
+        assert begun.wait(120)
+        run(done.set)
+        assert done.wait(120)
+
+
+def test_a_thread_that_the_system_refuses_does_not_keep_the_next_job_from_being_done(user, monkeypatch):
+    begun, done, start, refused = threading.Event(), threading.Event(), threading.Thread.start, []
+
+    def refuse_once(thread):
+        if refused:
+            start(thread)
+        else:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+
+    with user() as run:
+        monkeypatch.setattr(threading.Thread, "start", refuse_once)
+        with suppress(TransientError):
+            run(begun.set)
+        run(done.set)
+        assert done.wait(120)
+        assert refused
