@@ -1,4 +1,4 @@
-"""Who is told of a read that has ended, and in which thread: reads from DataNodes whose every packet a test lets pass."""
+"""In which thread a caller is told that its read has ended: reads from a DataNode whose packets a test lets pass."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_thousand_readers_wait_while_every_load_ends_at_once_and_all_are_answe
         got.append(str(piece.error))
         buffer.let_go(piece)
 
-    buffer.want([ask(number) for number in range(8)], held, lambda piece: buffer.let_go(piece))
+    buffer.want([ask(number) for number in range(8)], held, buffer.let_go)
     for number in range(1000):
         buffer.want([ask(number, file=2)], refuse, arrived)
     assert got == []
