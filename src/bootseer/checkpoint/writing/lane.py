@@ -76,9 +76,7 @@ class Lane:
         """Raise `TransientError` when no step has begun or ended for minutes: a call to the storage hangs."""
         still_s = time.monotonic() - self._moved_s
         if still_s > _STUCK_S:
-            raise TransientError(
-                f"{what}: no request to the storage has ended for {still_s:.0f} s; try again"
-            )
+            raise TransientError(f"{what}: no request to the storage has ended for {still_s:.0f} s; try again")
 
     def _push(self, stepper: Stepper) -> None:
         self._moved_s = time.monotonic()
