@@ -1,5 +1,5 @@
 """Fixtures of all tests. They live in plugins by topic: `conftest_launch` runs the real program, `conftest_ran`
-fails a run that executed nothing."""
+fails a run that executed nothing, `lock_tracker` watches the locks of what has threads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker"]
+
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
@@ -20,8 +22,6 @@ def open_folder() -> Iterator[Path]:
         folder.chmod(0o755)
         yield folder
 
-
-pytest_plugins = ["conftest_launch", "conftest_ran", "image_node"]
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
 # test would end nothing. The tests say what is ignored, not the shell that happened to start them.

@@ -10,6 +10,7 @@ import pytest
 
 from bootseer.bring.apart import do_apart
 from bootseer.errors import TransientError
+from hung_mount import hung_mount, needs_fuse
 
 
 def test_a_store_that_hangs_is_given_up_and_the_process_is_gone(tmp_path: Path) -> None:
@@ -22,3 +23,10 @@ def test_a_store_that_hangs_is_given_up_and_the_process_is_gone(tmp_path: Path) 
     with pytest.raises(TransientError, match="has not answered"):
         do_apart(hang, deadline_s=1.0)
     assert not Path("/proc", pid.read_text()).exists()
+
+
+@needs_fuse
+def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path) -> None:
+    with hung_mount(tmp_path / "hung") as path, pytest.raises(TransientError, match="has not answered"):
+        do_apart(path.stat, deadline_s=0.5)
+    os.wait()

@@ -14,6 +14,8 @@ WRONG = "wrong"
 ERROR = "error"
 NEVER = "never"
 """Not until it is cancelled."""
+LOST = "lost"
+"""Nobody is ever told of its end."""
 
 
 @dataclass
@@ -96,7 +98,9 @@ class FaultyFile:
                 self._file.read_into(offset, into, arrived, check=check, urgent=urgent, deadline_s=deadline_s)
 
         ticket.on_cancel = lambda: end(TransientError("the read was cancelled"))
-        if what == ERROR:
+        if what == LOST:
+            ticket.claim()
+        elif what == ERROR:
             if ticket.claim():
                 end(TransientError(f"{self._path} cannot be read now"))
         elif isinstance(what, float):

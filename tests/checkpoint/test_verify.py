@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint import verify as module
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.places.folder_reads import FolderFile
 from bootseer.checkpoint.verify import Problem, verify
 from bootseer.errors import NotFoundError
 from checkpoint.striped_files import content_of, part_paths, put_striped
@@ -94,3 +97,15 @@ def test_a_damaged_head_is_a_problem_of_its_file_and_others_are_still_looked_at(
 def test_nothing_cannot_be_verified(files: Files) -> None:
     with pytest.raises(NotFoundError):
         verify(files, "nothing")
+
+
+def test_a_read_that_is_never_answered_is_a_problem_and_no_hang(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_striped(files.place, "file", content_of(4 * _MIB), stripes=2)
+    monkeypatch.setattr(module, "_READ_S", 0.05)
+    monkeypatch.setattr(FolderFile, "read_into", lambda *_, **__: None)
+    found = only_words(verify(files, "file").problems)
+    assert found == {"not read within 0 s"}
+
+
+def only_words(problems: Sequence[Problem]) -> set[str]:
+    return {problem.what for problem in problems}

@@ -189,3 +189,34 @@ def test_a_block_that_is_corrupt_each_time_is_not_asked_for_at_every_read(fetchi
     assert "block 0 of file" in fetcher.stats().first_corrupt
     assert fetcher.stats().failed_reads == 3
     assert fetcher.read_blocking(0, BLOCK, BLOCK) == data[BLOCK : 2 * BLOCK]
+
+
+def test_a_cache_that_raises_what_nobody_foresaw_fails_the_read_and_those_behind_it_are_answered(
+    fetching, data, monkeypatch
+):
+    fetcher, _, cached = fetching(settings=QUICK)
+    fetcher.read_blocking(0, 0, BLOCK)
+    reported, answers, over = [], [], threading.Semaphore(0)
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
+    broken = [True]
+    inner = cached.read
+
+    def read(offset, length):
+        if broken and threading.current_thread() is not threading.main_thread():
+            broken.pop()
+            raise RuntimeError("unforeseen")
+        return inner(offset, length)
+
+    monkeypatch.setattr(fetcher._files[0].cached, "read", read)
+
+    def done(answer):
+        answers.append(answer)
+        over.release()
+
+    for _ in range(3):
+        fetcher.read(0, 3 * BLOCK, 3 * BLOCK, done)
+    for _ in range(3):
+        assert over.acquire(timeout=120)
+    errors = [answer for answer in answers if isinstance(answer, TransientError)]
+    assert len(errors) == len(reported) == 1
+    assert [bytes(answer) for answer in answers if answer not in errors] == [data[3 * BLOCK : 6 * BLOCK]] * 2

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import TransientError
+from bootseer.fuse import mounted as mounted_module
 from bootseer.fuse.tree import Cancel, Reply
 from fuse.conftest import Mount
 from fuse.memory_tree import OLD, MemoryTree
@@ -319,3 +320,12 @@ def test_a_killed_server_means_errors_and_never_zeros(tmp_path: Path) -> None:
         server.wait(DEADLINE_S)
         server.stdout.close()  # type: ignore[union-attr]
         subprocess.run(["umount", "-l", str(target)], check=False)
+
+
+def test_a_read_that_is_never_answered_fails_after_a_while(mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounted_module, "READ_DEADLINE_S", 0.5)
+    cancelled = threading.Event()
+    root = mounted(MemoryTree({b"f": b"x" * 10}, lambda path, data, reply: cancelled.set)).target
+    with pytest.raises(OSError, match="Input/output error"):
+        (root / "f").read_bytes()
+    assert cancelled.is_set()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fuse import attach, writable_session
+from bootseer.fuse import attach, mounted, writable_session
 from bootseer.fuse.tree import Cancel, Reply
 from bootseer.fuse.writable_session import WritableSession, mount_writable
 from fuse.memory_files import MemoryFiles
@@ -251,7 +251,7 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:
 
 
 def test_a_read_that_is_never_answered_fails_after_a_while(shown: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writable_session, "READ_DEADLINE_S", 0.5)
+    monkeypatch.setattr(mounted, "READ_DEADLINE_S", 0.5)
     cancelled = threading.Event()
     files = MemoryFiles(lambda data, reply: cancelled.set)
     root = shown(files).target

@@ -100,7 +100,7 @@ def test_the_child_of_a_fork_reports_for_itself(listening: Listening) -> None:
     pid = os.fork()
     if pid == 0:
         listening.reports.report(block(2), [NODES[0].host_port])
-        os._exit(0 if eventually(lambda: not listening.reports._is_running) else 1)
+        os._exit(0 if listening.reports._thread.close(30) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert eventually(lambda: len(listening.told) == 2)
 

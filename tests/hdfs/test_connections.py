@@ -8,10 +8,21 @@ import pytest
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
 from bootseer.hdfs.connections import Connections
+from bootseer.hdfs.datanode import DataNodeConnection
 from bootseer.hdfs.faults import DataNodeError
 from bootseer.hdfs.located import Node
 from hdfs.peers import FakeDataNode
 from registry import free_port
+
+
+def connected(connections: Connections, node: Node) -> DataNodeConnection:
+    connection = connections.new(node)
+    try:
+        connection.connect(1.0)
+    except DataNodeError:
+        connection.close()
+        raise
+    return connection
 
 
 @pytest.fixture
@@ -29,7 +40,7 @@ def node() -> Iterator[Node]:
 
 def test_a_connection_is_used_again_by_one_at_a_time(connections: Connections, node: Node) -> None:
     assert connections.take(node) is None
-    first = connections.connect(node, 1.0)
+    first = connected(connections, node)
     first.last_used_s = time.monotonic()
     connections.give(node, first)
     assert connections.take(Node("127.0.0.1:1", "", "")) is None
@@ -39,7 +50,7 @@ def test_a_connection_is_used_again_by_one_at_a_time(connections: Connections, n
 
 
 def test_what_lies_idle_for_too_long_is_closed(connections: Connections, node: Node) -> None:
-    old = connections.connect(node, 1.0)
+    old = connected(connections, node)
     old.last_used_s = -1e9
     connections.give(node, old)
     assert connections.take(node) is None
@@ -48,7 +59,7 @@ def test_what_lies_idle_for_too_long_is_closed(connections: Connections, node: N
 
 
 def test_no_more_than_a_few_lie_idle(connections: Connections, node: Node) -> None:
-    made = [connections.connect(node, 1.0) for _ in range(70)]
+    made = [connected(connections, node) for _ in range(70)]
     for connection in made:
         connection.last_used_s = time.monotonic()
         connections.give(node, connection)
@@ -62,7 +73,7 @@ def test_no_more_than_a_few_lie_idle(connections: Connections, node: Node) -> No
 
 def test_all_of_one_node_are_dropped(connections: Connections, node: Node) -> None:
     for _ in range(2):
-        connection = connections.connect(node, 1.0)
+        connection = connected(connections, node)
         connection.last_used_s = time.monotonic()
         connections.give(node, connection)
     connections.drop(node)
@@ -73,10 +84,10 @@ def test_nodes_are_called_by_name_when_told_so(node: Node) -> None:
     port = node.host_port.rpartition(":")[2]
     named = Connections(silent_s=1.0, by_hostname=True)
     with pytest.raises(DataNodeError, match="cannot be reached"):
-        named.connect(node, 1.0)
-    named.connect(Node(f"192.0.2.1:{port}", "localhost", ""), 1.0).close()
+        connected(named, node)
+    connected(named, Node(f"192.0.2.1:{port}", "localhost", "")).close()
 
 
 def test_nobody_at_home_is_an_error(connections: Connections) -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
-        connections.connect(Node(f"127.0.0.1:{free_port()}", "", ""), 1.0)
+        connected(connections, Node(f"127.0.0.1:{free_port()}", "", ""))

@@ -86,7 +86,8 @@ def test_a_node_that_does_not_go_on_and_is_alone_costs_the_deadline(spoil: str) 
     with Small(spoil) as small:
         error = error_of(small.reads.open("/f"), deadline_s=1.0)
         assert isinstance(error, TransientError)
-        assert f"at 127.0.0.1:{small.nodes[0].port} was not read within 1.0 s" in str(error)
+        node = f"127.0.0.1:{small.nodes[0].port}"
+        assert f"was not read within 1.0 s; its only copy is on {node} ({node}" in str(error)
 
 
 @pytest.mark.parametrize("spoil", WRONG)

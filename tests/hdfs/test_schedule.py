@@ -266,7 +266,8 @@ def test_what_takes_too_long_ends_with_its_nodes_named() -> None:
     assert run.stopped
     assert played.ended == []
     played.finish(run, DataNodeError("stopped"))
-    assert "blk_1 at a:1 was not read within 5.0 s" in str(played.error())
+    said = "blk_1 was not read within 5.0 s; its only copy is on a:1 (a:1 has sent 0 of 100 bytes)"
+    assert said in str(played.error())
 
 
 def test_what_was_called_off_ends_at_once_unless_it_is_being_written() -> None:

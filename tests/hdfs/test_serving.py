@@ -1,9 +1,10 @@
-"""Which thread is told of a read that has ended: reads from DataNodes that a test feeds packet by packet."""
+"""In which thread a caller is told that its read has ended: reads from a DataNode whose packets a test lets pass."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("google_crc32c")
 
+from bootseer.errors import PermanentError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
@@ -109,3 +111,34 @@ def test_a_question_never_tells_a_caller_that_its_read_has_ended(gated: Gated) -
     assert behind.outcomes == []
     gated.let(0, len(DATA))
     assert [outcome.error for outcome in behind.wait(2)] == [None, None]
+
+
+def test_a_reader_that_ends_does_not_wait_for_a_connection_that_is_not_made() -> None:
+    """The link of a DataNode is cut, so that nothing answers: here, because its queue of connections is full."""
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(2):
+            other = ends.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(("127.0.0.1", port))
+        namenode = ends.enter_context(FakeNameNode())
+        namenode.answers["getBlockLocations"] = lambda _: located(len(DATA), [block(0, 1, len(DATA), [port])])
+        asked = NameNode(Cluster.of(f"127.0.0.1:{namenode.port}"), call_timeout_s=60.0)
+        ends.callback(asked.close)
+        before = set(threading.enumerate())
+        reads = HdfsReads(asked, SETTINGS)
+        done = Waiting()
+        reads.open("/f").read_into(0, memoryview(bytearray(MIB)), done)
+        until = time.monotonic() + PATIENCE_S
+        while not any(node["requests"] for node in reads.facts()["nodes"].values()):  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        reads.close()
+        assert isinstance(done.wait()[0].error, PermanentError)
+        for thread in set(threading.enumerate()) - before:
+            if thread.name == "bootseer-hdfs":
+                thread.join(SETTINGS.reconnect_s / 2)
+                assert not thread.is_alive()

@@ -5,7 +5,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from bootseer.io.tasks import Tasks
+from bootseer.io.tasks import Count, Tasks
 from fetch.waiting import until
 
 
@@ -75,3 +75,46 @@ def test_what_is_no_exception_is_raised_where_the_result_is_asked_for():
 
     with Tasks("test", 1) as tasks, pytest.raises(Panic, match="rust"):
         tasks.submit(call).result()
+
+
+def test_what_is_done_is_told_by_one_thread_at_a_time_and_the_end_always_is(gate):
+    told, hangs = [], threading.Event()
+
+    def progress(done, total):
+        told.append((done, total))
+        if len(told) == 1:
+            hangs.set()
+            gate.wait(120)
+
+    count = Count(10, progress)
+    with Tasks("test", 1) as tasks:
+        first = tasks.submit(count.add, 1)
+        assert hangs.wait(120)
+        for _ in range(9):  # none of them waits for the callback that hangs
+            count.add(1)
+        assert told == [(1, 10)]
+        gate.set()
+        first.result()
+    assert told == [(1, 10), (10, 10)]
+
+
+def test_no_lock_is_held_while_it_is_told():
+    count = Count(2, lambda done, total: free.append(not count._lock.locked()))
+    free = []
+    count.add(2)
+    assert free == [True]
+
+
+def test_what_the_callback_raises_is_raised_and_the_next_step_is_told():
+    told = []
+
+    def progress(done, total):
+        told.append(done)
+        if done == 1:
+            raise KeyboardInterrupt
+
+    count = Count(3, progress)
+    with pytest.raises(KeyboardInterrupt):
+        count.add(1)
+    count.add(1)
+    assert told == [1, 2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.launch import supervise
+from hung_mount import hung_mount, needs_fuse
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,12 @@ def test_a_command_that_is_not_there_is_told_as_ever() -> None:
     with pytest.raises(supervise.CannotStart, match="command not found") as raised:
         supervise.spawn(["no-such-program"], dict(os.environ), own_group=True, enter=lambda: None)
     assert raised.value.code == supervise.NOT_FOUND
+
+
+@needs_fuse
+def test_a_command_that_never_starts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_START_S", 0.5)
+    late = pytest.raises(supervise.CannotStart, match="true: it did not start within 0 s; does the file system")
+    with hung_mount(tmp_path / "hung") as path, late:
+        supervise.spawn(["true"], dict(os.environ), own_group=True, enter=lambda: os.chdir(path))
+    os.wait()

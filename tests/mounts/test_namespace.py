@@ -18,6 +18,7 @@ from bootseer.fuse.syscalls import failure, number_of
 from bootseer.mounts import kernel
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
 from bootseer.mounts.table import is_mounted_anywhere
+from hung_mount import hung_mount, needs_fuse
 from plain_user import UID, as_plain_user
 
 pytestmark = pytest.mark.root
@@ -210,3 +211,10 @@ def test_a_mount_without_a_place_in_the_new_folder_is_told(place: Path) -> None:
     with Namespace.made(build) as namespace:
         (note,) = namespace.facts["notes"]
     assert f"the mount {root}/nested cannot be kept" in note
+
+
+@needs_fuse
+def test_a_helper_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path) -> None:
+    with hung_mount(tmp_path / "hung") as path, pytest.raises(TransientError):
+        Namespace.made(lambda: os.chdir(path), deadline_s=0.5)
+    os.wait()

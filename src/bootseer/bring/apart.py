@@ -16,10 +16,12 @@ from collections.abc import Callable
 
 from bootseer import errors
 from bootseer.errors import BootseerError, TransientError
+from bootseer.mounts.process import end_child
 
 DEADLINE_S = 300.0
 """More than all deadlines of what is asked for together: only for a client that hangs."""
 _MAX_BYTES = 65_536
+_END_S = 10.0
 
 
 def breaks_forks(uri: str | None) -> bool:
@@ -39,15 +41,17 @@ def do_apart(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> N
     os.close(report)
     try:
         said = _hear(answer, deadline_s)
+        status = end_child(pid, _END_S, kill=False)
     except BaseException:
-        os.kill(pid, signal.SIGKILL)
+        end_child(pid)
         raise
-    finally:
-        status = os.waitpid(pid, 0)[1]
     if said:
         kind, message = json.loads(said)
         found = getattr(errors, kind, None)
         raise (found if isinstance(found, type) and issubclass(found, BootseerError) else BootseerError)(message)
+    if status is None:
+        end_child(pid)
+        raise TransientError(f"the process that asked the store has answered, and not ended for {_END_S:g} s")
     if status:
         raise TransientError(f"the process that asked the store ended with status {status}")
 

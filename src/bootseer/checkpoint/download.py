@@ -21,7 +21,7 @@ from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.tasks import Tasks
+from bootseer.io.tasks import Count, Tasks
 
 _PIECE_BYTES = 16 << 20
 _AT_ONCE = 4
@@ -123,13 +123,11 @@ def _copy_all(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     total = sum(info.size_bytes for info in infos)
-    done = 0
-    lock = threading.Lock()
+    done = Count(total, progress)
     stopped = threading.Event()
     own = threading.local()
 
     def copy(file: CheckpointFile, descriptor: int, offset: int, length: int) -> None:
-        nonlocal done
         if stopped.is_set():
             return
         if not hasattr(own, "buffer"):  # used again: what is freed in such pieces is not given back to the system
@@ -141,10 +139,7 @@ def _copy_all(
         while view:
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
-        with lock:
-            done += length
-            if progress is not None:
-                progress(done, total)
+        done.add(length)
 
     def copy_file(info: FileInfo, threads: Tasks | None) -> None:
         if not stopped.is_set():

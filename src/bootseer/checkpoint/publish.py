@@ -26,7 +26,7 @@ from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
-from bootseer.io.tasks import Tasks
+from bootseer.io.tasks import Count, Tasks
 
 _FILES_AT_ONCE = 4
 """Files that are written side by side; their parts share the threads of the `Writing`."""
@@ -226,8 +226,7 @@ def _write_all(
         # Not what the owner may not write into yet: modes of folders come last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
     total = sum(file.size_bytes for file in source.files)
-    done = 0
-    lock = threading.Lock()
+    done = Count(total, progress)
     stopped = threading.Event()
     verify: Verify = "read" if settings.read_back else "length"
 
@@ -235,13 +234,11 @@ def _write_all(
         before = 0
 
         def heard(count: int, _: int) -> None:
-            nonlocal before, done
+            nonlocal before
             if stopped.is_set():  # by an error elsewhere or a signal: what is half done ends here
                 raise PermanentError(f"{file.local}: no longer written")
-            with lock:
-                before, done = count, done + count - before
-                if progress is not None:
-                    progress(done, total)
+            done.add(count - before)
+            before = count
 
         with FileSource(file.local) as opened:
             if is_head_size(file.size_bytes) and peek(opened.read(0, PEEK_BYTES)) is not None:

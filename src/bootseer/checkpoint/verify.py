@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -20,8 +21,8 @@ from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, row_of
 from bootseer.checkpoint.parity import xor_into
 from bootseer.checkpoint.places.place import OpenFile, Outcome
-from bootseer.errors import BootseerError, CorruptError
-from bootseer.io.tasks import Tasks
+from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.io.tasks import Count, Tasks
 
 _ROWS_AT_ONCE = 8
 """Or pieces, or small files."""
@@ -67,27 +68,11 @@ class Map(Protocol):
     def __call__(self, function: Callable[[A], B], of: Iterable[A], /) -> Iterator[B]: ...
 
 
-class _Count:
-    """Bytes that were read, told to whom it may concern. Safe to use from many threads."""
-
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, length: int) -> None:
-        with self._lock:
-            self._done += length
-            if self._progress is not None:
-                self._progress(min(self._done, self._total), self._total)
-
-
 def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | None = None) -> Verdict:
     """Read all files of a checkpoint, or one file. Raises only what makes looking impossible, as `NotFoundError`."""
     infos = sorted(walk(files, path), key=lambda info: info.path)
     size_bytes = sum(info.size_bytes for info in infos)
-    count = _Count(size_bytes, progress)
+    count = Count(size_bytes, progress)
     problems: list[Problem] = []
     with Tasks("bootseer-verify", _ROWS_AT_ONCE) as threads:
 
@@ -114,7 +99,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
 
 
 class _Ordinary:
-    def __init__(self, files: Files, path: str, count: _Count) -> None:
+    def __init__(self, files: Files, path: str, count: Count) -> None:
         self._place = files.place
         self._path = path
         self._count = count
@@ -134,7 +119,7 @@ class _Ordinary:
 
 
 class _Striped:
-    def __init__(self, files: Files, path: str, head: Head, count: _Count) -> None:
+    def __init__(self, files: Files, path: str, head: Head, count: Count) -> None:
         self._place = files.place
         self._path = path
         self._head = head
@@ -249,7 +234,7 @@ def _read_what_is_open(
 
 
 def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, Outcome]]:
-    """Read side by side; returns when all reads have ended, which their deadlines see to."""
+    """Read side by side; returns when all reads have ended, or should have by their deadlines."""
     left = threading.Semaphore(0)
     buffers = [bytearray(length) for _, _, length in wanted]
     outcomes: dict[int, Outcome] = {}
@@ -266,6 +251,8 @@ def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[t
             file.read_into(offset, memoryview(buffers[number]), ended(number), check=check, deadline_s=_READ_S)
         except BootseerError as error:
             ended(number)(Outcome(error, ""))
+    until = time.monotonic() + 2 * _READ_S
     for _ in wanted:
-        left.acquire()
-    return [(buffer, outcomes[number]) for number, buffer in enumerate(buffers)]
+        left.acquire(timeout=max(until - time.monotonic(), 0.0))
+    late = Outcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
+    return [(buffer, outcomes.get(number, late)) for number, buffer in enumerate(buffers)]

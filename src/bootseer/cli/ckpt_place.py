@@ -61,13 +61,13 @@ def _patience(what: str) -> Iterator[None]:
             while not ended.wait(_TICK_S):
                 progress.wait()
 
-        watching = threading.Thread(target=watch, name="patience")
+        watching = threading.Thread(target=watch, name="patience", daemon=True)
         watching.start()
         try:
             yield
         finally:
             ended.set()
-            watching.join()
+            watching.join(_TICK_S)  # a terminal that takes no output must not hold us up
 
 
 def tell_fallback(place: Mapping[str, object]) -> str:

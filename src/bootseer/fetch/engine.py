@@ -33,7 +33,7 @@ from bootseer.fetch.settings import FetchSettings
 from bootseer.fetch.stats import Meter
 from bootseer.fetch.tickets import Ticket, Tickets
 from bootseer.fetch.transfer import transfer
-from bootseer.io.executor import Executor, report_exception
+from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.store.store import Store
 
 # A long plan must not keep the first reader from the lock.
@@ -259,6 +259,9 @@ class Engine:
             self._carry_out(to_do)
         except BootseerError as error:
             _answer(ticket, error)
+        except Exception as error:  # not foreseen; but this reader waits, and others behind it
+            report_exception()
+            _answer(ticket, TransientError(f"{file.origin.uri}: {type(error).__name__}: {error}"))
         else:
             _answer(ticket, data)
 
@@ -273,12 +276,9 @@ class Engine:
                     continue
                 look_at = self._elsewhere.due(now)
                 to_do = self._advance(now)
-            try:
-                self._carry_out(to_do)
-                for key in look_at:
-                    self._look_at(key)
-            except Exception:  # without this thread no read would ever run out of time
-                report_exception()
+            # Without this thread no read would ever run out of time.
+            for job in (partial(self._carry_out, to_do), *(partial(self._look_at, key) for key in look_at)):
+                run_reported(job)
 
     def _look_at(self, key: Key) -> None:
         """Is the block here that another process has claimed, or has its claim fallen?"""
@@ -324,7 +324,8 @@ class Engine:
             # An adapter let a foreign error through: readers must not wait for the deadline because of that.
             error = TransientError(f"{file.origin.uri}: {type(problem).__name__}: {problem}")
             report_exception()
-        file.release(held)
+        finally:
+            run_reported(partial(file.release, held))
         to_do = self._finished(fetch, error)
         is_last = self._wants_all and self.scheduler.idle
         self._carry_out(to_do)

@@ -21,6 +21,7 @@ from bootseer.fetch.need import Found
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fetch.stats import FetchStats
 from bootseer.fetch.tickets import Done, Ticket
+from bootseer.io.executor import show_threads
 from bootseer.store.store import Store
 
 OnNeed = Callable[[int, int, Found], None]
@@ -109,6 +110,7 @@ class Fetcher:
         if self.read(file, offset, length, done, longest_s) is not None:
             answered.wait(longest_s + _GRACE_S)
         if not answers:
+            show_threads("a read was not answered")
             raise TransientError(f"file {self._files[file].index.identity[:16]}: no answer in {longest_s:.1f} s")
         if isinstance(answers[0], BootseerError):
             raise answers[0]

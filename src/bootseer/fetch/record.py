@@ -24,6 +24,7 @@ SCHEMA = "bootseer.record/1"
 WINDOW_S = 600.0
 """Needs after so long belong to no startup; usually `end` is called much earlier."""
 _FLUSH_S = 1.0
+_CLOSE_S = 10.0
 _MAX_LINE = 256
 _MAX_FILES = 4096
 
@@ -88,7 +89,9 @@ class RecordWriter:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            return  # it hangs in a write to the disk: what is left is lost
         self._flush()
         self._file.close()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, protocol
 from bootseer.fuse.tree import Cancel, Data
+from bootseer.io.executor import run_reported
 
 OnError = Callable[[str], None]
 """Hears of a fault, in one line, from any thread."""
@@ -28,6 +30,11 @@ GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
 """What the device says when the mount has ended."""
 JOIN_S = 5.0
 """How long `close` waits until nobody uses what was unmounted."""
+READ_DEADLINE_S = 90.0
+"""A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
+request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
+LOOK_S = 1.0
+"""How often somebody looks after reads that wait."""
 _MAX_ERRNO = 511
 """The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
 
@@ -35,7 +42,7 @@ _MAX_ERRNO = 511
 class Reading:
     """One read on its way: what is called to answer it, with `least` to `length` bytes or an error number."""
 
-    __slots__ = ("cancel", "least", "length", "mounted", "unique")
+    __slots__ = ("begun_s", "cancel", "least", "length", "mounted", "unique")
 
     def __init__(self, mounted: Mounted[Any], unique: int, least: int, length: int) -> None:
         self.mounted = mounted
@@ -43,6 +50,7 @@ class Reading:
         self.least = least
         self.length = length
         self.cancel: Cancel | None = None
+        self.begun_s = time.monotonic()
 
     def __call__(self, result: Data | int) -> None:
         mounted = self.mounted
@@ -80,6 +88,8 @@ class Mounted(Generic[R]):
         self._on_error = on_error
         self._waiting: dict[int, R] = {}
         self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._give_up_reads, name=f"fuse late {target.name}", daemon=True)
+        """Ends reads that are not answered. To be started with the others."""
 
     @property
     def num_waiting(self) -> int:
@@ -120,9 +130,23 @@ class Mounted(Generic[R]):
         if self._waiting.pop(reading.unique, None) is None:
             return False
         if reading.cancel is not None:
-            reading.cancel()
+            run_reported(reading.cancel)
         self._send_error(reading.unique, number)
         return True
+
+    def _give_up_reads(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            now = time.monotonic()
+            for reading in self._waiting.copy().values():
+                if reading.begun_s < now - READ_DEADLINE_S:
+                    if self._give_up(reading, errno.EIO):
+                        self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
+                elif reading.begun_s < now - LOOK_S and self._is_abandoned(reading):
+                    self._give_up(reading, errno.EINTR)
+
+    def _is_abandoned(self, reading: R) -> bool:
+        """Whether nobody waits for it any more."""
+        return False
 
     def _fail(self, unique: int, number: int) -> None:
         self._waiting.pop(unique, None)

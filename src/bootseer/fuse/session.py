@@ -156,6 +156,7 @@ def mount(
     device = attach.attach(target, label=label, helper=helper)
     session = Session(tree, target, device, on_error)
     session._thread.start()
+    session._watch.start()
     attach.widen_read_ahead(target)
     return session
 

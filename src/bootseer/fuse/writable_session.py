@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 from bootseer.fuse import attach, messages, protocol
@@ -24,25 +23,20 @@ READ_AHEAD_KIB = 8 * 1024
 """What the kernel reads ahead of a sequential reader: eight requests, so that several servers work for one reader."""
 VALID_S = 1
 """How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
-READ_DEADLINE_S = 90.0
-"""A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
-request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
 _MAX_THREADS = 256
 """More than the programs of a node that write or publish at the same moment: while so many wait, nobody reads."""
 _IDLE_THREADS = 4
-_LOOK_S = 1.0
 _BODY = protocol.IN_HEADER.size
 
 
 class _Reading(Reading):
     """A read that is looked after: since when, and for which thread."""
 
-    __slots__ = ("begun", "thread")
+    __slots__ = ("thread",)
 
     def __init__(self, session: WritableSession, unique: int, thread: int, length: int) -> None:
         super().__init__(session, unique, 0, length)
         self.thread = thread
-        self.begun = time.monotonic()
 
 
 class WritableSession(Mounted[_Reading]):
@@ -61,7 +55,7 @@ class WritableSession(Mounted[_Reading]):
     def start(self) -> None:
         """Begin to answer."""
         self._start_thread()
-        threading.Thread(target=self._give_up_reads, name=f"fuse late {self.target.name}", daemon=True).start()
+        self._watch.start()
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -164,15 +158,8 @@ class WritableSession(Mounted[_Reading]):
         if reading is not None and (reading.thread == 0 or is_dying(reading.thread)):
             self._give_up(reading, errno.EINTR)
 
-    def _give_up_reads(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            now = time.monotonic()
-            for reading in self._waiting.copy().values():
-                if reading.begun < now - READ_DEADLINE_S:
-                    if self._give_up(reading, errno.EIO):
-                        self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
-                elif reading.begun < now - _LOOK_S and is_dying(reading.thread):
-                    self._give_up(reading, errno.EINTR)
+    def _is_abandoned(self, reading: _Reading) -> bool:
+        return is_dying(reading.thread)
 
 
 def mount_writable(

@@ -37,11 +37,11 @@ class Connections:
                     return entry[1]
         return None
 
-    def connect(self, node: Node, timeout_s: float) -> DataNodeConnection:
-        """A new one. Raises `DataNodeError`."""
+    def new(self, node: Node) -> DataNodeConnection:
+        """One that is to be connected. Raises `DataNodeError` for a name that leads nowhere."""
         host, _, port = node.host_port.rpartition(":")
         address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
-        return DataNodeConnection(address, silent_s=self._silent_s, connect_s=timeout_s)
+        return DataNodeConnection(address, silent_s=self._silent_s)
 
     def give(self, node: Node, connection: DataNodeConnection) -> None:
         """Keep one whose read has come to its end."""

@@ -40,19 +40,15 @@ _CLIENT = "bootseer"
 
 
 class DataNodeConnection:
-    """A connection to one DataNode. Belongs to one thread at a time, but for `stop`."""
+    """A connection to one DataNode, once `connect` has made it. Belongs to one thread at a time, but for `stop`."""
 
-    def __init__(self, address: tuple[str, int], *, silent_s: float, connect_s: float) -> None:
+    def __init__(self, address: tuple[str, int], *, silent_s: float) -> None:
         try:
-            self._socket = socket.create_connection(address, timeout=connect_s)
+            self._found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            self._socket = socket.socket(*self._found[0][:3])
         except OSError as error:
-            kind = SilentError if isinstance(error, TimeoutError) else DataNodeError
-            raise kind(f"cannot be reached: {error}") from error
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wait = struct.pack("@ll", int(silent_s), round(silent_s % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+            raise DataNodeError(f"cannot be reached: {error}") from error
+        self._stopped = False
         self.silent_s = silent_s
         self.num_reads = 0
         """Reads that it has served to their end."""
@@ -61,8 +57,33 @@ class DataNodeConnection:
         """Room for checksums, kept for the next read."""
         self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
 
+    def connect(self, timeout_s: float) -> None:
+        """Connect, waiting so long for each of its addresses. Raises `DataNodeError`."""
+        problem: OSError = OSError("it has no address")
+        for number, (*kind, _, address) in enumerate(self._found):
+            try:
+                if number:
+                    self._socket.close()
+                    self._socket = socket.socket(*kind)
+                self._socket.settimeout(timeout_s)
+                if self._stopped:
+                    raise ConnectionAbortedError("it is not needed any more")
+                self._socket.connect(address)
+                self._socket.settimeout(None)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                wait = struct.pack("@ll", int(self.silent_s), round(self.silent_s % 1 * 1e6))
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+            except OSError as error:
+                problem = error
+            else:
+                return
+        error_kind = SilentError if isinstance(problem, TimeoutError) else DataNodeError
+        raise error_kind(f"cannot be reached: {problem}") from problem
+
     def stop(self) -> None:
         """From any thread: what waits for this connection, and what will, fails at once."""
+        self._stopped = True
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._socket.shutdown(socket.SHUT_RDWR)
 

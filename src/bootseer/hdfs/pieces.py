@@ -146,7 +146,12 @@ def hopeless(piece: Piece) -> BootseerError:
 def overrun(ticket: Ticket) -> TransientError:
     """That a ticket has not ended in time."""
     missing = next(piece for piece in ticket.pieces if piece.state is not State.ENDED)
-    nodes = ", ".join(node.host_port for node in missing.block.nodes) or "no DataNode"
+    nodes = [node.host_port for node in missing.block.nodes]
+    lies = f"; its only copy is on {nodes[0]}" if len(nodes) == 1 else f" from {', '.join(nodes) or 'any DataNode'}"
+    said = [f"{node}: {reason}" for node, reason in sorted(missing.reasons.items())]
+    if missing.run is not None:
+        said.append(f"{missing.run.line.name} has sent {missing.run.received} of {missing.run.length} bytes")
     return TransientError(
-        f"{ticket.source.named}: {missing.block} at {nodes} was not read within {ticket.deadline_s:.1f} s"
+        f"{ticket.source.named}: {missing.block} was not read within {ticket.deadline_s:.1f} s{lies}"
+        f" ({'; '.join(said) or 'it was not asked yet: others are read before'})"
     )

@@ -62,6 +62,7 @@ class Serving:
         self._lock = threading.Lock()
         self._schedule = Schedule(self.settings)
         self._probes: list[tuple[Block, Node]] = []
+        self._probing: set[DataNodeConnection] = set()
         self._num_coming = 0
         """Threads that were asked for and have not looked yet what there is to do."""
         self._ticking = False
@@ -111,6 +112,8 @@ class Serving:
                 self._schedule.fail(ticket, error, at_once=True)
             for run in self._schedule.runs:
                 run.halt()
+            for connection in self._probing:
+                connection.stop()
         while (job := self._untold()) is not None:
             job()
         self._timer.close()
@@ -124,7 +127,9 @@ class Serving:
         """Have as many threads awake as there is work, and the timer on while anything is underway. Under the lock.
 
         Raises `TransientError` when there is no thread and none can be started."""
-        if not self._ticking and self._schedule.num_pieces and not self._closed:
+        if self._closed:
+            return  # the threads that are still there tell all that there is to tell
+        if not self._ticking and self._schedule.num_pieces:
             with suppress(TransientError):
                 self._timer.after(_TICK_S, self._tick)
                 self._ticking = True
@@ -207,13 +212,16 @@ class Serving:
         """Read a run from this connection, or from a new one. False when it was of no use any more."""
         is_new = connection is None
         if connection is None:
-            connection = self._connections.connect(run.line.node, self._connect_s(run))
+            connection = self._connections.new(run.line.node)
         is_whole = False
         try:
             with self._lock:
+                # A thread waits for it from now on, until it is stopped: for a connection to be made, too.
                 run.connection = connection
                 if run.stopped:
                     connection.stop()
+            if is_new:
+                connection.connect(self._connect_s(run))
             is_whole = self._receive(run, connection)
         except (RefusedError, SilentError, UnevenError, WrongBytesError):
             raise
@@ -289,11 +297,16 @@ class Serving:
             raise SilentError(f"it said nothing for {silent_s:.1f} s")
 
         try:
-            connection = self._connections.connect(node, self.settings.silent_s)
+            connection = self._connections.new(node)
+            with self._lock:
+                self._probing.add(connection)
             try:
+                connection.connect(self.settings.silent_s)
                 # A request of its own: no reader waits for what may never come.
                 BlockRead(connection, block, 0, 1, check=False, on_silence=give_up)
             finally:
+                with self._lock:
+                    self._probing.discard(connection)
                 connection.close()
         except RefusedError:
             pass  # it has no such block any more, but it answers

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ Job = Callable[[], object]
 
 IDLE_S = 10.0
 """A thread without work ends after this; the next job starts another one."""
+_SHOWN_CALLS = 6
 
 
 class Executor:
@@ -144,3 +146,14 @@ def report_exception() -> None:
     kind, value, trace = sys.exc_info()
     if kind is not None:
         threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
+
+
+def show_threads(why: str) -> None:
+    """Print on standard error what each thread of this process does: a line each, the innermost calls first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [f"bootseer: {why}; its threads:\n"]
+    for ident, frame in sys._current_frames().items():
+        calls = traceback.extract_stack(frame)[-_SHOWN_CALLS:]
+        said = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in reversed(calls))
+        lines.append(f"  {names.get(ident, ident)}: {said}\n")
+    sys.stderr.write("".join(lines))

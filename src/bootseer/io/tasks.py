@@ -71,3 +71,39 @@ def _perform(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class Count:
+    """What many threads have done of a whole, told to a callback, by one thread at a time and with no lock held.
+
+    A callback that hangs, as on a terminal that was stopped, holds up the one thread that calls it. Not every step is
+    told; the end is.
+    """
+
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._total = total
+        self._progress = progress or (lambda done, total: None)
+        self._lock = threading.Lock()
+        self._done = 0
+        self._is_telling = False
+
+    def add(self, amount: int) -> None:
+        """So much more is done. Raises what the callback raises."""
+        with self._lock:
+            self._done += amount
+        told = -1
+        while (done := self._next(told)) is not None:
+            try:
+                self._progress(done, self._total)
+            finally:
+                self._is_telling = False
+            told = done
+
+    def _next(self, told: int) -> int | None:
+        """What to tell after this, unless another thread does or nothing has come that matters."""
+        with self._lock:
+            done = min(self._done, self._total)
+            if self._is_telling or done == told or (told >= 0 and done < self._total):
+                return None
+            self._is_telling = True
+            return done

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError
 from bootseer.launch.supervise import FORWARDED
+from bootseer.mounts.process import end_child
 
 Tell = Callable[[dict[str, Any]], None]
 _PR_SET_PDEATHSIG = 1
@@ -84,8 +85,7 @@ class Background:
         if not piece:
             self._open = False
             os.close(self._pipe)
-            with contextlib.suppress(ChildProcessError):  # as process 1 we bury all orphans together
-                os.waitpid(self.pid, 0)
+            end_child(self.pid, _KILL_AFTER_S, kill=False)
             return True
         *lines, self._data = (self._data + piece).split(b"\n")
         self._said += [json.loads(line) for line in lines if line]

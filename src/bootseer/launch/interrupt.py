@@ -95,5 +95,6 @@ def _ended_after(
         ended.set()
         signal.set_wakeup_fd(previous)
         os.close(tell)
-        watching.join()
-        os.close(heard_of)
+        watching.join(_NUDGE_S)
+        if not watching.is_alive():  # otherwise it ends the process just now
+            os.close(heard_of)

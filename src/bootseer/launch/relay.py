@@ -20,9 +20,12 @@ import time
 import tty
 from collections.abc import Callable
 
+from bootseer.launch.supervise import say
+
 _READ_BYTES = 1 << 16
-_KEEP_BYTES = 1 << 13
-"""A line is matched when its newline comes; of one without end this much is kept."""
+_KEEP_BYTES = 1 << 12
+"""A line is matched when its newline comes; of a longer one, the last so many bytes are."""
+_SLOW_S = 0.5
 
 
 class Relay:
@@ -81,6 +84,7 @@ class Relay:
             try:
                 view = view[os.write(self._target, view) :]
             except BlockingIOError:  # somebody who shares the descriptor has made it so
+                # For as long as the reader does not read: so long the command itself would be held up without us.
                 select.select([], [self._target], [])
             except OSError as error:
                 return error.errno not in (errno.EPIPE, errno.EIO)
@@ -89,10 +93,24 @@ class Relay:
     def _match(self, text: bytes) -> bytes:
         *lines, rest = re.split(rb"[\r\n]", text)
         for line in lines:
-            if self._pattern is not None and self._pattern.search(line):
-                self._pattern = None
-                self._found(line.decode("utf-8", "replace")[:200])
+            self._search(line[-_KEEP_BYTES:])
         return rest[-_KEEP_BYTES:]
+
+    def _search(self, line: bytes) -> None:
+        if self._pattern is None:
+            return
+        began_s = time.monotonic()
+        is_found = self._pattern.search(line)
+        took_s = time.monotonic() - began_s
+        if is_found:
+            self._pattern = None
+            try:
+                self._found(line.decode("utf-8", "replace")[:200])
+            except Exception as error:  # the command's output has to go on
+                say(f"the begin of training was seen and could not be written down: {error}")
+        elif took_s > _SLOW_S:  # the next line may take hours; nothing else runs meanwhile, as `re` does not give way
+            self._pattern = None
+            say(f"--began-pattern took {took_s:.1f} s for one line and is not searched for any more; write it simpler")
 
 
 def follow_window_size(relays: list[Relay]) -> None:

@@ -19,7 +19,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import select
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -44,6 +46,8 @@ NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 _PR_SET_PDEATHSIG = 1
+_START_S = 120.0
+"""For going into namespaces and reading the program's first bytes, which may come from a store."""
 _MAX_REPORT = 4096  # what a pipe takes at once
 # Python ignores these two; the command must find them as we did before Python started.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -117,15 +121,32 @@ def spawn(
                     _become(command, env, parent, group, {1: stdout, 2: stderr}, report, enter)
             finally:
                 os.close(report)
-            failed = file.read()  # ends when the command has taken the child's place
+            failed = _start_of(file.fileno())
     except OSError as error:
         raise CannotStart(command[0], error) from error
     if failed:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        _end(pid)
         number, _, why = failed.decode("utf-8", "replace").partition(" ")
         raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), why)
     return pid
+
+
+def _start_of(answer: int) -> bytes:
+    """Why the command could not start; nothing when it has taken the child's place, which closes the pipe."""
+    said, until = b"", time.monotonic() + _START_S
+    while select.select([answer], [], [], max(0.0, until - time.monotonic()))[0]:
+        piece = os.read(answer, 1 << 16)
+        if not piece:
+            return said
+        said += piece
+    why = f"it did not start within {_START_S:.0f} s; does the file system that it lies on answer?"
+    return b"%d %s" % (errno.ETIMEDOUT, why.encode())
+
+
+def _end(pid: int) -> None:
+    from bootseer.mounts.process import end_child  # rarely needed, and it costs time in front of every job
+
+    end_child(pid)
 
 
 def _pipe() -> tuple[int, int]:

@@ -20,7 +20,7 @@ NAME = "control"
 _MAX_LINE = 65_536
 _TICK_S = 0.5
 _PATIENCE_S = 2.0
-"""How long the daemon waits for a question on an open connection: it answers one at a time."""
+"""How long the daemon waits for a whole question, and for its answer to be taken: it answers one at a time."""
 Answer = dict[str, object]
 
 
@@ -57,14 +57,15 @@ def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
     except OSError:
         return
     with link:
-        link.settimeout(_PATIENCE_S)
+        until = time.monotonic() + _PATIENCE_S
         try:
-            question = str(json.loads(_line(link))["do"])
+            question = str(json.loads(_line(link, until))["do"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             line = _encoded({"error": "not understood"})
         else:
             line = _answered(answer, question)
         with contextlib.suppress(OSError):
+            link.settimeout(_PATIENCE_S)
             link.sendall(line)
 
 
@@ -89,12 +90,12 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with link:
         link.settimeout(timeout_s)
+        until = time.monotonic() + timeout_s
         try:
             with _short(folder) as path:
                 link.connect(path)
             link.sendall(_encoded({"do": what}))
-            _await(link, timeout_s, waiting)
-            said = json.loads(_line(link))
+            said = json.loads(_line(link, until, waiting))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
@@ -106,20 +107,18 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
     return said
 
 
-def _await(link: socket.socket, timeout_s: float, waiting: Callable[[], None]) -> None:
-    """Wait until there is something to be read. Raises `TimeoutError`."""
-    until = time.monotonic() + timeout_s
+def _line(link: socket.socket, until: float, waiting: Callable[[], None] = lambda: None) -> bytes:
+    """A line that comes until a moment of the monotonic clock, however slowly. Raises `TimeoutError`."""
+    data = b""
     poll = select.poll()
     poll.register(link, select.POLLIN)
-    while not poll.poll(1000 * min(_TICK_S, max(until - time.monotonic(), 0.0))):
-        if time.monotonic() >= until:
-            raise TimeoutError
-        waiting()
-
-
-def _line(link: socket.socket) -> bytes:
-    data = b""
     while not data.endswith(b"\n"):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if not poll.poll(1000 * min(_TICK_S, left_s)):
+            waiting()
+            continue
         piece = link.recv(_MAX_LINE)
         if not piece or len(data) + len(piece) > _MAX_LINE:
             raise ValueError("no line")

@@ -30,7 +30,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.mounts import control
-from bootseer.mounts.process import ProcessId
+from bootseer.mounts.process import ProcessId, end_child
 
 LOG = "log"
 FILES = "files"
@@ -216,8 +216,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
             os.close(lifeline[0])
     with os.fdopen(ready, "rb", buffering=0) as pipe:
         # The middle process ends at once, and takes the daemon's parenthood with it: nobody must wait for zombies.
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(middle, 0)
+        end_child(middle, deadline_s, kill=False)
         birth = _Birth(spec, pipe.fileno())
         try:
             return birth.hear(deadline_s, waiting)

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import select
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fuse.syscalls import libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.process import die_with
+from bootseer.mounts.process import die_with, end_child
 from bootseer.mounts.table import is_below, mount_table, visible
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
@@ -93,10 +92,7 @@ class Namespace:
         finally:
             os.close(answer)
             os.close(release)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(helper, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(helper, 0)
+            end_child(helper)
 
     @classmethod
     def _of(cls, helper: int, said: Mapping[str, Any], *, user: bool) -> Namespace:

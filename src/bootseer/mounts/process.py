@@ -1,6 +1,6 @@
 """A process that can be recognised later: its number alone may belong to another one by then.
 
-And the other way round: a process that ends with the one that started it.
+And the other way round: a process that ends with the one that started it, and children whose end is waited for.
 
 Who calls: `state`, `daemon`; whoever forks helpers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,27 @@ from pathlib import Path
 from bootseer.fuse.syscalls import libc
 
 _PR_SET_PDEATHSIG = 1
+
+
+def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | None:
+    """Kill a child, unless it ends by itself (`kill=False`), and wait for it: its wait status.
+
+    None when it has not ended within `timeout_s` seconds: one that hangs in a system call, such as in a dead mount,
+    does not even die of SIGKILL until the call returns. It is left behind then. None too when it was waited for
+    elsewhere, as process 1 does for all.
+    """
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        handle = os.pidfd_open(pid)
+        try:
+            if kill:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            if ended.poll(1000 * timeout_s):
+                return os.waitpid(pid, 0)[1]
+        finally:
+            os.close(handle)
+    return None
 
 
 def die_with(parent: int) -> None:

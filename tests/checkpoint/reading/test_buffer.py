@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -23,6 +24,18 @@ class Loads:
     def __call__(self, pieces, urgent):
         self.begun += pieces
         self.urgent += [urgent] * len(pieces)
+
+
+@contextlib.contextmanager
+def reported(kind):
+    """An exception of this kind is reported, as of a thread that ends by it, and not raised."""
+    kinds = []
+    before, threading.excepthook = threading.excepthook, lambda args: kinds.append(args.exc_type)
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+    assert set(kinds) == {kind}
 
 
 @pytest.fixture
@@ -204,3 +217,41 @@ def test_calls_that_reads_wait_for_are_made_after_the_end_too(timer):
     timer.after(0.05, made.release)
     assert made.acquire(timeout=180)
     assert made.acquire(timeout=180)
+
+
+def test_a_thousand_readers_wait_while_every_load_ends_at_once_and_all_are_answered(buffer):
+    """Each load that is refused makes room for the next one, which is refused."""
+    held, got = Loads(), []
+
+    def refuse(pieces, urgent):
+        for piece in pieces:
+            buffer.finish(piece, TransientError("no node has it"))
+
+    def arrived(piece):
+        got.append(str(piece.error))
+        buffer.let_go(piece)
+
+    buffer.want([ask(number) for number in range(8)], held, buffer.let_go)
+    for number in range(1000):
+        buffer.want([ask(number, file=2)], refuse, arrived)
+    assert got == []
+    buffer.finish(held.begun[0], None)
+    assert got == ["no node has it"] * 1000
+    assert buffer.taken_bytes == 7 * MIB
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("unforeseen"), KeyboardInterrupt()], ids=repr)
+def test_a_load_that_raises_ends_its_pieces_and_the_next_reader_tries_again(buffer, error):
+    load, got = Loads(), []
+
+    def broken(pieces, urgent):
+        raise error
+
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else reported(type(error)):
+        buffer.want([ask(0), ask(1)], broken, got.append)
+    assert [type(piece.error) for piece in got] == [TransientError] * 2
+    for piece in got:
+        buffer.let_go(piece)
+    assert buffer.taken_bytes == 0
+    buffer.want([ask(0)], load, got.append)
+    assert len(load.begun) == 1

@@ -98,6 +98,7 @@ class Reader:
             wants,
             max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
+            moved=lambda: None,
             then=ends.append,
         ).start()
         then()

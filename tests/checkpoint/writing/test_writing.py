@@ -12,12 +12,13 @@ import pytest
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.head import part_path
+from bootseer.checkpoint.head import STRIPES, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.parity import parity_chunk
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.writing import lane
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import BytesSource, FileSource
 from bootseer.checkpoint.writing.writing import Writing
@@ -348,3 +349,29 @@ def test_a_large_file_that_is_not_striped_is_under_a_lease_too(tmp_path: Path) -
     assert collected == [0]
     assert desk.read("job/f") == content
     assert desk.leftovers() == []
+
+
+@pytest.mark.parametrize("way", ["at once", "piece by piece", "read back"])
+def test_a_place_that_never_answers_is_an_error_and_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(end_s=0.1))
+    monkeypatch.setattr(lane, "_STUCK_S", 0.2)
+    gate, data = threading.Event(), os.urandom(4 * MIB)
+
+    def hang(step: str, path: str) -> None:
+        if (step, STRIPES in path) == ("open" if way == "read back" else "write", True):
+            gate.wait(120)
+
+    desk.place.before = hang
+    try:
+        with pytest.raises(TransientError, match=r"no request to the storage has ended for \d+ s"):
+            if way == "piece by piece":
+                writer = desk.writing.open("job/file", policy=SMALL)
+                writer.write_at(0, data)
+                writer.commit()
+            else:
+                verify = "read" if way == "read back" else "length"
+                desk.writing.write_file("job/file", BytesSource(data), policy=SMALL, verify=verify)
+    finally:
+        gate.set()

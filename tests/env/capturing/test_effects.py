@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env.capturing import effects
 from bootseer.env.capturing.effects import Effects
 from bootseer.env.capturing.kernel_state import KernelState
 from bootseer.env.capturing.watch import unobserved
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at
+from hung_mount import hung_mount, needs_fuse
 
 WAITS = f"{sys.executable} -c 'import signal; signal.pause()'"
 NOBODY_WATCHED = unobserved("nobody watched")
@@ -140,3 +142,15 @@ def test_a_kernel_that_is_left_alone_does_not_change() -> None:
     subprocess.run(["true"], check=True)
     assert len(before.settings) > 100
     assert KernelState.now().changes(before) == []
+
+
+@needs_fuse
+def test_a_look_that_hangs_in_the_kernel_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effects, "LOOK_S", 0.5)
+    with hung_mount(tmp_path / "hung") as path:
+        assert effects._look(lambda: void(path.stat())) == {}
+    os.wait()
+
+
+def void(_: object) -> None:
+    """Drop a value."""

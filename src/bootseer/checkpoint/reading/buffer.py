@@ -11,13 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
+from bootseer.checkpoint.reading.effects import Effect, carry_out
 from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.source import Job
-from bootseer.errors import BootseerError
+from bootseer.checkpoint.reading.source import Job, failure
+from bootseer.errors import BootseerError, TransientError
 from bootseer.io.timer import Timer
 
 MIN_BYTES = 8 << 20
@@ -78,7 +80,7 @@ Load = Callable[[Sequence[Held], bool], None]
 
 
 class ChunkBuffer:
-    """All pieces of all files. Calls nobody while it holds its lock."""
+    """All pieces of all files. Calls nobody while it holds its lock: see `effects`."""
 
     def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Facts) -> None:
         if limit_bytes < MIN_BYTES:
@@ -121,8 +123,8 @@ class ChunkBuffer:
         with self._lock:
             self._overdrawn = self._overdrawn and not overdrawn
             self._give(num_bytes)
-            served = self._serve()
-        self._load(served, demand=True)
+            effects = self._serve()
+        carry_out(effects)
 
     def has(self, file: int) -> bool:
         """Whether there is any piece of a file."""
@@ -154,12 +156,8 @@ class ChunkBuffer:
                     self._queue.append(piece)
                     self._facts.add("waited_for_room")
                 piece.waiters.append(waiter)
-        for piece in late:
-            if (job := piece.job) is not None:
-                job.hurry()
-        self._load(begun, demand=True)
-        for piece in ready:
-            waiter(piece)
+        hurries: list[Effect] = [job.hurry for piece in late if (job := piece.job) is not None]
+        carry_out([*hurries, *self._loads(begun, demand=True), *(partial(waiter, piece) for piece in ready)])
 
     def ahead(self, asks: Sequence[Ask], load: Load, *, waiter: Waiter | None = None) -> tuple[int, int]:
         """Load pieces before anybody wants them, as far as there is room.
@@ -181,12 +179,15 @@ class ChunkBuffer:
                         piece.waiters.append(waiter)
                     begun.append(piece)
                 done += 1
-        self._load(begun, demand=False)
+        carry_out(self._loads(begun, demand=False))
         return done, sum(piece.length for piece in begun)
 
     def finish(self, piece: Held, error: BootseerError | None) -> None:
-        """A piece was loaded, or could not be: then it is as if nobody had asked, and the next reader tries again."""
+        """A piece was loaded, or could not be: then it is as if nobody had asked, and the next reader tries again.
+        The second time, nothing happens."""
         with self._lock:
+            if piece.state is _State.READY:
+                return
             piece.job = None
             waiters, piece.waiters = piece.waiters, []
             if error is not None:
@@ -195,10 +196,8 @@ class ChunkBuffer:
             elif not piece.users:
                 self._rest(piece)
             piece.state = _State.READY
-            served = self._serve()
-        for waiter in waiters:
-            waiter(piece)
-        self._load(served, demand=True)
+            effects: list[Effect] = [*(partial(waiter, piece) for waiter in waiters), *self._serve()]
+        carry_out(effects)
 
     def hold(self, piece: Held) -> Callable[[], None]:
         """Hold a piece that is held already once more; call what is returned to let go."""
@@ -215,8 +214,8 @@ class ChunkBuffer:
             if piece.users or piece.state is not _State.READY or piece.error is not None:
                 return
             self._rest(piece)
-            served = self._serve()
-        self._load(served, demand=True)
+            effects = self._serve()
+        carry_out(effects)
 
     def drop(self, file: int) -> None:
         """Nobody reads this file any more: cancel what is on its way, and drop what nobody holds."""
@@ -229,10 +228,8 @@ class ChunkBuffer:
                     self._remove(piece)
                 elif piece.users == 0 and piece.job is not None:
                     jobs.append(piece.job)
-            served = self._serve()
-        for job in jobs:
-            job.cancel()
-        self._load(served, demand=True)
+            effects = [*(job.cancel for job in jobs), *self._serve()]
+        carry_out(effects)
 
     def cancel(self, error: BootseerError) -> None:
         """End all reads that are on their way or wait for memory; who waits for them gets an error."""
@@ -240,24 +237,31 @@ class ChunkBuffer:
             queued = list(self._queue)
             self._queue.clear()
             jobs = [piece.job for piece in self._pieces.values() if piece.job is not None]
-        for piece in queued:
-            self.finish(piece, error)
-        for job in jobs:
-            job.cancel()
+        carry_out([*(partial(self.finish, piece, error) for piece in queued), *(job.cancel for job in jobs)])
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until nothing is held or on its way: whether it is so."""
         with self._lock:
             return self._emptied.wait_for(lambda: not self.taken_bytes, timeout_s)
 
-    def _load(self, pieces: Sequence[Held], *, demand: bool) -> None:
-        """Those of the same file are loaded together."""
+    def _loads(self, pieces: Iterable[Held], *, demand: bool) -> list[Effect]:
+        """The loading of pieces whose state says already that they are loading: those of the same file together."""
         groups: dict[Load, list[Held]] = {}
         for piece in pieces:
-            piece.data = bytearray(piece.length)
             groups.setdefault(piece.load, []).append(piece)
-        for load, group in groups.items():
-            load(group, demand)
+        return [partial(self._load, load, group, demand) for load, group in groups.items()]
+
+    def _load(self, load: Load, pieces: Sequence[Held], demand: bool) -> None:
+        try:
+            for piece in pieces:
+                piece.data = bytearray(piece.length)
+            load(pieces, demand)
+        except BaseException as error:
+            # Nobody else would ever end these pieces, and every later reader would wait for them.
+            for piece in pieces:
+                self.finish(piece, failure(error, f"bytes {piece.offset} to {piece.offset + piece.length}"))
+            if not isinstance(error, Exception):
+                raise
 
     def _add(self, ask: Ask, load: Load) -> Held:
         piece = self._pieces[ask.key] = Held(ask, load)
@@ -291,7 +295,7 @@ class ChunkBuffer:
         (self._spent if piece.spent else self._idle)[piece.key] = piece
         if not self._sweeping:
             self._sweeping = True
-            self._timer.after(self._idle_s, self._sweep)
+            self._sweep_in(self._idle_s)
 
     def _take(self, num_bytes: int, *, demand: bool) -> bool:
         limit = self._limit if demand else self._limit - self._limit // _FOR_DEMAND
@@ -311,14 +315,14 @@ class ChunkBuffer:
         self.taken_bytes += num_bytes
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
 
-    def _serve(self) -> list[Held]:
-        """Give room to those who wait for it, in their order."""
-        served = []
+    def _serve(self) -> list[Effect]:
+        """Give room to those who wait for it, in their order. Returns how they are loaded."""
+        served: list[Held] = []
         while self._queue and self._take(self._queue[0].length, demand=True):
             piece = self._queue.popleft()
             piece.state = _State.LOADING
             served.append(piece)
-        return served
+        return self._loads(served, demand=True)
 
     def _sweep(self) -> None:
         """Drop what has been idle for long enough."""
@@ -329,6 +333,12 @@ class ChunkBuffer:
                     self._remove(oldest)
             self._sweeping = bool(self._spent or self._idle)
             if self._sweeping:
-                self._timer.after(self._idle_s / 2, self._sweep)
-            served = self._serve()
-        self._load(served, demand=True)
+                self._sweep_in(self._idle_s / 2)
+            effects = self._serve()
+        carry_out(effects)
+
+    def _sweep_in(self, delay_s: float) -> None:
+        try:
+            self._timer.after(delay_s, self._sweep)
+        except TransientError:  # no thread can be started: what rests next tries again
+            self._sweeping = False

@@ -7,7 +7,8 @@ names file, chunk, part and nodes when that cannot be. Made by `striped`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bootseer.blocks.codec import digest_of
@@ -15,8 +16,9 @@ from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
 from bootseer.checkpoint.reading.means import Means, alike
 from bootseer.checkpoint.reading.segments import OpenSegment
-from bootseer.checkpoint.reading.source import Want
+from bootseer.checkpoint.reading.source import Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.io.executor import report_exception
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.reading.row import Row
@@ -49,7 +51,7 @@ class ChunkRead:
         self._want = want
         self._row = row
         self._shared = shared
-        self._stopped = False
+        self._stopped = self._own_is_over = self._is_over = False
         self._opened: OpenSegment | None = None
         self._claimed = False
         self._waits_until: float | None = None
@@ -73,8 +75,7 @@ class ChunkRead:
     def start(self, *, urgent: bool) -> None:
         """See `Job.start`."""
         self.urgent = self.urgent or urgent
-        self._opened = self._means.segments.acquire(self.chunk)
-        self._claim()
+        self._guard(self._begin)
 
     def hurry(self) -> None:
         """See `Job.hurry`."""
@@ -102,24 +103,57 @@ class ChunkRead:
 
     def read_own(self) -> None:
         """Ask its own part. Ends in `Row.own_ended`, or in `finish`."""
-        part, offset = self.segment.place_of(self.chunk)
-        self.expected_s = part.delay_s(offset, self.num_bytes)
-        self.started_s = self._means.timer.now_s()
-        part.then(self._part_opened)
+        self._guard(self._read_own)
 
     def is_right(self, data: memoryview) -> bool:
         """Whether these are the bytes of the chunk."""
         return digest_of(data) == self.segment.index.digest(self.chunk - self.segment.first_chunk)
 
     def finish(self, error: BootseerError | None, *, keep: bool = True) -> None:
-        """The end. Without an error, `into` holds the verified bytes."""
-        segment = self.segment
-        if error is None and keep:
-            self._means.keep(segment, self.chunk, self.into, self._want.hold)
-        elif self._claimed:
-            self._means.release_claim(segment, self.chunk)
-        self._means.segments.release(segment)
-        self._want.done(error)
+        """The end; the second time, nothing happens. Without an error, `into` holds the verified bytes."""
+        if self._is_over:
+            return
+        self._is_over = True
+        segment = self._opened
+        try:
+            if segment is not None:
+                self._let_go(segment, keep=error is None and keep)
+        except Exception:  # the cache saves time, and nothing depends on it
+            report_exception()
+        finally:
+            self._want.done(error)
+
+    def _let_go(self, segment: OpenSegment, *, keep: bool) -> None:
+        try:
+            if keep:
+                self._means.keep(segment, self.chunk, self.into, self._want.hold)
+            elif self._claimed:
+                self._means.release_claim(segment, self.chunk)
+        finally:
+            self._means.segments.release(segment)
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        """Take a step; if that goes wrong, whatever it is, its own read has ended: its readers wait for that."""
+        try:
+            step()
+        except BaseException as error:
+            problem = failure(error, f"{self._means.path}: chunk {self.chunk}")
+            if self._opened is None:
+                self.finish(problem)
+            else:
+                self._own_ended(problem)
+            if not isinstance(error, Exception):
+                raise
+
+    def _begin(self) -> None:
+        self._opened = self._means.segments.acquire(self.chunk)
+        self._claim()
+
+    def _read_own(self) -> None:
+        part, offset = self.segment.place_of(self.chunk)
+        self.expected_s = part.delay_s(offset, self.num_bytes)
+        self.started_s = self._means.timer.now_s()
+        part.then(self._part_opened)
 
     def _claim(self) -> None:
         """Leave the chunk to another process that fetches it already, if it does so soon."""
@@ -136,7 +170,7 @@ class ChunkRead:
                     self._waits_until = now + means.settings.claim_s
                     means.facts.add("claims_waited")
                 if now < self._waits_until:
-                    means.timer.after(_POLL_S, self._claim)
+                    means.timer.after(_POLL_S, partial(self._guard, self._claim))
                     return
         if self._row is None:
             self.read_own()
@@ -145,7 +179,7 @@ class ChunkRead:
 
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is not None:
-            self._ask(file, frozenset(), check=False)
+            self._guard(partial(self._ask, file, frozenset(), check=False))
         elif error is not None:
             self._own_ended(self._named(error))
 
@@ -157,7 +191,7 @@ class ChunkRead:
         _, offset = self.segment.place_of(self.chunk)
 
         def arrived(outcome: Outcome) -> None:
-            self._arrived(file, outcome)
+            self._guard(partial(self._arrived, file, outcome))
 
         try:
             ticket = file.read_into(
@@ -204,6 +238,9 @@ class ChunkRead:
         return alike(error, f"{self.where}: {error}")
 
     def _own_ended(self, error: BootseerError | None, *, keep: bool = True) -> None:
+        if self._own_is_over:
+            return
+        self._own_is_over = True
         if error is not None:
             self.problem = error
         if self._row is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bootseer.checkpoint.reading.assembly import Answer
-from bootseer.checkpoint.reading.gather import Waiting
+from bootseer.checkpoint.reading.gather import Gather, Waiting
 from bootseer.checkpoint.reading.shared_file import SharedFile
-from bootseer.checkpoint.reading.transfer import Transfer
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
 Buffer = bytearray | memoryview
@@ -47,7 +46,7 @@ class CheckpointFile:
         length = self._length(offset, len(view))
         view = view[:length]
         if length >= self._shared.direct_min_bytes:
-            _wait_for(lambda waiting: self._shared.read_large(offset, view, waiting.ended))
+            self._wait_for(lambda gather: self._shared.read_large(offset, view, gather))
         elif length:
             view[:] = self._small(offset, length)
         return length
@@ -65,7 +64,7 @@ class CheckpointFile:
                 raise PermanentError(
                     f"{self.path}: bytes {offset} to {offset + len(view)} of a file of {self.size_bytes}"
                 )
-        _wait_for(lambda waiting: self._shared.read_ranges(views, waiting.ended))
+        self._wait_for(lambda gather: self._shared.read_ranges(views, gather))
 
     def read_async(
         self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
@@ -117,11 +116,22 @@ class CheckpointFile:
             waiting.ended(answer if isinstance(answer, BootseerError) else None)
 
         self._shared.read_async(offset, length, done)
-        waiting.wait()
+        waiting.wait(f"{self.path}: bytes {offset} to {offset + length}", self._shared.lost_s)
         answer = answers[0]
         if isinstance(answer, BootseerError):
             raise answer
         return answer
+
+    def _wait_for(self, begin: Callable[[Gather], None]) -> None:
+        waiting = Waiting()
+        try:
+            begin(waiting.gather)
+            waiting.wait(self.path, self._shared.lost_s)
+        except BaseException:
+            if not waiting.is_over:  # a signal, or a part that never ends: what runs still writes into their memory
+                waiting.gather.cancel(TransientError(f"{self.path}: the read was interrupted"))
+                waiting.wait_over()
+            raise
 
     def _length(self, offset: int, length: int) -> int:
         self._check_open()
@@ -132,17 +142,3 @@ class CheckpointFile:
     def _check_open(self) -> None:
         if self._closed:
             raise PermanentError(f"{self.path}: this file was closed")
-
-
-def _wait_for(begin: Callable[[Waiting], Transfer | None]) -> None:
-    waiting = Waiting()
-    transfer = begin(waiting)
-    try:
-        waiting.wait()
-    except BootseerError:
-        raise
-    except BaseException:  # a signal: what runs still writes into the caller's memory
-        if transfer is not None:
-            transfer.cancel(TransientError("the read was interrupted"))
-        waiting.wait_over()
-        raise

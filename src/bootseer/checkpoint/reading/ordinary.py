@@ -12,8 +12,7 @@ from collections.abc import Hashable, Sequence
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
 from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Job, Want
-from bootseer.errors import BootseerError
+from bootseer.checkpoint.reading.source import Job, Want, failure
 
 
 class Ordinary:
@@ -73,8 +72,10 @@ class _Piece:
             ticket = self._file.read_into(
                 want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s
             )
-        except BootseerError as error:
-            want.done(error)
+        except BaseException as error:
+            want.done(failure(error, f"bytes {want.start} to {want.start + self.num_bytes}"))
+            if not isinstance(error, Exception):
+                raise
             return
         self._ticket = ticket
         if self._cancelled:

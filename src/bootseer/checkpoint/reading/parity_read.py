@@ -12,6 +12,7 @@ from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
 from bootseer.checkpoint.reading.instead import is_late
 from bootseer.checkpoint.reading.means import Means
 from bootseer.checkpoint.reading.segments import OpenSegment
+from bootseer.checkpoint.reading.source import failure
 from bootseer.errors import BootseerError
 
 
@@ -27,12 +28,17 @@ class ParityRead:
         self._part, self._offset = segment.parity_of(first_chunk)
         self._expected_s = self._part.delay_s(self._offset, CHUNK_BYTES)
         self._since_s = means.timer.now_s()
-        self._cancelled = False
+        self._cancelled = self._is_over = False
         self._ticket: Ticket | None = None
 
     def start(self) -> None:
         """Begin."""
-        self._part.then(self._opened)
+        try:
+            self._part.then(self._opened)
+        except BaseException as error:
+            self._end(failure(error, self._part.path))
+            if not isinstance(error, Exception):
+                raise
 
     def cancel(self) -> None:
         """It is of no use any more; it still ends."""
@@ -49,16 +55,18 @@ class ParityRead:
         ticket = self._ticket
         return 0.0 if ticket is None else ticket.left_s()
 
-    def _opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
+    def _opened(self, file: OpenFile | None, problem: BootseerError | None) -> None:
         if file is None:
-            self._end(error)
+            self._end(problem)
             return
         try:
             ticket = file.read_into(
                 self._offset, self.data, self._arrived, check=False, deadline_s=self._means.settings.deadline_s
             )
-        except BootseerError as refused:
-            self._end(refused)
+        except BaseException as error:
+            self._end(failure(error, self._part.path))
+            if not isinstance(error, Exception):
+                raise
             return
         self._ticket = ticket
         if self._cancelled:
@@ -70,5 +78,7 @@ class ParityRead:
         self._end(outcome.error)
 
     def _end(self, error: BootseerError | None) -> None:
-        self.error = error
-        self._ended()
+        if not self._is_over:
+            self._is_over = True
+            self.error = error
+            self._ended()

@@ -59,13 +59,20 @@ class Prefetch:
             if self._working:
                 return
             self._working = True
-        while (batch := self._next()) is not None:
-            done, begun_bytes = self._buffer.ahead(batch, self._load, waiter=self._arrived)
+        try:
+            while (batch := self._next()) is not None:
+                # Outside of the lock: this looks into the node's cache.
+                asks = [ask for ask in batch if self._is_wanted(ask)]
+                done, begun_bytes = self._buffer.ahead(asks, self._load, waiter=self._arrived)
+                with self._lock:
+                    self._in_flight -= sum(ask.length for ask in batch) - begun_bytes
+                    if done < len(asks):  # no memory for these now
+                        self._left.extendleft(reversed(asks[done:]))
+                        self._pause()
+        except BaseException:
             with self._lock:
-                self._in_flight -= sum(ask.length for ask in batch) - begun_bytes
-                if done < len(batch):  # no memory for these now
-                    self._left.extendleft(reversed(batch[done:]))
-                    self._pause()
+                self._working = False
+            raise
 
     def cancel(self) -> None:
         """Bring nothing more."""
@@ -81,10 +88,8 @@ class Prefetch:
                 ask = self._left[0]
                 if self._in_flight + ask.length > self._max_bytes or not self._has_room(self._in_flight + ask.length):
                     break
-                self._left.popleft()
-                if self._is_wanted(ask):
-                    batch.append(ask)
-                    self._in_flight += ask.length
+                batch.append(self._left.popleft())
+                self._in_flight += ask.length
             if batch:
                 return batch
             self._working = False

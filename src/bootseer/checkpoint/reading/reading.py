@@ -57,7 +57,7 @@ class Reading:
             raise self._after_close(path)
         file = self._place.open(path)
         try:
-            head = _read_head(file, path, self._settings.deadline_s)
+            head = _read_head(file, path, self._settings)
         except BaseException:
             file.close()
             raise
@@ -146,30 +146,30 @@ class Reading:
         return Striped(head, means, engine.donors)
 
 
-def _read_head(file: OpenFile, path: str, deadline_s: float) -> Head | None:
+def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | None:
     """The head that this file is; None when it is an ordinary file."""
     if not is_head_size(file.size_bytes):
         return None
-    data = _read(file, 0, min(file.size_bytes, _FIRST_BYTES), deadline_s)
+    data = _read(file, path, 0, min(file.size_bytes, _FIRST_BYTES), settings)
     if peek(bytes(data[:PEEK_BYTES])) is None:
         return None
     if len(data) < file.size_bytes:
-        data += _read(file, len(data), file.size_bytes - len(data), deadline_s)
+        data += _read(file, path, len(data), file.size_bytes - len(data), settings)
     try:
         return parse_head(bytes(data))
     except BootseerError as error:
         raise alike(error, f"{path}: {error}") from error
 
 
-def _read(file: OpenFile, offset: int, length: int, deadline_s: float) -> bytearray:
+def _read(file: OpenFile, path: str, offset: int, length: int, settings: ReadingSettings) -> bytearray:
     data = bytearray(length)
     waiting = Waiting()
 
     def done(outcome: Outcome) -> None:
         waiting.ended(outcome.error)
 
-    file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
-    waiting.wait()
+    file.read_into(offset, memoryview(data), done, deadline_s=settings.deadline_s)
+    waiting.wait(path, settings.deadline_s + settings.lost_s)
     return data
 
 

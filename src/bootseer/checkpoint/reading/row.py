@@ -12,7 +12,7 @@ Made by `striped` for each batch of reads. Two rows of the same chunks do not kn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from math import inf
@@ -20,13 +20,14 @@ from math import inf
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.parity import xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
+from bootseer.checkpoint.reading.effects import carry_out
 from bootseer.checkpoint.reading.instead import is_late, is_regretted, overtaken, skipped
 from bootseer.checkpoint.reading.means import Means, alike
 from bootseer.checkpoint.reading.parity_read import ParityRead
 from bootseer.checkpoint.reading.parts import LazyPart
 from bootseer.checkpoint.reading.segments import OpenSegment
-from bootseer.checkpoint.reading.source import Want
-from bootseer.errors import BootseerError
+from bootseer.checkpoint.reading.source import Want, failure
+from bootseer.errors import BootseerError, TransientError
 
 _NO_ROOM_S = 0.05
 
@@ -39,7 +40,7 @@ class _Parity(Enum):
 
 
 class Row:
-    """The reads of one row in one batch. Calls nobody while it holds its lock."""
+    """The reads of one row in one batch. Under its lock it asks for estimates, and calls nobody else."""
 
     def __init__(self, means: Means, chunks: range) -> None:
         """`chunks`: all of the row, whether they are wanted or not."""
@@ -87,7 +88,7 @@ class Row:
                 self._asked[job.chunk] = job
             watch, self._watching = not self._watching, True
         if watch:
-            self._means.timer.after(self._means.settings.look_s, self._look)
+            self._look_later()
         if self._chosen == job.chunk:
             self._go_on()
         else:
@@ -124,11 +125,27 @@ class Row:
 
     def _look(self) -> None:
         """Have chunks rebuilt that are late, or that would come sooner so, now that more is known of their nodes."""
+        try:
+            instead = self._late()
+        finally:
+            self._look_later()
+        for job in instead:
+            job.read_own()
+        self._go_on()
+
+    def _look_later(self) -> None:
+        with self._lock:
+            self._watching = self._num_active > 0
+            if self._watching:
+                try:
+                    self._means.timer.after(self._means.settings.look_s, self._look)
+                except TransientError:  # no thread can be started: the next chunk that begins tries again
+                    self._watching = False
+
+    def _late(self) -> list[ChunkRead]:
+        """Ask for the rebuilding of what is late. Returns chunks whose own parts are to be asked after all."""
         settings, now = self._means.settings, self._means.timer.now_s()
         with self._lock:
-            if not self._num_active:
-                self._watching = False
-                return
             on_way: dict[int, ChunkRead] = {}
             for chunk in self._begun - self._have.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
                 job = self._jobs[chunk]
@@ -138,11 +155,7 @@ class Row:
                 waited_s = now - job.started_s
                 if is_late(waited_s, job.expected_s, settings) and self._pays(waited_s):
                     self._asked[chunk] = job
-            instead = self._reconsidered(on_way) + self._without_late_help(now)
-        for job in instead:
-            job.read_own()
-        self._means.timer.after(settings.look_s, self._look)
-        self._go_on()
+            return self._reconsidered(on_way) + self._without_late_help(now)
 
     def _reconsidered(self, on_way: dict[int, ChunkRead]) -> list[ChunkRead]:
         """Use parity for the chunk that would come last, as far as is known now, or for none. Returns those that it was
@@ -199,13 +212,29 @@ class Row:
 
     def _go_on(self) -> None:
         """Do what can be done now."""
+        interrupt: BaseException | None = None
         while True:
-            with self._lock:
-                step = self._next_step()
-            if step is None:
-                break
-            step()
+            try:
+                with self._lock:
+                    step = self._next_step()
+                if step is None:
+                    break
+                step()
+            except BaseException as error:
+                self._cannot_rebuild(failure(error, f"{self._means.path}: chunks {self._chunks}"))
+                if not isinstance(error, Exception):
+                    interrupt = error
         self._tidy()
+        if interrupt is not None:
+            raise interrupt
+
+    def _cannot_rebuild(self, error: BootseerError) -> None:
+        """What the rebuilding needs cannot be made, for lack of memory perhaps: chunks are left to their own parts."""
+        with self._lock:
+            self._parity, self._why = _Parity.USELESS, str(error)
+            chunk, self._rebuilding = self._rebuilding, None
+            if chunk is not None and chunk not in self._have:
+                self._asked[chunk] = self._jobs[chunk]
 
     def _next_step(self) -> Callable[[], None] | None:
         for chunk, job in list(self._asked.items()):
@@ -243,19 +272,19 @@ class Row:
                 del self._asked[job.chunk]
                 return job.read_own
             if not self._waits_for_room:
-                self._waits_for_room = True
                 self._means.timer.after(_NO_ROOM_S, self._try_again)
+                self._waits_for_room = True
             return None
-        self._num_extra += num_reads
         starts: list[Callable[[], None]] = []
+        made = {chunk: self._helper(job.segment, chunk) for chunk in helpers}
         if needs_parity:
-            self._parity = _Parity.LOADING
             self._parity_read = ParityRead(self._means, job.segment, self._chunks.start, self._parity_ended)
+            self._parity = _Parity.LOADING
             starts.append(self._parity_read.start)
-        for chunk in helpers:
-            helper = self._helpers[chunk] = self._helper(job.segment, chunk)
-            starts.append(partial(helper.start, urgent=True))
-        return partial(_call_all, starts)
+        self._num_extra += num_reads
+        self._helpers |= made
+        starts += [partial(helper.start, urgent=True) for helper in made.values()]
+        return partial(carry_out, starts)
 
     def _take(self, num_bytes: int, job: ChunkRead) -> bool:
         """Whether there is memory to rebuild a chunk with."""
@@ -376,11 +405,6 @@ class Row:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
         why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
         return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _delay_s(part: LazyPart, offset: int) -> float:

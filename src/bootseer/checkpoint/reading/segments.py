@@ -69,15 +69,18 @@ class Segments:
     def acquire(self, chunk: int) -> OpenSegment:
         """The segment of a chunk of the file; `release` it afterwards."""
         number = self._head.segment_at(chunk * CHUNK_BYTES)
-        with self._lock:
-            opened = self._open.get(number)
-            if opened is None:
-                opened = self._open[number] = self._opened(self._head.segments[number])
-            else:
-                self._open.move_to_end(number)
-            opened.users += 1
-            closing = self._surplus()
-        self._close(closing)
+        made: OpenSegment | None = None
+        while True:
+            with self._lock:
+                opened = self._open.get(number, made)
+                if opened is not None:
+                    self._open[number] = opened
+                    self._open.move_to_end(number)
+                    opened.users += 1
+                    closing = self._surplus()
+                    break
+            made = self._opened(self._head.segments[number])  # not under the lock: the cache may be slow
+        self._close(closing if made in (None, opened) else [*closing, made])
         return opened
 
     def release(self, opened: OpenSegment) -> None:

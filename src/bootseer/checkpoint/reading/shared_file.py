@@ -19,9 +19,8 @@ from bootseer.checkpoint.reading.engine import Engine
 from bootseer.checkpoint.reading.gather import Gather
 from bootseer.checkpoint.reading.overlaps import apart
 from bootseer.checkpoint.reading.prefetch import Prefetch
-from bootseer.checkpoint.reading.source import Done, Source, Want
+from bootseer.checkpoint.reading.source import Source, Want, failure
 from bootseer.checkpoint.reading.transfer import Transfer
-from bootseer.errors import BootseerError
 
 _Slice = tuple[int, memoryview]
 """Bytes of the file from an offset on, and where they are to go."""
@@ -40,6 +39,8 @@ class SharedFile:
         self.version = self._source.version
         self.direct_min_bytes = engine.settings.direct_min_bytes
         """Reads from this size on go straight into the caller's memory."""
+        self.lost_s = engine.settings.deadline_s + engine.settings.lost_s
+        """When none of the parts of a read has ended for so long, one was lost."""
 
     def renew(self, engine: Engine) -> None:
         """Begin, or begin anew in a forked child, with nothing of the parent's but what was opened."""
@@ -66,7 +67,7 @@ class SharedFile:
         advice = self._note(offset, length)
         if length >= self.direct_min_bytes:
             whole = memoryview(bytearray(length))
-            self.read_ranges([(offset, whole)], lambda error: done(error or whole))
+            self.read_ranges([(offset, whole)], Gather(lambda error: done(error or whole)))
         elif not self._read_local(offset, length, done, room):
             asks = self._asks(offset, length)
             if not (advice.sequential or self._source.whole_units or any(engine.buffer.holds(ask.key) for ask in asks)):
@@ -74,18 +75,17 @@ class SharedFile:
             engine.buffer.want(asks, self._load, Assembly(engine.buffer, offset, length, len(asks), done).arrived)
         self._bring(advice)
 
-    def read_large(self, offset: int, into: memoryview, then: Done) -> Transfer | None:
+    def read_large(self, offset: int, into: memoryview, gather: Gather) -> None:
         """Like `read_ranges`, of one range that others may follow."""
         self._engine.facts.add("reads")
         advice = self._note(offset, len(into))
-        transfer = self.read_ranges([(offset, into)], then)
+        self.read_ranges([(offset, into)], gather)
         self._bring(advice)
-        return transfer
 
-    def read_ranges(self, ranges: Sequence[_Slice], then: Done) -> Transfer | None:
-        """Fill memory with ranges that lie inside the file. `then` is called once when nobody writes into any of it.
+    def read_ranges(self, ranges: Sequence[_Slice], gather: Gather) -> None:
+        """Fill memory with ranges that lie inside the file. `gather` ends when nobody writes into any of it.
 
-        Blocks for what lies on this node's disk. Returns what can be cancelled.
+        Blocks for what lies on this node's disk.
         """
         pieces, copies = apart([(offset, offset + len(into)) for offset, into in ranges])
 
@@ -93,23 +93,25 @@ class SharedFile:
             offset, into = ranges[number]
             return into[start - offset : end - offset]
 
-        def over(error: BootseerError | None) -> None:
-            if error is None:
-                for copy in copies:
-                    span = (copy.start, copy.end)
-                    view(copy.number, *span)[:] = view(copy.source, *span)
-            then(error)
+        def copy_all() -> None:
+            for copy in copies:
+                span = (copy.start, copy.end)
+                view(copy.number, *span)[:] = view(copy.source, *span)
 
-        gather = Gather(over)
-        local: list[_Slice] = []
-        transfer = self._fetch(
-            [(piece.start, view(piece.number, piece.start, piece.end)) for piece in pieces], gather, local
-        )
-        damaged = [one for one in local if not self._source.read_local(*one)]
-        if damaged:
-            self._fetch(damaged, gather, None)
-        gather.ended()
-        return transfer
+        gather.copy = copy_all
+        try:
+            local: list[_Slice] = []
+            self._fetch([(piece.start, view(piece.number, piece.start, piece.end)) for piece in pieces], gather, local)
+            damaged = [one for one in local if not self._source.read_local(*one)]
+            if damaged:
+                self._fetch(damaged, gather, None)
+        except BaseException as error:
+            gather.cancel(failed := failure(error, self.path))
+            gather.ended(failed)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            gather.ended()
 
     def prefetch(self, offset: int, length: int) -> None:
         """See `CheckpointFile.prefetch`."""
@@ -208,7 +210,7 @@ class SharedFile:
         for job in jobs:
             job.start(urgent=urgent)
 
-    def _fetch(self, slices: Sequence[_Slice], gather: Gather, local: list[_Slice] | None) -> Transfer | None:
+    def _fetch(self, slices: Sequence[_Slice], gather: Gather, local: list[_Slice] | None) -> None:
         """Read slices that do not overlap, in the order of the file; `local` gets what is on this node's disk."""
         direct: list[_Slice] = []
         shared: dict[Ask, list[_Slice]] = {}
@@ -219,7 +221,7 @@ class SharedFile:
             asks = {ask.key: parts for ask, parts in shared.items()}
 
             def arrived(piece: Held) -> None:
-                if piece.error is None:
+                if piece.error is None and not gather.has_failed:
                     data = memoryview(piece.data)
                     for offset, into in asks[piece.key]:
                         into[:] = data[offset - piece.offset : offset - piece.offset + len(into)]
@@ -228,18 +230,17 @@ class SharedFile:
 
             self._engine.buffer.want(list(shared), self._load, arrived)
         if not direct:
-            return None
-        gather.expect()
+            return
         settings = self._engine.settings
         transfer = Transfer(
             self._source,
             direct,
             max_bytes=settings.direct_bytes if self._source.whole_units else settings.direct_ordinary_bytes,
             max_lane_bytes=settings.direct_lane_bytes,
+            moved=gather.moved,
             then=gather.ended,
         )
-        transfer.start()
-        return transfer
+        gather.begin(transfer)
 
     def _divide(
         self,

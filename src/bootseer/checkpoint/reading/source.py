@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, TransientError
+from bootseer.io.executor import report_exception
 
 Done = Callable[[BootseerError | None], None]
 """Called once, from any thread, when a read has ended: None, or what went wrong. From then on nobody writes."""
@@ -34,7 +35,7 @@ class Job(Protocol):
     num_bytes: int
 
     def start(self, *, urgent: bool) -> None:
-        """Begin. `urgent`: a reader waits for it."""
+        """Begin. `urgent`: a reader waits for it. Whatever goes wrong ends the read; only Ctrl-C is raised, too."""
 
     def hurry(self) -> None:
         """A reader waits for it now."""
@@ -73,3 +74,15 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Not read any more. Reads that were begun still end."""
+
+
+def failure(error: BaseException, what: str) -> BootseerError:
+    """The error that a read of `what` ends with when `error` was raised on its way: a read that was begun must end.
+
+    To be called in an `except` block. What was not foreseen is reported; Ctrl-C is for the caller to raise again.
+    """
+    if isinstance(error, BootseerError):
+        return error
+    if isinstance(error, Exception):
+        report_exception()
+    return TransientError(f"{what}: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from bootseer.checkpoint.reading.source import Done, Job, Source, Want
@@ -34,10 +34,12 @@ class Transfer:
         *,
         max_bytes: int,
         max_lane_bytes: int,
+        moved: Callable[[], None],
         then: Done,
     ) -> None:
-        """`then` is called once, from any thread, when nobody writes into any of the memory any more. At most
-        `max_bytes` are under way, and `max_lane_bytes` in each lane."""
+        """`then` is called once, from any thread, when nobody writes into any of the memory any more; `moved` whenever
+        a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane."""
+        self._moved = moved
         self._then = then
         self._lock = threading.Lock()
         self._lanes: dict[Hashable, _Lane] = {}
@@ -79,8 +81,13 @@ class Transfer:
             if self._starting:  # that thread looks again before it goes
                 return
             self._starting = True
-        while (job := self._next()) is not None:
-            job.start(urgent=True)
+        try:
+            while (job := self._next()) is not None:
+                job.start(urgent=True)
+        except BaseException:  # Ctrl-C: the job has ended with an error
+            with self._lock:
+                self._starting = False
+            raise
 
     def _next(self) -> Job | None:
         with self._lock:
@@ -107,8 +114,11 @@ class Transfer:
 
     def _ended(self, number: int, error: BootseerError | None) -> None:
         job = self._jobs[number]
+        self._moved()
         with self._lock:
-            self._running.discard(job)
+            if job not in self._running:
+                return  # Ctrl-C ended it before
+            self._running.remove(job)
             self._lanes[job.lane].in_flight -= job.num_bytes
             self._in_flight -= job.num_bytes
             self._left -= 1

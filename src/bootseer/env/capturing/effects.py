@@ -8,11 +8,9 @@ Who calls: whoever runs a setup in a capture: `Effects.before` it, and `after` i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.kernel_state import KernelState
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
+from bootseer.mounts.process import end_child
 from bootseer.mounts.table import mount_table
 
 Enter = Callable[[], None]
@@ -135,10 +134,7 @@ def _look(enter: Enter | None) -> Mapping[str, Any]:
                 break
     finally:
         os.close(answer)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        end_child(pid)
     try:
         said: Mapping[str, Any] = json.loads(data)
     except ValueError:

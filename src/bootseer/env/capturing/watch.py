@@ -11,21 +11,19 @@ Who calls: whoever runs a setup in a capture.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bootseer.env.capturing import watching
+from bootseer.mounts.process import end_child
 
 READY_S = 10.0
 END_S = 60.0
 _MAX_REPORT_BYTES = 1 << 30
-_DEATH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +133,6 @@ class Watch:
             if file >= 0:
                 os.close(file)
         self._answers = self._stop = -1
-        if not self.pid:
-            return
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            handle = os.pidfd_open(self.pid)
-            try:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-                # One that hangs in a dead mount cannot die now.
-                if select.select([handle], [], [], _DEATH_S)[0]:
-                    os.waitpid(self.pid, 0)
-            finally:
-                os.close(handle)
+        if self.pid:
+            end_child(self.pid)
         self.pid = 0

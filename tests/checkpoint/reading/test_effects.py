@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bootseer.checkpoint.reading.effects import carry_out
+
+
+def test_what_a_call_hands_over_is_done_behind_it_and_behind_all_others():
+    order = []
+
+    def first():
+        carry_out([lambda: order.append("third"), lambda: order.append("fourth")])
+        order.append("first")
+
+    carry_out([first, lambda: order.append("second")])
+    assert order == ["first", "second", "third", "fourth"]
+
+
+def test_a_chain_of_calls_has_no_end_of_the_stack():
+    left = [100_000]
+
+    def step():
+        left[0] -= 1
+        if left[0]:
+            carry_out([step])
+
+    carry_out([step])
+    assert left == [0]
+
+
+def test_what_a_call_raises_is_reported_and_the_others_are_made(monkeypatch):
+    reported, made = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
+    problem = ValueError("unforeseen")
+
+    def broken():
+        raise problem
+
+    carry_out([broken, lambda: made.append(1)])
+    assert (reported, made) == ([problem], [1])
+
+
+def test_ctrl_c_in_a_call_is_raised_when_all_others_were_made():
+    made = []
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out([interrupted, lambda: carry_out([lambda: made.append(1)])])
+    assert made == [1]
+    carry_out([lambda: made.append(2)])
+    assert made == [1, 2]

@@ -1,0 +1,69 @@
+"""Watching the command's output: every byte passes, whatever becomes of the pattern."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bootseer.launch import relay
+from bootseer.launch.relay import Relay
+
+
+def passed(output: bytes, pattern: bytes, found: Callable[[str], None]) -> bytes:
+    """What comes out of a relay when a command writes this."""
+    read, write = os.pipe()
+    between = Relay(write, re.compile(pattern), found)
+    command = os.dup(between.write)
+    pieces: list[bytes] = []
+
+    def reader() -> None:
+        while sum(map(len, pieces)) < len(output) and (piece := os.read(read, 1 << 16)):
+            pieces.append(piece)
+
+    def writer() -> None:
+        with os.fdopen(command, "wb", buffering=0) as pipe:
+            pipe.write(output)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (reader, writer)]
+    between.start()
+    for thread in threads:
+        thread.start()
+    threads[0].join(60)
+    between.finish(time.monotonic() + 60)
+    os.close(write)
+    os.close(read)
+    return b"".join(pieces)
+
+
+def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    def found(line: str) -> None:
+        raise OSError("no space left")
+
+    output = b"step 1\n" + b"x" * 300_000 + b"\n"
+    assert passed(output, b"step 1", found) == output
+    assert "seen and could not be written down: no space left" in capfd.readouterr().err
+
+
+def test_of_a_long_line_the_end_is_searched() -> None:
+    found: list[str] = []
+    output = b"begin " + b"x" * 100_000 + b" end\n"
+    assert passed(output, b"begin", found.append) == output
+    assert found == []
+    assert passed(output, b"end", found.append) == output
+    assert len(found) == 1
+
+
+def test_a_pattern_that_takes_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(relay, "_SLOW_S", 0.0)
+    found: list[str] = []
+    output = b"other\nstep 1\n"
+    assert passed(output, b"step 1", found.append) == output
+    assert found == []
+    assert "is not searched for any more" in capfd.readouterr().err

@@ -1,0 +1,234 @@
+"""Watches the locks that BootSeer's modules make while a test runs, and fails the test that uses them wrongly.
+
+It fails without any luck of timing, where the code could hang with the wrong timing:
+
+- a thread waits for a plain lock that it holds: raised in that thread as `LockMisuseError`, where it would hang;
+- locks are taken in two orders, in whichever tests: a cycle, which two threads can hang in. Locks are told apart by the
+  line that makes them, as all of one line are used alike; two of the same line are not ordered;
+- a function that calls foreign code, or may take long, is entered with a lock held (`ENTRANCES`).
+
+Modules find `threading.Lock`, `RLock` and `Condition` replaced, everything else is as it was. Locks that were made
+before the test began, such as those of modules and of fixtures of a session, are not watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+FOLDERS = ("checkpoint", "fetch", "hdfs", "io", "mounts")
+"""The tests of these packages run with it."""
+ENTRANCES: dict[str, str] = {
+    "bootseer.io.timer": "Timer.after",
+    "bootseer.hdfs.serving": "Serving.schedule _tell",
+    "bootseer.cache.cache": "Cache.open",
+}
+"""What is not to be entered with a lock held. Of what is handed to `Timer.after`, the call at its time."""
+CHECKED = ("bootseer.io.timer",)
+"""The modules of `ENTRANCES` that are checked. To be `tuple(ENTRANCES)` once reading and HDFS keep to it."""
+_Lock, _RLock, _Condition = threading.Lock, threading.RLock, threading.Condition
+
+
+class LockMisuseError(AssertionError):
+    """A lock is used in a way that can hang."""
+
+
+class Tracker:
+    """What is known of the order of locks, and what was done wrongly."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self._own = threading.local()
+        self._lock = _Lock()
+        self._edges: dict[str, dict[str, str]] = {}
+        """For each line that makes locks: those taken while it was held, and where."""
+
+    def held(self) -> list[TrackedLock]:
+        """The locks that this thread holds, in the order in which it took them."""
+        try:
+            return self._own.held  # type: ignore[no-any-return]
+        except AttributeError:
+            self._own.held = []
+            return self._own.held  # type: ignore[no-any-return]
+
+    def fail(self, message: str) -> LockMisuseError:
+        """Remember it for the end of the test; what is raised may be caught by the code under test."""
+        message = f"{message}\n{''.join(traceback.format_stack(sys._getframe(2), 12))}"
+        self.failures.append(message)
+        return LockMisuseError(message)
+
+    def takes(self, held: list[TrackedLock], lock: TrackedLock) -> None:
+        """A thread that holds these is about to wait for this one."""
+        for before in held:
+            if before.site != lock.site and lock.site not in self._edges.get(before.site, ()):
+                self._add(before.site, lock.site)
+
+    def check_none_held(self, where: str) -> None:
+        """Raise when this thread holds a lock."""
+        if held := self.held():
+            raise self.fail(f"{where} is entered with these locks held: {', '.join(lock.site for lock in held)}")
+
+    def _add(self, before: str, after: str) -> None:
+        where = "".join(traceback.format_stack(sys._getframe(3), 6))
+        with self._lock:
+            self._edges.setdefault(before, {}).setdefault(after, where)
+            path = self._path(after, before)
+            if path is not None:
+                steps = [
+                    f"{one} held, {other} taken:\n{self._edges[one][other]}"
+                    for one, other in zip([before, *path], path, strict=False)
+                ]
+                self.failures.append("locks are taken in two orders:\n" + "".join(steps))
+
+    def _path(self, start: str, end: str, seen: frozenset[str] = frozenset()) -> list[str] | None:
+        if start == end:
+            return [start]
+        for after in self._edges.get(start, ()):
+            if after not in seen and (rest := self._path(after, end, seen | {start})) is not None:
+                return [start, *rest]
+        return None
+
+
+class TrackedLock:
+    """A `Lock`, or an `RLock` when `reentrant`, that tells the tracker. `site` is the line that makes it."""
+
+    def __init__(self, tracker: Tracker, site: str, *, reentrant: bool) -> None:
+        self.site = site
+        self._tracker = tracker
+        self._reentrant = reentrant
+        self._lock: Any = _RLock() if reentrant else _Lock()
+        self._holder: list[TrackedLock] | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        held = self._tracker.held()
+        if self._holder is held and blocking:
+            if not self._reentrant:
+                raise self._tracker.fail(f"{self.site} is waited for by the thread that holds it")
+        elif held and blocking:
+            self._tracker.takes(held, self)
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        self._depth += 1
+        if self._depth == 1:
+            self._holder = held
+            held.append(self)
+        return True
+
+    def release(self) -> None:
+        holder = self._holder
+        if self._depth == 1 and holder is not None:  # by whichever thread: a plain lock may be handed over
+            self._holder = None
+            holder.remove(self)
+        self._depth -= 1
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # What `Condition` asks of its lock.
+
+    def _is_owned(self) -> bool:
+        return self._holder is self._tracker.held()
+
+    def _release_save(self) -> int:
+        depth = self._depth
+        for _ in range(depth):
+            self.release()
+        return depth
+
+    def _acquire_restore(self, depth: int) -> None:
+        for _ in range(depth):
+            self.acquire()
+
+
+class _Threading:
+    """The module `threading` with other locks."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+    def Lock(self) -> TrackedLock:
+        return TrackedLock(self._tracker, _site(), reentrant=False)
+
+    def RLock(self) -> TrackedLock:
+        return TrackedLock(self._tracker, _site(), reentrant=True)
+
+    def Condition(self, lock: Any = None) -> threading.Condition:
+        return _Condition(lock or TrackedLock(self._tracker, _site(), reentrant=True))
+
+
+def _site() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_globals['__name__']}:{frame.f_lineno}"
+
+
+@contextmanager
+def tracked(tracker: Tracker, checked: tuple[str, ...] = CHECKED) -> Iterator[None]:
+    """Watch the locks that BootSeer's modules make meanwhile. Raises `LockMisuseError` for what was done wrongly."""
+    proxy, undo = _Threading(tracker), []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("bootseer.") and getattr(module, "threading", None) is threading:
+            undo.append((module, "threading", threading))
+            module.threading = proxy  # type: ignore[attr-defined]
+    for name in checked:
+        if (module := sys.modules.get(name)) is not None:
+            for entrance in ENTRANCES[name].split():
+                owner, _, function = entrance.rpartition(".")
+                place = getattr(module, owner) if owner else module
+                real = getattr(place, function)
+                undo.append((place, function, real))
+                setattr(place, function, _checked(tracker, entrance, real))
+    try:
+        yield
+    finally:
+        for place, attribute, before in reversed(undo):
+            setattr(place, attribute, before)
+    failures, tracker.failures = tracker.failures, []
+    if failures:
+        raise LockMisuseError("\n".join(failures))
+
+
+def _checked(tracker: Tracker, entrance: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    if entrance == "Timer.after":
+
+        def after(self: object, delay_s: float, call: Callable[[], object]) -> None:
+            real(self, delay_s, _checked(tracker, "a timer's call", call))
+
+        return after
+
+    @wraps(real)
+    def entered(*args: Any, **options: Any) -> Any:
+        tracker.check_none_held(entrance)
+        return real(*args, **options)
+
+    return entered
+
+
+_of_all_tests = Tracker()
+
+
+@pytest.fixture(autouse=True)
+def _locks_are_tracked(request: pytest.FixtureRequest) -> Iterator[None]:
+    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    if folder not in FOLDERS:
+        yield
+        return
+    with tracked(_of_all_tests):
+        yield
