@@ -71,7 +71,7 @@ class _Piece:
         want = self._want
         try:
             ticket = self._file.read_into(
-                want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s
+                want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s, here=want.here
             )
         except BootseerError as error:
             want.done(error)
