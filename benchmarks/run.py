@@ -25,6 +25,7 @@ NAMES = (
     "image",
     "environment",
     "checkpoint",
+    "small_files",
 )
 
 
@@ -32,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the claims; results go to benchmarks/results.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller input")
     parser.add_argument(
-        "--rounds", type=_count, metavar="N", help="for benchmarks whose rounds take minutes: checkpoint"
+        "--rounds", type=_count, metavar="N", help="for benchmarks whose rounds take minutes: checkpoint, small_files"
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     arguments = parser.parse_args()

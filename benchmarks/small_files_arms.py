@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpoint_child import Job, main
 
 Run = Iterator[Callable[[], Any]]
+T = TypeVar("T")
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def fuse_write(job: Job) -> Run:
             file.write(data)
 
     with _mounted(job) as folder:
-        yield lambda: _each(job, lambda path: write(f"{folder}{path}"))
+        yield lambda: _each(job, job.paths, lambda path: write(f"{folder}{path}"))
 
 
 @contextmanager
@@ -39,7 +40,24 @@ def fuse_read(job: Job) -> Run:
         return len(Path(path).read_bytes())
 
     with _mounted(job) as folder:
-        yield lambda: _each(job, lambda path: read(f"{folder}{path}"))
+        yield lambda: _each(job, job.paths, lambda path: read(f"{folder}{path}"))
+
+
+@contextmanager
+def fuse_list_read(job: Job) -> Run:
+    """As `fuse_read`, of files whose folder is listed first."""
+
+    def read(entry: os.DirEntry[str]) -> int:
+        return len(Path(entry.path).read_bytes())
+
+    def run(folder: Path) -> None:
+        entries = list(os.scandir(f"{folder}{job.path}"))
+        if len(entries) < len(job.paths):
+            raise RuntimeError(f"{len(entries)} files and not {len(job.paths)}")
+        _each(job, entries, read)
+
+    with _mounted(job) as folder:
+        yield lambda: run(folder)
 
 
 @contextmanager
@@ -55,7 +73,7 @@ def native_write(job: Job) -> Run:
         with client.create(path, options) as file:
             file.write(data)
 
-    yield lambda: _each(job, write)
+    yield lambda: _each(job, job.paths, write)
 
 
 @contextmanager
@@ -65,7 +83,7 @@ def native_read(job: Job) -> Run:
 
     client = Client(job.uri)
     client.get_file_info("/")
-    yield lambda: _each(job, lambda path: len(client.read(path).read()))
+    yield lambda: _each(job, job.paths, lambda path: len(client.read(path).read()))
 
 
 @contextmanager
@@ -77,7 +95,7 @@ def pyarrow_write(job: Job) -> Run:
         with there.open_output_stream(path) as file:
             file.write(data)
 
-    yield lambda: _each(job, write)
+    yield lambda: _each(job, job.paths, write)
 
 
 @contextmanager
@@ -89,7 +107,7 @@ def pyarrow_read(job: Job) -> Run:
         with there.open_input_file(path) as file:
             return len(file.read())
 
-    yield lambda: _each(job, read)
+    yield lambda: _each(job, job.paths, read)
 
 
 def _arrow(job: Job) -> Any:
@@ -101,10 +119,10 @@ def _arrow(job: Job) -> Any:
     return there
 
 
-def _each(job: Job, do: Callable[[str], object]) -> None:
+def _each(job: Job, files: Sequence[T], do: Callable[[T], object]) -> None:
     """Each file, in `threads` threads."""
     with ThreadPoolExecutor(job.threads) as pool:
-        done = list(pool.map(do, job.paths))
+        done = list(pool.map(do, files))
     wrong = {count for count in done if count is not None} - {job.length}
     if wrong:
         raise RuntimeError(f"files of {sorted(map(str, wrong))} bytes and not of {job.length}")
@@ -116,14 +134,23 @@ def _mounted(job: Job) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory() as runtime:
         mounted = mount_checkpoint(f"{job.uri}/", None, runtime=Path(runtime), lifeline=True)
+        daemon = mounted.state.daemon
+        assert daemon is not None
         try:
+            (mounted.target / job.path.lstrip("/")).stat()
+            began_s = _cpu_s(daemon.pid)
             yield mounted.target
+            job.facts["cpu_s"] = _cpu_s(daemon.pid) - began_s
         finally:
-            job.facts.update(mounted.status())
             mounted.unmount(force=True)
 
 
-_ARMS = (fuse_write, fuse_read, native_write, native_read, pyarrow_write, pyarrow_read)
+def _cpu_s(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+_ARMS = (fuse_write, fuse_read, fuse_list_read, native_write, native_read, pyarrow_write, pyarrow_read)
 ARMS = {arm.__name__: arm for arm in _ARMS}
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def parse(size: int, blocks: list[bytes], **options: object) -> LocatedFile:
-    return parse_located("/f", Message(located(size, blocks, **options)).data(1))  # type: ignore[arg-type]
+    return parse_located("/f", Message(located(size, blocks, **options)).data(1), {})  # type: ignore[arg-type]
 
 
 def two(generation: int = 1, *, ports: tuple[int, ...] = (1, 2)) -> LocatedFile:
@@ -118,7 +118,7 @@ def test_a_changed_answer_is_read_or_malformed(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(told) - 1))
     told[at] = data.draw(st.integers(0, 255))
     with contextlib.suppress(MalformedError):
-        assert parse_located("/f", bytes(told)).size_bytes >= 0
+        assert parse_located("/f", bytes(told), {}).size_bytes >= 0
 
 
 def test_a_file_of_many_blocks_shares_what_is_known_of_its_nodes() -> None:

@@ -20,6 +20,7 @@ from hdfs_native import Client, WriteOptions
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.reads import HdfsReads
 from hdfs.asking import MIB, Waiting, error_of, put, read
 from hdfs_cluster import HdfsCluster, needs_hdfs
@@ -101,6 +102,22 @@ def test_reads_go_on_from_the_thread_that_tells_of_them(reads: HdfsReads, path: 
     step(0)
     last.wait()
     assert into == DATA
+
+
+def test_a_small_range_is_read_by_the_thread_that_asks(reads: HdfsReads, path: str) -> None:
+    file, done = reads.open(path), Waiting()
+    told: list[int] = []
+
+    def note(outcome: ReadOutcome) -> None:
+        told.append(threading.get_ident())
+        done(outcome)
+
+    for number in range(20):
+        into = memoryview(bytearray(1000))
+        file.read_into(number * 1000, into, note, here=True)
+        assert done.wait(number + 1)[-1].error is None
+        assert bytes(into) == DATA[number * 1000 : number * 1000 + 1000]
+    assert threading.get_ident() in told  # others help when a node is late
 
 
 def test_many_threads_read_one_file(reads: HdfsReads, path: str) -> None:
@@ -208,6 +225,7 @@ FORKS = """
     sys.path[:0] = {paths!r}
     from bootseer.hdfs.addresses import Cluster
     from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.outcome import ReadOutcome
     from bootseer.hdfs.reads import HdfsReads
     from hdfs.asking import Waiting, read
 

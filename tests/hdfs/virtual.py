@@ -206,6 +206,7 @@ class File:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
+        here: bool = False,
     ) -> Ticket:
         asked = Asked(self._source, offset, into, done, check, urgent, avoid, deadline_s)
         with self._links.locked() as schedule:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from bootseer.hdfs.protobuf import MalformedError, Message
+from bootseer.hdfs.protobuf import MalformedError, Message, read_delimited
 
 MAX_BLOCKS: Final = 1 << 20
 """What one file may have: the NameNode's own limit, `dfs.namenode.fs-limits.max-blocks-per-file`, was once this."""
 MAX_BLOCK_BYTES: Final = 1 << 50
 MAX_REPLICAS: Final = 512
+_FIRST_MESSAGE: Final = b"\x0a"
+"""The tag of field 1, when it is a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +121,11 @@ class LocatedFile:
         return True
 
 
-def parse_located(path: str, answer: bytes) -> LocatedFile:
-    """A `LocatedBlocksProto`. Raises `MalformedError`."""
+def parse_located(path: str, answer: bytes, known_nodes: dict[bytes, Node]) -> LocatedFile:
+    """A `LocatedBlocksProto`; `known_nodes` as for `parse_block`. Raises `MalformedError`."""
     message = Message(answer)
     size_bytes = message.number(1)
     readable = 6 not in message and 7 not in message
-    known_nodes: dict[bytes, Node] = {}
     blocks = [parse_block(data, known_nodes) for data in message.every(2)]
     open_block = None
     if message.number(3) and not message.number(5, 1) and 4 in message:
@@ -154,7 +155,7 @@ def _file(
 
 
 def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
-    """A `LocatedBlockProto`. `known_nodes`: a file of thousands of blocks names the same nodes again and again."""
+    """A `LocatedBlockProto`. `known_nodes`: a few nodes are named again and again, which are parsed once."""
     message = Message(data)
     block = message.message(1)
     nodes = []
@@ -162,9 +163,11 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     if len(replicas) > MAX_REPLICAS:
         raise MalformedError(f"a block with {len(replicas)} replicas")
     for replica in replicas:
-        node = known_nodes.get(replica)
+        # A `DatanodeInfoProto`: who it is stands first, what changes every few seconds behind.
+        told = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
+        node = known_nodes.get(told)
         if node is None:
-            node = known_nodes[replica] = _node(Message(replica).message(1))
+            node = known_nodes[told] = _node(Message(told))
         nodes.append(node)
     start, length = message.number(2), block.number(4, 0)
     if start > 1 << 62 or length > MAX_BLOCK_BYTES:

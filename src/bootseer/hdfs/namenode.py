@@ -18,7 +18,7 @@ from typing import Final
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.answers import kind_of_error
-from bootseer.hdfs.located import LocatedFile, parse_located
+from bootseer.hdfs.located import LocatedFile, Node, parse_located
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection, UnreachableError, connect
 from bootseer.io.fork import after_fork
@@ -61,6 +61,7 @@ class NameNode:
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._active = 0
         self._knows_encryption = False
+        self._known_nodes: dict[bytes, Node] = {}
         self._idle: list[tuple[float, int, RpcConnection]] = []
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
@@ -84,7 +85,7 @@ class NameNode:
             message = Message(answer)
             if 1 not in message:
                 raise NotFoundError(f"{self._named(path)} is not there")
-            return parse_located(path, message.data(1))
+            return parse_located(path, message.data(1), self._known_nodes)
         except MalformedError as error:
             raise TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}") from error
 

@@ -181,6 +181,7 @@ class NativeFile:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
+        here: bool = False,
     ) -> NativeTicket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file; `done` is called once, from any
         thread, and from then on nobody writes to `into`. The library always compares checksums, and knows no nodes

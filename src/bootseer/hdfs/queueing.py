@@ -34,8 +34,9 @@ class Queueing:
 
     @property
     def num_ready(self) -> int:
-        """How many threads could take something."""
-        return len(self._ready)
+        """How many threads could take something. A piece that several DataNodes have is gone from all of their lines
+        when it was taken from one."""
+        return sum(line in self._waiting for line in self._ready)
 
     def add(self, piece: Piece, nodes: Sequence[Node], now_s: float, *, first: bool = False) -> None:
         """Queue a piece for these DataNodes; `first`: before all others."""

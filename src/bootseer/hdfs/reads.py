@@ -105,13 +105,15 @@ class HdfsFile:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
+        here: bool = False,
     ) -> ReadTicket:
         """Fill `into` with the bytes from `offset` on.
 
         `done` is called once, from a thread of these reads, and must return soon; from then on nobody writes to `into`.
         Raises `TransientError` or `PermanentError` when the read cannot be begun; then `done` is not called. `check`:
         compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes, which
-        are asked when there is no other. Safe to call from `done`.
+        are asked when there is no other. Safe to call from `done`, unless `here`: this thread, which holds no lock,
+        receives the bytes itself, which for a few of them takes less than waking another thread.
         """
         if into.readonly:
             raise ValueError("a read needs memory that can be written to")
@@ -121,7 +123,7 @@ class HdfsFile:
             ticket.error = PermanentError(
                 f"{self._source.named} has {self.size_bytes} bytes, not {len(into)} from {offset} on"
             )
-        self._serving.submit(ticket)
+        self._serving.submit(ticket, here=here)
         return ReadTicket(self._serving, ticket)
 
     def close(self) -> None:

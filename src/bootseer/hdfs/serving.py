@@ -88,20 +88,31 @@ class Serving:
         with self._lock:
             yield self._schedule
 
-    def submit(self, ticket: Ticket) -> None:
-        """Carry out a read. Raises `BootseerError`, and then does not call its `done`."""
+    def submit(self, ticket: Ticket, *, here: bool = False) -> None:
+        """Carry out a read; `here`: in this thread, which holds no lock and has time, if its DataNode is free.
+
+        Raises `BootseerError`, and then does not call its `done`."""
+        run = None
         with self._lock:
             if self._closed:
                 raise PermanentError(f"{ticket.source.named}: its reader was closed")
             try:
                 self._schedule.submit(ticket, time.monotonic())
-                self._wake()
+                if here:
+                    run = self._schedule.take(time.monotonic())
+                with suppress(*([TransientError] if run is not None else [])):  # this thread is enough
+                    self._wake()
             except BaseException:
                 # No thread has seen it: the lock was held all the time.
                 self._schedule.fail(ticket, TransientError("it was not begun"), at_once=True)
                 with suppress(ValueError):
                     self._schedule.ended.remove(ticket)
                 raise
+        if run is not None:
+            try:
+                self._carry_out(run)
+            except Exception:
+                report_exception()
 
     def close(self) -> None:
         """End all reads, threads and connections. Not to be called from a `done`."""
@@ -202,11 +213,12 @@ class Serving:
         except DataNodeError as caught:
             error = caught
         except BaseException as caught:
-            # Not foreseen; but whatever it is, somebody waits for these pieces.
             error = DataNodeError(f"{type(caught).__name__}: {caught}")
-            report_exception()
-        with self._working() as schedule:
-            schedule.finished(run, error, time.monotonic())
+            raise
+        finally:
+            # Whatever happened: a reader waits for these pieces.
+            with self._working() as schedule:
+                schedule.finished(run, error, time.monotonic())
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
         """Read a run from this connection, or from a new one. False when it was of no use any more."""

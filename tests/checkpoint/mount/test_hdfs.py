@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
-from checkpoint.mounted_place import MIB, number_of, until
+from bootseer.checkpoint.places.open import open_place
+from bootseer.hdfs.namenode import NameNode
+from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
@@ -119,3 +125,72 @@ def test_names_that_hdfs_does_not_take_are_refused_before_anything_is_written(mo
     assert number_of(lambda: (root / "f").rename(root / "12:30")) == errno.EINVAL
     assert not (root / "step-12:30").exists()
     assert (root / "f").read_text() == "f"
+
+
+def test_while_no_datanode_takes_a_file_others_are_opened_looked_at_and_listed(
+    mounted: MountedCheckpoint, cluster: HdfsCluster
+) -> None:
+    root = mounted.target / "hung"
+    root.mkdir()
+    (root / "known").write_text("known")
+    assert (root / "known").read_text() == "known"
+    nodes = range(3)
+    with ThreadPoolExecutor(2) as threads:
+        for node in nodes:
+            cluster.hang(node)
+        try:
+            closing = threads.submit((root / "f").write_text, "f")
+            until(lambda: [path.name for path in root.iterdir() if path.name == "f"] == ["f"], "it was created")
+            until(lambda: (root / "f").stat().st_size == 1, "it was written")
+            assert (root / "f").read_text() == "f"
+            assert (root / "known").read_text() == "known"
+            assert (root / "known").stat().st_size == 5
+            assert sorted(path.name for path in root.iterdir()) == ["f", "known"]
+            assert not closing.done()
+        finally:
+            for node in nodes:
+                cluster.resume(node)
+        closing.result(DEADLINE_S)
+    assert (root / "f").read_text() == "f"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what NameNodes are asked."""
+    counts: Counter[str] = Counter()
+    ask = NameNode.ask
+
+    def count(self: NameNode, method: str, *rest: Any) -> bytes:
+        counts[method] += 1
+        return ask(self, method, *rest)
+
+    monkeypatch.setattr(NameNode, "ask", count)
+    return counts
+
+
+def test_a_small_file_costs_the_namenode_few_questions(
+    cluster: HdfsCluster, tmp_path: Path, asked: Counter[str]
+) -> None:
+    with contextlib.closing(MountedPlace(tmp_path, tmp_path / "m", place=open_place(f"{cluster.uri}/"))) as mounted:
+        folder = mounted.target / "few"
+        folder.mkdir()
+        names = [f"f{i}" for i in range(10)]
+        (folder / "first").write_text("what holds for all files of a folder is asked now and then")
+        asked.clear()
+        for name in names:
+            (folder / name).write_text(name)
+        # A DataNode's report may be late, so that the end is asked for again.
+        assert {asked[method] for method in ("create", "addBlock", "rename2")} == {len(names)}
+        assert asked["getFileInfo"] <= 4 * len(names) + 3  # name, folder, what is replaced, the length
+        assert asked.keys() <= {"create", "addBlock", "complete", "rename2", "getFileInfo", "getBlockLocations"}
+        asked.clear()
+        for name in names:
+            assert (folder / name).read_text() == name
+        assert asked["getBlockLocations"] == len(names)
+        assert asked["getFileInfo"] <= len(names) + 3
+        # The kernel goes by its own memory for a second, and then by what the listing has told.
+        entries = sorted(entry.name for entry in os.scandir(folder))
+        assert entries == ["f0", *names[1:], "first"]
+        asked.clear()
+        assert [(folder / name).stat().st_size for name in names] == [2] * len(names)
+        assert not asked

@@ -41,6 +41,20 @@ def test_a_change_makes_a_listing_forgotten() -> None:
     assert listings.recall("g/a") is None
 
 
+def test_that_a_name_was_missing_is_said_once_and_a_moment_later_only() -> None:
+    clock = Clock()
+    listings = Listings(clock)
+    assert not listings.was_missing("f/a")
+    listings.looked_up("f/a", is_there=False)
+    assert [listings.was_missing("f/a"), listings.was_missing("f/a")] == [True, False]
+    listings.looked_up("f/a", is_there=False)
+    listings.looked_up("f/a", is_there=True)
+    assert not listings.was_missing("f/a")
+    listings.looked_up("f/a", is_there=False)
+    clock.now += 0.2
+    assert not listings.was_missing("f/a")
+
+
 def test_only_the_latest_folders_are_remembered() -> None:
     listings = Listings(Clock())
     for number in range(200):

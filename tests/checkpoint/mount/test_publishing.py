@@ -87,6 +87,7 @@ def test_while_a_close_publishes_everything_else_goes_on(held: Held) -> None:
 def test_while_a_rename_publishes_what_it_replaces_is_read(held: Held) -> None:
     root = held.mounted.target
     (root / "g").write_text("old")
+    reader = os.open(root / "g", os.O_RDONLY)
     writer = os.open(root / "f", os.O_RDWR | os.O_CREAT)
     os.write(writer, b"new")
     renaming = held.begin(lambda: (root / "f").rename(root / "g"))
@@ -98,6 +99,7 @@ def test_while_a_rename_publishes_what_it_replaces_is_read(held: Held) -> None:
     renaming.result(DEADLINE_S)
     assert (root / "g").read_text() == (held.mounted.root / "g").read_text() == "new"
     os.close(writer)
+    os.close(reader)
     assert (held.mounted.root / "g").read_text() == "new"
 
 

@@ -63,7 +63,7 @@ class PlaceContract:
         assert place.read_bytes("a/file", 100) == b"first"
         entry = place.stat("a/file")
         assert (entry.path, entry.is_folder, entry.size_bytes, entry.mode) == ("a/file", False, 5, 0o640)
-        place.write_bytes("a/file", b"the second")
+        assert place.write_bytes("a/file", b"the second") == place.stat("a/file")
         assert place.read_bytes("a/file", 100, start=4) == b"second"
         assert place.read_first("a/file", 3) == b"the"
         assert place.read_first("a/file", 300) == b"the second"

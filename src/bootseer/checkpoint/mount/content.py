@@ -179,14 +179,15 @@ class Content:
                     return True
                 num_changes = self._num_changes
             fresh = self._open_version()
+            reader = fresh.reader
             with self.lock:
                 if num_changes == self._num_changes:
-                    if not self._is_right(fresh):
+                    if not self._is_right(reader):
                         break
-                    keep = self._read is not None or self._node.pages_of in (None, fresh.version)
+                    keep = self._read is not None or self._node.pages_of in (None, reader.version)
                     self._begin_reading(fresh)
                     return keep
-            fresh.close()
+            fresh.let_go()
         raise self._outdated(fresh)
 
     def begin_writing(self) -> bool:
@@ -227,40 +228,39 @@ class Content:
     def _held_reader(self) -> Held | None:
         return None if self._read is None or self._writer is not None else self._read.hold()
 
-    def _begin_reading(self, reader: Reader) -> None:
+    def _begin_reading(self, fresh: Held) -> None:
         """Read by this one from now on; reads that were begun by another one still end."""
         self._end_reading()
-        self._read = Held(reader, self._node.path or "")
-        self._node.pages_of = reader.version
+        self._read = fresh
+        self._node.pages_of = fresh.reader.version
 
     def _end_reading(self) -> None:
         held, self._read = self._read, None
         if held is not None:
             held.let_go()
 
-    def _open_version(self) -> Reader:
+    def _open_version(self) -> Held:
         path = self._node.path
         if path is None:
             raise stale()
         try:
-            reader = self._sources.open(path)
+            return Held(self._sources.open(path), path)
         except NotFoundError:
             # It may just be getting another name.
             with self.changing():
                 moved = self._node.path
-                if moved in (None, path):
+                if moved is None or moved == path:
                     raise
-                reader = self._sources.open(moved)
-        return reader
+                return Held(self._sources.open(moved), moved)
 
     def _is_right(self, reader: Reader) -> bool:
         """Whether this is the version that the node is of. The kernel would cut off what is longer than it knows."""
         known = self._read is None or reader.version == self._read.reader.version
         return known and reader.size_bytes == self._node.info.size_bytes
 
-    def _outdated(self, reader: Reader) -> OSError:
+    def _outdated(self, fresh: Held) -> OSError:
         """The name leads to another version than the node is of."""
-        reader.close()
+        fresh.let_go()
         self._detach(self._node)
         return stale()
 
@@ -305,9 +305,9 @@ class Content:
 
         return reader.read_async(offset, wanted, done, room[:wanted])
 
-    def begin_empty(self) -> None:
+    def begin_empty(self, check: Check = no_check) -> None:
         """New content from nothing. What the place has stays until it is published."""
-        with self.changing():
+        with self.changing(check):
             if self._writer is not None:
                 self._writer.truncate(0)
             else:
@@ -430,10 +430,9 @@ class Content:
         with self.lock:
             held = self._held_reader()
         if held is None:
-            fresh = self._open_version()
-            if not self._is_right(fresh):
-                raise self._outdated(fresh)
-            held = Held(fresh, "")
+            held = self._open_version()
+            if not self._is_right(held.reader):
+                raise self._outdated(held)
         base = held.reader
         try:
             writer = self._begin()

@@ -200,7 +200,7 @@ class CheckpointFiles:
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
             node = self._nodes.tell_new(path, FileInfo(entry, 0, is_striped=False))
             try:
-                opened = self._open.open(node, flags | os.O_TRUNC, caller.thread)
+                opened = self._open.open(node, flags | os.O_TRUNC, caller.thread, _for(caller))
             except BaseException:
                 self._nodes.detach(node)
                 self._nodes.forget(node.number, 1)
@@ -233,7 +233,7 @@ class CheckpointFiles:
         path = found.path
         with self._telling(f"opening {path}"):
             try:
-                return self._open.open(found, flags, caller.thread)
+                return self._open.open(found, flags, caller.thread, _for(caller))
             except (OSError, BootseerError):
                 # What is remembered of the name may be the reason, and the kernel is about to ask again.
                 if path is not None:

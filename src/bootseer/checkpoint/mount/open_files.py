@@ -44,22 +44,22 @@ class OpenFiles:
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(1)
 
-    def open(self, node: Node, flags: int, thread: int) -> Opened:
+    def open(self, node: Node, flags: int, thread: int, check: Check) -> Opened:
         """Open a file as open(2) does with these flags; with O_TRUNC, new content takes the place of what it has.
 
-        `thread` asks.
+        `thread` asks; `check` raises when it is being killed.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         if flags & os.O_TRUNC and not writes:
             # Nothing will be added to it by this one, whose closing nobody hears of.
             with self.changing(node) as emptied:
-                emptied.begin_empty()
+                emptied.begin_empty(check)
         handle = self._new_handle(node, writes, thread)
         try:
             content = self._handles[handle].content
             keep_pages = True
             if writes and flags & os.O_TRUNC:
-                content.begin_empty()
+                content.begin_empty(check)
             else:
                 if writes and flags & os.O_APPEND:
                     content.begin_appending()

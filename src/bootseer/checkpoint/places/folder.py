@@ -109,12 +109,14 @@ class FolderPlace:
         with self._parent(path) as (folder, name):
             temporary = write_temporary(folder, data, mode)
             try:
+                entry = _entry(path, os.stat(temporary, dir_fd=folder, follow_symlinks=False))
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:
                 drop(temporary, folder)
                 raise
             sync(folder)
-        return self.stat(path)
+        assert entry is not None  # noqa: S101 - it is a file
+        return entry
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
         """See `Place.create_bytes`."""

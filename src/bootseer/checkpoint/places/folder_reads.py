@@ -180,6 +180,7 @@ class FolderFile:
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
+        here: bool = False,
     ) -> _Read:
         """See `OpenFile.read_into`. File systems check themselves what they check, and there is one copy only."""
         if offset < 0 or offset + len(into) > self.size_bytes:

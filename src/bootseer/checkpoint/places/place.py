@@ -123,12 +123,14 @@ class OpenFile(Protocol):
         urgent: bool = True,
         avoid: frozenset[str] = frozenset(),
         deadline_s: float = 60.0,
+        here: bool = False,
     ) -> Ticket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file.
 
         `done` is called once, from any thread, and must return soon; from then on nobody writes to `into`. `check`:
         compare with the place's own checksums, which callers with better ones can do without. `urgent`: a reader
-        waits. `avoid`: nodes that gave wrong bytes. Safe to call from `done`.
+        waits. `avoid`: nodes that gave wrong bytes. Safe to call from `done`, unless `here`: the caller holds no lock,
+        and its thread may read before this returns, which for a few bytes takes less than waking another one.
         """
 
     def close(self) -> None:

@@ -69,7 +69,8 @@ class CheckpointFile:
     def read_async(
         self, offset: int, length: int, done: Callable[[Answer], None], room: memoryview | None = None
     ) -> None:
-        """Read a range, cut at the end of the file, without waiting: `done` is called once, from any thread.
+        """Read a range, cut at the end of the file: `done` is called once, from any thread. It is waited for when the
+        range is all of a small file; call this without locks.
 
         It gets the bytes, which nobody changes, or the error, and must return soon. With `room`, of `length` bytes,
         they may lie there when `done` is called before this returns. What will probably be read next is brought

@@ -70,7 +70,7 @@ class _Piece:
         want = self._want
         try:
             ticket = self._file.read_into(
-                want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s
+                want.start, want.into, self._arrived, urgent=urgent, deadline_s=self._deadline_s, here=want.here
             )
         except BaseException as error:
             want.done(failure(error, f"bytes {want.start} to {want.start + self.num_bytes}"))

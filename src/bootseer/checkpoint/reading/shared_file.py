@@ -64,6 +64,10 @@ class SharedFile:
         """See `CheckpointFile.read_async`; the range lies inside the file and is not empty."""
         engine = self._engine
         engine.facts.add("reads")
+        if length == self.size_bytes <= engine.settings.at_once_bytes and not self._source.whole_units:
+            data = memoryview(bytearray(length))
+            self._source.jobs([Want(0, data, lambda error: done(error or data), here=True)])[0].start(urgent=True)
+            return
         advice = self._note(offset, length)
         if length >= self.direct_min_bytes:
             whole = memoryview(bytearray(length))

@@ -25,6 +25,8 @@ class Want:
     done: Done
     hold: Callable[[], Callable[[], None]] | None = None
     """Where nobody changes `into` later: keeps it as it is until the function that this returns is called."""
+    here: bool = False
+    """Whether the thread that starts the read may carry it out."""
 
 
 class Job(Protocol):

@@ -1,0 +1,159 @@
+"""Do thousands of small files go through a mount as fast as HDFS itself takes and gives them?
+
+A new HDFS of four DataNodes, without limited links; files of 16 KiB with three copies, which every arm writes or reads
+in a process of its own, in one thread and in eight. The processor time that HDFS's servers take for a file is in the
+result: with C cores and X ms for each file, no client gets more than C / X of them, and its own time comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from checkpoint_child import Job
+from checkpoint_cluster import run
+from checkpoint_libhdfs import Libhdfs
+from harness import ROOT, Benchmark, Left, Must, Outcome
+
+from hdfs_cluster import HdfsCluster
+
+_FILE_BYTES = 16 << 10
+_THREADS = (1, 8)
+_ROUNDS = 3
+_WARM_UP = 4
+"""Java compiles what its servers do often: a cold DataNode takes three times as long for a file."""
+_WRITERS = ("fuse_write", "native_write", "pyarrow_write")
+_READERS = ("fuse_read", "fuse_list_read", "native_read", "pyarrow_read")
+_METHOD = (
+    "arms take turns and swap their order every round; each has its own process that is connected, or has mounted, "
+    "before its clock begins, and writes files of its own; all read the same files, which nobody has read through this "
+    "mount; DataNodes have them in memory. The servers were warmed up by files that do not count."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    kind: str
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.replace('_', ' ')}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
+    """All arms, round by round."""
+    if os.geteuid():
+        raise RuntimeError("the benchmark of small files needs root: it mounts")
+    num_files = 100 if quick else 400
+    libhdfs = Libhdfs(ROOT / ".hadoop" / "libhdfs")
+    left_out = libhdfs.bring()
+    kinds = [kind for kind in (*_WRITERS, *_READERS) if not (left_out and kind.startswith("pyarrow"))]
+    arms = [_Arm(kind, threads) for kind in kinds for threads in _THREADS]
+    num_rounds = rounds or (1 if quick else _ROUNDS)
+    left = Left([len(arms) * num_files / 40] * num_rounds)
+    rates: dict[str, list[float]] = defaultdict(list)
+    servers: dict[str, list[float]] = defaultdict(list)
+    clients: dict[str, list[float]] = defaultdict(list)
+    cache = ROOT / ".demo-cache"
+    cache.mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=cache) as folder,
+        HdfsCluster(Path(folder), num_datanodes=4, replication=3, is_brief=False) as cluster,
+    ):
+        environment = libhdfs.environment(cluster.folder / "conf") if not left_out else {}
+        _warm_up(cluster, num_files)
+        for number in range(num_rounds):
+            print(f"  {left}", flush=True)
+            for arm in arms if number % 2 else reversed(arms):
+                seconds, cpu_s, own_s = _run(cluster, arm, number, num_files, environment)
+                rates[arm.name].append(num_files / seconds)
+                servers[arm.name].append(cpu_s / num_files * 1e3)
+                clients[arm.name].append(own_s / num_files * 1e3)
+                print(f"  {arm.name}: {rates[arm.name][-1]:.0f} files/s", flush=True)
+            left.made_one()
+            yield Outcome(
+                parameters={
+                    "files": num_files, "file_bytes": _FILE_BYTES, "copies": 3, "datanodes": 4,
+                    "rounds": number + 1, "of_rounds": num_rounds,
+                },
+                samples=rates,
+                unit="files/s",
+                must_reach=_claims(rates, servers),
+                details={
+                    "left_out": left_out,
+                    "servers_cpu_ms_for_a_file": {name: median(values) for name, values in servers.items()},
+                    "client_cpu_ms_for_a_file": {name: median(values) for name, values in clients.items()},
+                    "cores": os.cpu_count(),
+                },
+                method=_METHOD,
+            )  # fmt: skip
+
+
+def _run(
+    cluster: HdfsCluster, arm: _Arm, number: int, num_files: int, environment: Mapping[str, str]
+) -> tuple[float, float, float]:
+    """Seconds, those of the servers' processors, and those of the arm's."""
+    folder = "/read" if arm.kind.endswith("read") else f"/{arm.kind}-{arm.threads}-{number}"
+    _make(cluster, folder)
+    before_s = _servers_s(cluster)
+    done = run("small_files_arms", arm.kind, [_job(cluster, folder, num_files, arm.threads)], environment)
+    mount_s = float(done.facts[0].get("cpu_s", 0.0))
+    return done.seconds, _servers_s(cluster) - before_s, done.cpu_s + mount_s
+
+
+def _warm_up(cluster: HdfsCluster, num_files: int) -> None:
+    for number in range(_WARM_UP):
+        folder = f"/warm-{number}" if number else "/read"
+        _make(cluster, folder)
+        for kind in ("native_write", "native_read"):
+            run("small_files_arms", kind, [_job(cluster, folder, num_files, 8)])
+
+
+def _make(cluster: HdfsCluster, folder: str) -> None:
+    from hdfs_native import Client
+
+    Client(cluster.uri).mkdirs(folder, 0o755, True)
+
+
+def _job(cluster: HdfsCluster, folder: str, num_files: int, threads: int) -> Job:
+    paths = [f"{folder}/{i:05}" for i in range(num_files)]
+    return Job(uri=cluster.uri, path=folder, paths=paths, length=_FILE_BYTES, threads=threads, replication=3)
+
+
+def _servers_s(cluster: HdfsCluster) -> float:
+    """Processor time of the NameNode and the DataNodes so far."""
+    ticks = 0
+    for process in (cluster.namenode, *cluster.datanodes):
+        assert process is not None
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _claims(rates: Mapping[str, Sequence[float]], servers: Mapping[str, Sequence[float]]) -> list[Must]:
+    """What HDFS allows: its servers' time on all cores, or a fixed rate where that is more than enough."""
+    musts = []
+    for threads in _THREADS:
+        for ours, others, part in (
+            ("fuse_write", _WRITERS, 0.9),
+            ("fuse_read", _READERS, 0.5),
+        ):
+            plain = {kind: _Arm(kind, threads).name for kind in others if not kind.startswith("fuse")}
+            best = max((name for name in plain.values() if name in rates), key=lambda name: median(rates[name]))
+            mine = _Arm(ours, threads).name
+            ratio = median(a / b for a, b in zip(rates[mine], rates[best], strict=True))
+            musts.append(Must(f"{mine} / {best}", ratio, part, "x", at_least=True))
+    return musts
+
+
+BENCHMARK = Benchmark(
+    "small_files",
+    "Do thousands of small files go through a mount as fast as HDFS itself takes and gives them?",
+    by_rounds=measure,
+)
