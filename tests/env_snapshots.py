@@ -6,6 +6,7 @@ A folder `upper` holds what a setup wrote, at the paths where it wrote it; `belo
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.blocks.block_file import BlockFile, read_index
+from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.manifest import Manifest
+from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
 from bootseer.image.block_reader import BlockReader, open_layer
@@ -57,9 +60,15 @@ def written(folder: Path, *, seconds: float = BEGAN_S + 10) -> None:
             os.utime(Path(top, name), (seconds, seconds), follow_symlinks=False)
 
 
+@functools.cache
+def secret_check() -> SecretCheck:
+    """With the rules as they are, for files that a test's setup wrote."""
+    return SecretCheck(Exclusions())
+
+
 def snapshot(store: Store, upper: Path, **options: Any) -> Written:
     """The snapshot of everything in a folder, which is the whole tree, too."""
-    given = {"began_s": BEGAN_S, "root": str(upper)} | options
+    given = {"began_s": BEGAN_S, "root": str(upper), "check": secret_check()} | options
     return write_snapshot(store, given.pop("changes", None) or changes_of(upper), **given)
 
 

@@ -79,6 +79,7 @@ class Place:
             "BOOTSEER_SPOOL": str(self.root / "spool"),
             "BOOTSEER_STORE": str(self.store),
             "BOOTSEER_NODE": self.cache,
+            "KF_RULE_CACHE_DIR": str(secret_rules()),
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -174,6 +175,14 @@ def made_place() -> Iterator[Place]:
         unmount_below(root)
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(Path("/run", root.name), ignore_errors=True)
+
+
+@functools.cache
+def secret_rules() -> Path:
+    """Where the rules for secrets are kept compiled, for all starts of the tests: that takes seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="bootseer-rules-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache

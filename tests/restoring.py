@@ -13,6 +13,7 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
+from env_snapshots import secret_check
 
 KEY = "ab" * 32
 NOTHING: Mapping[str, str] = {}
@@ -53,7 +54,14 @@ class Setup:
         return found
 
     def written(self, changes: list[Change], is_loose: Callable[[str], bool] = lambda path: False) -> Written:
-        return write_snapshot(self.store, changes, began_s=time.time() - 3600, root=str(self.after), is_loose=is_loose)
+        return write_snapshot(
+            self.store,
+            changes,
+            began_s=time.time() - 3600,
+            check=secret_check(),
+            root=str(self.after),
+            is_loose=is_loose,
+        )
 
     def document(self, changes: list[Change], roots: Iterable[Path]) -> EnvironmentDocument:
         return document_of(self.written(changes), roots)

@@ -121,6 +121,7 @@ def show(key: str, store: str | None, plain_http: bool, as_json: bool) -> None:
                 {"name": export.name, "kind": export.kind, "value": export.value} for export in document.exports
             ],
             "unaccounted": list(document.unaccounted),
+            "left_out": [{"path": one.path, "rule": one.rule, "reason": one.reason} for one in document.left_out],
         }
         print_json({**_row(document, now_s), **more})
         return
@@ -149,6 +150,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> list[tuple[str, str]]
         rows.append(("elsewhere", f"{document.num_loose:,} files, written to their places"))
     rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
     rows += [("not in key", path) for path in document.unaccounted]
+    rows += [("left out", f"{one.path} ({one.rule}): {one.reason}") for one in document.left_out]
     rows += [("key part", f"{name}: {value}") for name, value in document.components.items()]
     rows += [("package", name) for name in document.packages]
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import Option
@@ -23,6 +23,9 @@ _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
 _WAIT = "BOOTSEER_ENV_WAIT"
 _PUBLISH = "BOOTSEER_ENV_PUBLISH"
 _TENANT = "BOOTSEER_ENV_TENANT"
+_LEAVE_OUT = "BOOTSEER_ENV_LEAVE_OUT"
+_KEEP = "BOOTSEER_ENV_KEEP"
+_RULES = "BOOTSEER_ENV_SECRET_RULES"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
@@ -41,6 +44,21 @@ KEY = (
         "Who shares snapshots: another name, other snapshots (default: all).",
         metavar="NAME",
     ),
+    Option(
+        "leave_out",
+        ("--env-leave-out",),
+        "What no snapshot keeps besides credentials that are known as such: a path, or a pattern as a shell's, ~ for "
+        "any home. The command that follows the setup gets it.",
+        metavar="PATH",
+        many=True,
+    ),
+    Option(
+        "keep",
+        ("--env-keep",),
+        "What is kept although it looks like a secret: a path, or a pattern.",
+        metavar="PATH",
+        many=True,
+    ),
 )
 """What the request key is made of besides the setup itself."""
 
@@ -57,6 +75,13 @@ CAPTURE = (
         ("--env-conflicts",),
         "Whether a new conflict that `pip check` finds keeps a snapshot from being kept (refuse, the default; accept).",
         choices=("refuse", "accept"),
+    ),
+    Option(
+        "secret_rules",
+        ("--env-secret-rules",),
+        "Further rules for what looks like a secret, in the format of gitleaks (TOML) or kingfisher (YAML).",
+        metavar="FILE",
+        many=True,
     ),
     Option(
         "max_age",
@@ -119,6 +144,9 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),
         imports=tuple(values.get("imports", ())),
+        leave_out=_listed(values["leave_out"], env, _LEAVE_OUT),
+        keep=_listed(values["keep"], env, _KEEP),
+        secret_rules=tuple(map(os.path.abspath, _listed(values.get("secret_rules", ()), env, _RULES))),
         conflicts=values.get("conflicts") or "refuse",
         max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
         wait_s=_duration(values.get("wait"), "--env-wait", env, _WAIT) or 600.0,
@@ -133,6 +161,11 @@ def _mode(env: Mapping[str, str]) -> Mode:
         if mode == said:
             return mode
     raise UsageError(f"{MODE}={said!r} is none", hint=f"choose from {', '.join(MODES)}")
+
+
+def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    """The values of an option, and those of a variable that says it for a whole fleet, with colons between them."""
+    return (*given, *filter(None, env.get(variable, "").split(":")))
 
 
 def _duration(

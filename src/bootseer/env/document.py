@@ -27,6 +27,7 @@ MAX_ROOTS = 1000
 MAX_PACKAGES = 10_000
 MAX_EXPORTS = 1000
 MAX_UNACCOUNTED = 100
+MAX_LEFT_OUT = 1000
 MAX_TEXT = 64 << 10
 CLOCK_SKEW_S = 3600.0
 """So far in the future may a snapshot of another node be before its age means nothing."""
@@ -53,6 +54,17 @@ class Export:
     name: str
     kind: ExportKind
     value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutPath:
+    """What the setup wrote and the snapshot does not have."""
+
+    path: str
+    rule: str
+    reason: str
+    secret: bool = False
+    """Whether a command may have to log in by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,8 @@ class EnvironmentDocument:
     loose: Stored | None = None
     """A manifest of what each restore has to look at: paths outside of `roots`, and those inside where a mount might
     hide what somebody wrote on its machine. None where that is nothing."""
+    left_out: tuple[LeftOutPath, ...] = ()
+    """The first paths of each rule that kept some out; of secrets all."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Unknown keys of later versions, kept."""
 
@@ -131,6 +145,7 @@ class EnvironmentDocument:
             "manifest": [self.manifest.name, self.manifest.size_bytes],
             "loose": None if self.loose is None else [self.loose.name, self.loose.size_bytes],
             "exports": [asdict(export) for export in self.exports],
+            "left_out": [asdict(one) for one in self.left_out],
             "components": dict(self.components),
             "platform": dict(self.platform),
         }
@@ -147,6 +162,7 @@ class EnvironmentDocument:
         value = _json_object(data)
         if value.pop("schema", None) != SCHEMA:
             raise OtherVersionError(f"environment document: another version, this BootSeer reads {SCHEMA}")
+        value.setdefault("left_out", [])
         max_age, loose = value.pop("max_age_s", None), value.pop("loose", None)
         _check_shown(value, loose)
         return cls(
@@ -172,6 +188,7 @@ class EnvironmentDocument:
             job=_text(value, "job", ""),
             what=_text(value, "what", ""),
             loose=None if loose is None else _stored(loose, "loose"),
+            left_out=tuple(_left_out(row) for row in _rows(value, "left_out", MAX_LEFT_OUT)),
             more=value,
         )
 
@@ -321,6 +338,13 @@ def _export(row: object) -> Export:
     if not isinstance(text, str) or "\0" in text or len(text) > MAX_TEXT:
         raise _wrong("exports")
     return Export(name, cast(ExportKind, kind), text)
+
+
+def _left_out(row: object) -> LeftOutPath:
+    if not isinstance(row, dict) or not isinstance(row.get("secret"), bool):
+        raise _wrong("left_out")
+    path, rule, reason = (_words(row.get(name), "left_out") for name in ("path", "rule", "reason"))
+    return LeftOutPath(path, rule, reason, secret=row["secret"])
 
 
 def _trust(value: dict[str, Any]) -> Trust:

@@ -33,6 +33,7 @@ def ask_for(
         base=base or HOST,
         inputs=wanted.inputs,
         tenant=wanted.tenant,
+        kept=(*(f"left out {path}" for path in wanted.leave_out), *(f"kept {path}" for path in wanted.keep)),
         variables=wanted.variables,
         salt=wanted.place,
     )

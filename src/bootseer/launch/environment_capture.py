@@ -8,16 +8,14 @@ from being made (`environment_judge`). Called by `environment_stage` and `enviro
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.any_capture import Capture
-from bootseer.env.capturing.before import found_at, state_of
 from bootseer.env.capturing.effects import Effects
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
-from bootseer.env.changes import Action, Change
+from bootseer.env.changes import Change
 from bootseer.env.installing.interpreter import Interpreter
 from bootseer.env.installing.packages import (
     Distribution,
@@ -142,16 +140,15 @@ class _Capturing:
             done=done,
             trust=trust,
             unaccounted=unaccounted,
+            left_out=view.left_out,
             validate=lambda: judge.problems(task, view, division, done),
         )
         return Captured(0, done.seconds, shown, self._publishing(publication, reasons))
 
     def _changes(self, view: Capture, reads: Reads, done: SetUp) -> list[Change]:
         """What the setup changed, and what it wrote once more as it was already."""
-        changes = view.changes()
-        unknown = judge.unknown(self._task, self._key, view, reads, changes, done)
-        again = [found for path in unknown if not is_system(path) and (found := _rewritten(view, path))]
-        return sorted([*changes, *again], key=lambda change: os.fsencode(change.path))
+        unknown = judge.unknown(self._task, self._key, view, reads, (), done)
+        return view.changes(again=frozenset(path for path in unknown if not is_system(path)))
 
     def _own_environments(self, view: Capture, changes: Sequence[Change], done: SetUp) -> _Own | None:
         """What the setup installed into environments of its own."""
@@ -174,15 +171,3 @@ class _Capturing:
         except BootseerError as error:
             tell(self._task, False, str(error))
             return None
-
-
-def _rewritten(view: Capture, path: str) -> Change | None:
-    """A file that is in an upper layer with the content that it had before.
-
-    Another start may find nothing there: the snapshot must say that it belongs to the environment.
-    """
-    source = str(view.source_of(path))
-    if view.way == "scan" or source == path or not os.path.lexists(source):
-        return None
-    found = found_at(source, "")
-    return Change(path, Action.MODIFIED, source, before=state_of(found)) if found and found.kind == "file" else None

@@ -43,7 +43,7 @@ def unknown(
     base += [python.prefix, python.base_prefix] if python is not None else []
     base += _installers(task.env.get("PATH"))
     homes = [home for home in (task.env.get("HOME"),) if home]
-    made = {change.path for change in changes}
+    made = {*(change.path for change in changes), *view.left_out.withheld}
     return unaccounted(reads.paths, key.accounted, made, base=base, homes=homes, inside=view.points)
 
 

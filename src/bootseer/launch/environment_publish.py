@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from bootseer import __version__
-from bootseer.env.capturing import secrets
-from bootseer.env.changes import Action, Change
-from bootseer.env.document import EnvironmentDocument, Trust
+from bootseer.bring.places import environments_folder
+from bootseer.env.capturing.walk import LeftOut
+from bootseer.env.changes import Change
+from bootseer.env.document import MAX_LEFT_OUT, EnvironmentDocument, Trust
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring.roots import Division
+from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Tell, start_background
@@ -42,7 +42,6 @@ from bootseer.trace.event import INSTANT
 EVENT = "environment_publish"
 _NICENESS = 10
 _MAX_UNACCOUNTED = 20
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,8 @@ class Publication:
     done: SetUp
     trust: Trust
     unaccounted: tuple[str, ...]
+    left_out: LeftOut
+    """What the rules kept out of the changes."""
     validate: Callable[[], Sequence[str]]
     """What is wrong with it; runs beside the command."""
 
@@ -125,15 +126,23 @@ def start_publishing(task: Task, publication: Publication) -> Publishing:
 def _publish(task: Task, publication: Publication, tell: Tell) -> None:
     """In the child."""
     began_s = time.monotonic()
-    _check_secrets(publication.changes)
+    wanted = task.wanted
+    check = SecretCheck(
+        publication.left_out.exclusions,
+        withheld=publication.left_out.withheld.values(),
+        variables=task.env,
+        rules=wanted.secret_rules,
+        cache=environments_folder(wanted.cache) / "secret-rules",
+    )
     if problems := publication.validate():
         raise PermanentError("; ".join(problems))
-    with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
+    with contextlib.closing(open_store(task.store_uri, plain_http=wanted.plain_http)) as store:
         done = publication.done
         written = write_snapshot(
             store,
             publication.changes,
             began_s=done.began_s,
+            check=check,
             ended_s=done.ended_s,
             root=str(publication.root),
             is_loose=publication.division.is_loose if publication.division is not None else lambda path: False,
@@ -141,9 +150,11 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
         for line in written.left_out:
             tell({"say": f"left out of the environment's snapshot: {line}"})
         document = _document(task, publication, written)
+        if found := check.text("its document", document.encode()):
+            refuse([found])
         catalog = Catalog(store, lambda line: tell({"say": line}))
         published = catalog.publish(document, replace=publication.decision.replace)
-        local = Local(task.wanted.cache, lambda line: tell({"say": line}))
+        local = Local(wanted.cache, lambda line: tell({"say": line}))
         if published:
             local.keep(document)
             if publication.decision.replaces is not None:
@@ -189,24 +200,8 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         max_age_s=_max_age_s(task, key),
         job=task.job,
         what=task.what,
+        left_out=tuple(publication.left_out.reasons.values())[:MAX_LEFT_OUT],
     )
-
-
-def _check_secrets(changes: Sequence[Change]) -> None:
-    """Raise `PermanentError` when a file looks as if others should not have it."""
-    found = []
-    for change in changes:
-        if change.action is Action.DELETED:
-            continue
-        status = os.lstat(change.source)
-        if stat.S_ISREG(status.st_mode) and secrets.is_worth_reading(change.path, status.st_size):
-            with open(change.source, "rb") as file:  # noqa: PTH123 - thousands of files
-                kind = secrets.find(change.path, file.read(secrets.HEAD_BYTES))
-            if kind:
-                found.append(f"{change.path} ({kind})")
-    if found:
-        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-        raise PermanentError(f"the setup wrote what looks secret: {', '.join(found[:_MAX_NAMED])}{more}")
 
 
 def _max_age_s(task: Task, key: RequestKey) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from bootseer.env.life.local import Local
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
+from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.entry import Entry
 from bootseer.env.snapshot.manifest import Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
@@ -25,6 +27,8 @@ from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
 from bootseer.units import format_seconds
+
+_MAX_NAMED = 3
 
 
 def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: bool = True) -> Shown:
@@ -74,7 +78,22 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
         f"environment {document.key[:12]} restored in {format_seconds(seconds)}: made {format_seconds(age_s)} ago by "
         f"{document.builder} in {format_seconds(document.setup_s)} ({decision.words})"
     )
+    _say_missing(document, on_host=on_host)
     return shown
+
+
+def _say_missing(document: EnvironmentDocument, *, on_host: bool) -> None:
+    """Name the credentials that the command may miss. The setup is not run for their sake: it may do anything besides,
+    and a login that is part of it belongs to the command or to the machine."""
+    secret = [one.path for one in document.left_out if one.secret and not is_system(one.path)]
+    missing = [path for path in secret if not (on_host and os.path.lexists(path))]
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        where = "are not on this machine" if on_host else "are in no snapshot"
+        say(
+            f"credentials that the setup wrote where it ran {where}: {', '.join(missing[:_MAX_NAMED])}{more}; if the "
+            "command needs them, log in in the command itself, or give it a variable or a mount"
+        )
 
 
 def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], shown: Shown, *, on_host: bool) -> None:

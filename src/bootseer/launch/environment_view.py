@@ -17,7 +17,7 @@ from bootseer.env.changes import Change
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.roots import Division, divide
+from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.errors import BootseerError
 from bootseer.launch.environment_entries import loose_entries
 from bootseer.launch.environment_install import SetUp, say_failed
@@ -57,7 +57,14 @@ def open_view(task: Task, opened: contextlib.ExitStack, *, scan: bool) -> Captur
     for way in ways:
         try:
             view = open_capture(
-                task.folder.path / "capture", say=say, way=way, env=task.env, own=own, folders=[task.cwd]
+                task.folder.path / "capture",
+                say=say,
+                way=way,
+                env=task.env,
+                own=own,
+                folders=[task.cwd],
+                leave_out=wanted.leave_out,
+                keep=wanted.keep,
             )
         except (BootseerError, OSError) as error:
             refused.append(str(error))
@@ -108,7 +115,9 @@ def show(task: Task, view: Capture, changes: Sequence[Change], division: Divisio
 
 
 def _show(task: Task, view: Capture, changes: Sequence[Change], division: Division, shown: Shown) -> None:
-    loose_ones = [change for change in changes if division.is_loose(change.path)]
+    # Secrets too: no snapshot has them, and this command gets them as without BootSeer.
+    withheld = [change for change in view.left_out.withheld.values() if not is_system(change.path)]
+    loose_ones = [change for change in (*changes, *withheld) if division.is_loose(change.path)]
     if loose_ones:
         place.apply(loose.plan(loose_entries(loose_ones), view.source_of, captured=True), view.source_of)
     if division.roots:

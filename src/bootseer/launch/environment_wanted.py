@@ -41,6 +41,12 @@ class EnvironmentWanted:
     """Modules that must be importable before a snapshot is published."""
     conflicts: Conflicts = "refuse"
     """Whether a snapshot is published although `pip check` finds a conflict that was not there before."""
+    leave_out: tuple[str, ...] = ()
+    """Patterns of paths that no snapshot keeps (`Exclusions`)."""
+    keep: tuple[str, ...] = ()
+    """Patterns of paths that are kept although they look secret."""
+    secret_rules: tuple[str, ...] = ()
+    """Files with further rules for what looks secret."""
     max_age_s: float | None = None
     """A snapshot older than this is not used; None: by whether versions are pinned; infinite: never."""
     wait_s: float = 600.0

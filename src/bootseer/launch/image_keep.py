@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from bootseer.env.capturing.capture import container_changes
-from bootseer.env.capturing.exclude import Exclusions, caches_of
+from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch
 from bootseer.env.capturing.mentions import mentions
+from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.life.decide import REASONS, Decision
@@ -65,6 +66,7 @@ class Keeping:
         self._mounted = mounted
         self._mount = mount
         self._decision = decision
+        self._left_out = LeftOut(Exclusions())
 
     def keep(self, done: SetUp, key: RequestKey) -> MountedImage:
         """The image for the command to run in, whatever becomes of the snapshot."""
@@ -146,8 +148,15 @@ class Keeping:
     def _changes(self, layer: Path) -> Sequence[Change]:
         found_env = self._setup.found_env
         homes = [home for home in (found_env.get("HOME", "").rstrip("/"),) if home]
-        changes, left_out = container_changes(layer, exclusions=Exclusions(homes=homes, caches=caches_of(found_env)))
-        for line in left_out.missed:
+        exclusions = Exclusions(
+            homes=homes,
+            caches=caches_of(found_env),
+            credentials=credentials_of(found_env),
+            leave_out=self._task.wanted.leave_out,
+            keep=self._task.wanted.keep,
+        )
+        changes, self._left_out = container_changes(layer, exclusions=exclusions)
+        for line in self._left_out.missed:
             say(line)
         # The runtime makes the places of mounts, where the image has none.
         places = {bind.target.rstrip("/") for bind in self._places.shown} | set(_OF_RUNTIME)
@@ -192,6 +201,7 @@ class Keeping:
             done=done,
             trust="unobserved",
             unaccounted=(),
+            left_out=self._left_out,
             validate=partial(self._setup.problems, done),
         )
         self._start.publishing = start_publishing(task, publication)

@@ -1,24 +1,29 @@
-"""What looks like a secret, and what only looks so."""
+"""What looks like a secret, and what only looks so: by the rules of a library and ours together, as for a snapshot."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.secrets import HEAD_BYTES, find, is_secret_variable, is_worth_reading, value_kind
+from bootseer.env.capturing.secrets import is_random, is_secret_variable, passwords_in, value_kind
+from env_snapshots import secret_check
 
 # Put together here, so that nobody takes this file for a leak.
 GITHUB = "gh" + "p_" + "a1B2c3D4e5" * 4
-HUGGING_FACE = "hf" + "_" + "AbCdEfGh12" * 4
+HUGGING_FACE = "hf" + "_" + "QwErTyUiOpAsDfGhJkLzXcVbNmQaWsEdRf"
 AWS = "AKI" + "A" + "Q3EGJKLMNPRSTUVW"
 GITLAB = "glpat" + "-" + "x1y2z3x1y2z3x1y2z3x1"
 NPM = "np" + "m_" + "a1B2" * 9
 OPENAI = "s" + "k-proj-" + "aB3" * 16
-KEY = "-----BEGIN " + "OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END"
+DRAWN = base64.b64encode(hashlib.sha512(b"a key").digest()).decode()
+KEY = "-----BEGIN " + f"OPENSSH PRIVATE KEY-----\n{DRAWN}\n{DRAWN}\n-----END " + "OPENSSH PRIVATE KEY-----\n"
+THEIRS = "it matches the rule betterleaks."
 
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
 LOGIN = "an address with a password"
@@ -41,8 +46,15 @@ SECRETS = [
     ("/etc/environment", f"WANDB_API_KEY={'0a1b2c3d' * 5}\n", "a secret (WANDB_API_KEY)"),
     ("/etc/profile.d/job.sh", f"export GITLAB={GITLAB}\n", "a GitLab token"),
     ("/opt/app/settings.yaml", f"openai: {OPENAI}\n", "an API key"),
-    ("/opt/app/service.json", '{"private_key": "-----BEGIN PRIVATE KEY-----\\nMII"}', "a private key"),
-    ("/opt/app/deploy_key", KEY, "a private key"),
+    ("/opt/app/service.json", json.dumps({"private_key": KEY}), f"{THEIRS}private-key"),
+    ("/opt/app/deploy_key", KEY, f"{THEIRS}private-key"),
+    ("/opt/app/data.bin", f"\0{GITHUB}", f"{THEIRS}github-pat"),
+    (f"{PACKAGES}/lib/settings.py", f'"{GITHUB}"', f"{THEIRS}github-pat"),
+    ("/opt/app/examples/run.py", f'"{GITHUB}"', f"{THEIRS}github-pat"),
+    ("/root/.config/a/auth.json", '{"token": "d8e8fca2dc0f896fd7cb4cb0031ba249"}', "a random word behind 'token'"),
+    ("/root/.config/a/api_key", "d8e8fca2dc0f896fd7cb4cb0031ba249\n", "a random word, and is called like a secret"),
+    ("/opt/app/db.yaml", "password: 7Gq2xK9wLmT4vB8nRz5pYc3d\n", "a random word behind 'password'"),
+    ("/opt/app/rclone.conf", "[s]\npass = 7Gq2xK9wLmT4vB8nRz5p", "a secret (pass)"),
     (f"{PACKAGES}/a-1.dist-info/direct_url.json", f'{{"url": "https://{GITHUB}@git.example/a/b"}}', "a GitHub token"),
 ]
 # fmt: on
@@ -50,8 +62,7 @@ SECRETS = [
 
 @pytest.mark.parametrize(("path", "text", "kind"), SECRETS)
 def test_secrets_are_found(path: str, text: str, kind: str) -> None:
-    assert is_worth_reading(path, len(text))
-    assert find(path, text.encode()) == kind
+    assert secret_check().content(path, text.encode()) == f"{path} ({kind})"
 
 
 @pytest.mark.parametrize(
@@ -66,35 +77,47 @@ def test_secrets_are_found(path: str, text: str, kind: str) -> None:
         ("/opt/app/.npmrc", "//registry.example/:_authToken=${NPM_TOKEN}\n"),
         ("/opt/app/tests/server.key", KEY),
         ("/opt/app/server.py", f"PEM = '''{KEY[:20]}'''"),
-        ("/opt/env/lib/python3.12/site-packages/certifi/cacert.pem", KEY),
-        ("/opt/env/lib/python3.12/site-packages/lib/settings.json", f'"{GITHUB}"'),
         ("/opt/app/node_modules/x/.npmrc", f"//r/:_authToken={NPM}"),
         ("/opt/app/public.txt", "-----BEGIN PUBLIC KEY-----\nMIIB\n"),
-        ("/opt/app/data.bin", f"\0{GITHUB}"),
-        ("/opt/app/data.parquet", GITHUB),
         ("/opt/app/lock.json", '{"sha512": "sha512-Zm9vYmFyMTIzNDU2Nzg5MGFiY2RlZmdoaWprbG1ub3A=="}'),
     ],
 )  # fmt: skip
 def test_what_only_looks_like_a_secret_is_not_found(path: str, text: str) -> None:
-    assert not is_worth_reading(path, len(text)) or find(path, text.encode()) is None
+    assert secret_check().content(path, text.encode()) == ""
 
 
-def test_large_files_and_empty_ones_are_not_read() -> None:
-    assert not is_worth_reading("/opt/app/.env", 0)
-    assert not is_worth_reading("/opt/app/.env", (1 << 20) + 1)
+def test_nothing_is_found_among_installed_packages() -> None:
+    """All files of this Python's environment, with the records of its packages."""
+    check = secret_check.__wrapped__()
+    files = [
+        path
+        for folder, _, names in os.walk(sys.prefix)
+        for name in names
+        if (path := Path(folder, name)).is_file() and not path.is_symlink() and path.suffix != ".pyc"
+    ]
+    rows = [(str(path), "file", path.stat().st_size) for path in files]
+    assert check.paths(rows, lambda path: Path(path).read_bytes()) == []
+    small = (path for path, (_, _, size) in zip(files, rows, strict=True) if size <= 1 << 20)
+    assert [found for path in small if (found := check.content(str(path), path.read_bytes()))] == []
 
 
-def test_nothing_is_found_among_installed_packages_and_the_standard_library() -> None:
-    found = []
-    for root in {sys.prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}:
-        for folder, _, names in os.walk(root):
-            for name in names:
-                path = Path(folder, name)
-                if path.is_file() and not path.is_symlink() and is_worth_reading(str(path), path.stat().st_size):
-                    with path.open("rb") as file:
-                        kind = find(str(path), file.read(HEAD_BYTES))
-                    found += [(path, kind)] if kind else []
-    assert found == []
+@pytest.mark.parametrize(
+    "word", ["d8e8fca2dc0f896fd7cb4cb0031ba249", "7Gq2xK9wLmT4vB8nRz5pYc3d", "aVd3+x/9Kf2mQ8sLp0Zr7w=="]
+)
+def test_random_words(word: str) -> None:
+    assert is_random(word)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["Ipv6CidrAssociations", "a1" * 20, "0" * 32, "short1A2", "your-token-12345678", "${TOKEN_1234567890_2}", "text"],
+)
+def test_other_words(word: str) -> None:
+    assert not is_random(word)
+
+
+def test_passwords_of_addresses() -> None:
+    assert passwords_in("https://me:hunter2222@a.test/x and https://a.test/y") == ["hunter2222"]
 
 
 @pytest.mark.parametrize(
@@ -134,5 +157,6 @@ def test_a_value_says_what_kind_of_secret_it_is() -> None:
 
 def test_a_password_that_ends_like_an_example_is_a_password() -> None:
     address = b"[global]\nindex-url = https://user:hunter2token@packages.example.com/simple\n"
-    assert find("/home/u/venv/pip.conf", address) == "an address with a password"
-    assert find("/home/u/venv/pip.conf", address.replace(b"hunter2token", b"my-token")) is None
+    path = "/home/u/venv/pip.conf"
+    assert secret_check().content(path, address) == f"{path} (an address with a password)"
+    assert secret_check().content(path, address.replace(b"hunter2token", b"my-token")) == ""

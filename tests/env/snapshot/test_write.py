@@ -25,7 +25,18 @@ from bootseer.errors import PermanentError
 from bootseer.store.faulty import Fault, FaultyStore
 from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_store
-from env_snapshots import BEGAN_S, changes_of, deleted, load_manifest, overlay, reader_of, shown, snapshot, written
+from env_snapshots import (
+    BEGAN_S,
+    changes_of,
+    deleted,
+    load_manifest,
+    overlay,
+    reader_of,
+    secret_check,
+    shown,
+    snapshot,
+    written,
+)
 from erofs_images import facts_of_folder, facts_of_image, needs_root
 
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)  # cap_net_bind_service=ep
@@ -329,7 +340,7 @@ def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
     def refused(*changes: Change) -> str:
         with pytest.raises(PermanentError) as caught:
-            write_snapshot(store, changes, began_s=0, root=str(tmp_path))
+            write_snapshot(store, changes, began_s=0, check=secret_check(), root=str(tmp_path))
         return str(caught.value)
 
     assert "listed twice" in refused(Change("/a", Action.ADDED, source), Change("/a", Action.ADDED, source))

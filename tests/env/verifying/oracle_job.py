@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 from bootseer.env.capturing.capture import open_capture
+from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.packages import installed, new_packages
 from bootseer.env.installing.running import runner
+from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.env.verifying.oracle import fresh_install_differs
 from bootseer.errors import BootseerError
@@ -38,7 +40,9 @@ def main() -> None:
         assert code == 0, code
         packages = new_packages(before, installed(python.folders, root=str(view.root)))
         changes = [change for change in view.changes() if change.path.startswith(PLACE + "/")]
-        written = write_snapshot(MemoryStore("test"), changes, began_s=began_s, root=str(view.root))
+        written = write_snapshot(
+            MemoryStore("test"), changes, began_s=began_s, check=SecretCheck(Exclusions()), root=str(view.root)
+        )
         for change in changes:
             place = Path(f"{tree}{change.path}")
             if change.source and Path(change.source).is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -40,7 +40,7 @@ class Capture(ABC):
     """Folders and files inside of them where the setup works on the machine's own, so that changes stay there."""
 
     def __init__(self, exclusions: Exclusions) -> None:
-        self.left_out = LeftOut()
+        self.left_out = LeftOut(exclusions)
         """What the rules kept out of `changes`, once that was called."""
         self._exclusions = exclusions
 
@@ -56,10 +56,12 @@ class Capture(ABC):
         `OSError`. Ask for a death signal (`process.die_with`) afterwards, as the kernel may forget it."""
 
     @abstractmethod
-    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
+    def changes(
+        self, *, wants_before: Callable[[str], bool] = may_be_somebodys, again: Collection[str] = ()
+    ) -> list[Change]:
         """What is different now, sorted by path; call it when the setup has ended.
 
-        `wants_before` tells for which paths `Change.before` is asked. Raises `PermanentError`.
+        `wants_before` tells for which paths `Change.before` is asked; `again` is `Walk`'s. Raises `PermanentError`.
         """
 
     @abstractmethod

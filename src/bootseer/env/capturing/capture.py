@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from bootseer.env.capturing.any_capture import Capture, Way
-from bootseer.env.capturing.exclude import Exclusions, caches_of
+from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.overlay_capture import open_overlay
 from bootseer.env.capturing.scan import ScanCapture
 from bootseer.env.capturing.walk import Layer, LeftOut, Walk
@@ -43,13 +43,16 @@ def open_capture(
     env: Mapping[str, str] | None = None,
     own: Iterable[Path | str] = (),
     folders: Iterable[Path | str] = (),
+    leave_out: Iterable[str] = (),
+    keep: Iterable[str] = (),
 ) -> Capture:
     """Begin to capture; run the setup with `enter` next, then ask for `changes`.
 
     `folder` is where captures keep upper layers, on a disk with room. `env` is the setup's environment, which names the
     user's home and the caches of installers. `own` are BootSeer's own folders (cache, spool, runtime): real in the
     setup's view and never captured. `folders` are further ones that are worth capturing without root, besides home,
-    working folder and environments. `way` forces one way; `auto` says in a line why a better one was not taken.
+    working folder and environments. `leave_out` and `keep` are patterns of the owner (`Exclusions`). `way` forces one
+    way; `auto` says in a line why a better one was not taken.
     Raises `BootseerError` when no way is left.
     """
     if way not in ("auto", *get_args(Way)):
@@ -57,7 +60,12 @@ def open_capture(
     settings = os.environ if env is None else env
     homes = _homes(settings)
     exclusions = Exclusions(
-        homes=homes, own=[os.path.realpath(path) for path in (*own, folder)], caches=caches_of(settings)
+        homes=homes,
+        own=[os.path.realpath(path) for path in (*own, folder)],
+        caches=caches_of(settings),
+        credentials=credentials_of(settings),
+        leave_out=leave_out,
+        keep=keep,
     )
     refused: dict[str, str] = {}
     for one in (better for better in _BETTER if way in ("auto", better)):

@@ -10,8 +10,9 @@ touches nothing.
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,8 @@ class Rule:
     """A capture shows the real folder here, so that what is written stays on the machine, as it would without us."""
     missed: bool = False
     """A start without it may go another way: whoever restores the snapshot has to know."""
+    secret: bool = False
+    """The command that follows the setup still gets it, as without BootSeer; the owner may make exceptions."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -126,30 +129,52 @@ RULES: tuple[Rule, ...] = (
         "credentials",
         "is a secret of one user; a snapshot is shared",
         paths=(
-            "~/.netrc",
-            "~/.git-credentials",
-            "~/.config/git/credentials",
-            "~/.aws/credentials",
-            "~/.aws/sso/cache",
-            "~/.aws/cli/cache",
-            "~/.azure",
-            "~/.config/gcloud",
-            "~/.docker/config.json",
-            "~/.kube/config",
-            "~/.config/gh/hosts.yml",
-            "~/.cache/huggingface/token",
-            "~/.cache/huggingface/stored_tokens",
-            "~/.huggingface/token",
-            "~/.kaggle/kaggle.json",
-            "~/.pypirc",
-            "~/.gnupg",
-            "~/.vault-token",
-            "/etc/shadow",
-            "/etc/gshadow",
-            "/etc/krb5.keytab",
+            *("~/.netrc", "~/_netrc", "~/.authinfo", "~/.pgpass", "~/.my.cnf", "~/.mylogin.cnf", "~/.s3cfg", "~/.boto"),
+            *("~/.git-credentials", "~/.config/git/credentials", "~/.config/gh/hosts.yml", "~/.config/hub"),
+            *("~/.config/glab-cli", "~/.cache/git/credential", "~/.git-credential-cache"),
+            *("~/.aws/credentials", "~/.aws/sso/cache", "~/.aws/cli/cache", "~/.azure", "~/.config/gcloud", "~/.oci"),
+            *("~/.config/doctl", "~/.config/linode-cli", "~/.aliyun/config.json", "~/.bluemix", "~/.mc", "~/.mcli"),
+            *("~/.passwd-s3fs", "~/.config/rclone/rclone.conf", "~/.rclone.conf", "~/.config/s3cmd", "~/.lakectl.yaml"),
+            *(
+                "~/.docker/config.json",
+                "~/.dockercfg",
+                "~/.config/containers/auth.json",
+                "~/.singularity/docker-config.json",
+            ),
+            *("~/.apptainer/docker-config.json", "~/.apptainer/remote.yaml", "~/.config/enroot/.credentials"),
+            *(
+                "~/.kube/config",
+                "~/.kube/cache",
+                "~/.minikube",
+                "~/.config/helm/registry",
+                "~/.vault-token",
+                "~/.terraformrc",
+            ),
+            *(
+                "~/.terraform.d/credentials.tfrc.json",
+                "~/.pulumi/credentials.json",
+                "~/.config/op",
+                "~/.config/sops/age",
+            ),
+            *("~/.cache/huggingface/token", "~/.cache/huggingface/stored_tokens", "~/.huggingface/token"),
+            *("~/.ngc/config", "~/.kaggle/kaggle.json", "~/.kaggle/access_token", "~/.config/kaggle/kaggle.json"),
+            *(
+                "~/.comet.config",
+                "~/.neptune/credentials",
+                "~/.mlflow/credentials",
+                "~/.databrickscfg",
+                "~/.modal.toml",
+            ),
+            *("~/.config/dagshub", "~/.snowflake", "~/.config/snowflake", "~/.clearml.conf", "~/clearml.conf"),
+            *("~/.config/replicate", "~/.runpod/config.toml", "~/.lambda_cloud", "~/.cdsapirc", "~/.ecmwfapirc"),
+            *("~/.pypirc", "~/.gem/credentials", "~/.cargo/credentials", "~/.cargo/credentials.toml", "~/.conda/token"),
+            *("~/.config/pypoetry/auth.toml", "~/.local/share/uv/credentials", "~/.m2/settings-security.xml"),
+            *("~/.gnupg", "~/.password-store", "~/.local/share/keyrings", "~/.config/chromium", "~/.mozilla"),
+            *("/etc/shadow", "/etc/gshadow", "/etc/krb5.keytab"),
         ),
-        pattern=r"~/\.ssh/id_[^/]*",
+        pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)",
         missed=True,
+        secret=True,
     ),
     Rule(
         "names of machines",
@@ -173,24 +198,57 @@ REAL_FILES = ("/etc/hosts", "/etc/resolv.conf")
 OWN = Rule("own folder", "is where BootSeer itself keeps files", real=True)
 CACHE_OF_SETTINGS = Rule("package cache", "is read by installers alone: settings say so", real=True)
 
+LEFT_OUT = Rule("left out by the owner", "is named by --env-leave-out", missed=True, secret=True)
+_CREDENTIALS = next(rule for rule in RULES if rule.name == "credentials")
+
 # What a package has installed is content, whatever it is called.
 _INSTALLED = re.compile(r".*/(site-packages|dist-packages|node_modules)/.*")
 _NOT_IN_PACKAGES = ("pid file", "lock file", "core dump")
+
+
+_CREDENTIALS_FILES = (
+    *("NETRC", "AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "AZURE_CONFIG_DIR"),
+    *("RCLONE_CONFIG", "HF_TOKEN_PATH", "PGPASSFILE", "REGISTRY_AUTH_FILE", "GNUPGHOME", "DATABRICKS_CONFIG_FILE"),
+)
+_CREDENTIALS_FOLDERS = {
+    "HF_HOME": ("token", "stored_tokens"),
+    "DOCKER_CONFIG": ("config.json",),
+    "KAGGLE_CONFIG_DIR": ("kaggle.json",),
+    "XDG_CACHE_HOME": ("huggingface/token", "huggingface/stored_tokens"),
+    "XDG_CONFIG_HOME": ("gcloud", "gh/hosts.yml", "git/credentials", "rclone/rclone.conf", "pypoetry/auth.toml"),
+    "CARGO_HOME": ("credentials", "credentials.toml"),
+}
 
 
 class Exclusions:
     """The rules, for given folders. Make it once; asking takes microseconds."""
 
     def __init__(
-        self, *, homes: Iterable[str] = ("/root",), own: Iterable[str] = (), caches: Iterable[str] = ()
+        self,
+        *,
+        homes: Iterable[str] = ("/root",),
+        own: Iterable[str] = (),
+        caches: Iterable[str] = (),
+        credentials: Iterable[str] = (),
+        leave_out: Iterable[str] = (),
+        keep: Iterable[str] = (),
     ) -> None:
-        """`homes` besides those in /home, `own` folders of BootSeer, `caches` of installers by their settings."""
-        self._homes = tuple(dict.fromkeys(home.rstrip("/") for home in homes if home.strip("/")))
+        """`homes` besides those in /home, `own` folders of BootSeer, `caches` and `credentials` by settings.
+
+        `leave_out` and `keep` are patterns of the owner, as a shell's, whose `*` takes slashes too; `~/` is any home.
+        What they name they name with everything in it. `keep` outranks rules about secrets and no others.
+        """
+        # The longest first: a home may lie in another one.
+        found = {home.rstrip("/") for home in homes if home.strip("/")}
+        self._homes = tuple(sorted(found, key=lambda home: (-len(home), home)))
         home = "|".join([*map(re.escape, self._homes), "/home/[^/]+"])
         self._home = re.compile(f"(?:{home})(?=/)")
         self._folders = {path: rule for rule in RULES for path in rule.paths}
+        self._folders.update((path, _CREDENTIALS) for path in credentials if path.strip("/"))
         self._folders.update((path, CACHE_OF_SETTINGS) for path in caches if path.strip("/"))
         self._folders.update((path, OWN) for path in own if path.strip("/"))
+        self._left_out = _one_of(leave_out, home)
+        self._kept = _one_of(keep, home)
         self._patterns = [
             (re.compile(rule.pattern.replace("~", f"(?:{home})"), re.DOTALL), rule)
             for rule in RULES
@@ -206,9 +264,29 @@ class Exclusions:
             | {path for path in real if not path.startswith("~")}
         )
 
+    @property
+    def credentials(self) -> list[str]:
+        """Where credentials of this machine's users may be: files and folders."""
+        places = [path for path, rule in self._folders.items() if rule.secret]
+        return [f"{home}{path[1:]}" for path in places if path.startswith("~") for home in self._homes] + [
+            path for path in places if not path.startswith("~")
+        ]
+
     def rule_for(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """Why this path is left out, or None when it is not. Its folders must have been asked for before: a walk does
         not go into a folder that is left out; `why` asks for all of them. `size` in bytes, None if not known."""
+        found = self._rule_for(path, kind, size)
+        if found is not None and not found.secret:
+            return found
+        if self._left_out is not None and self._left_out.fullmatch(path):
+            return LEFT_OUT
+        return None if found is None or self.keeps(path) else found
+
+    def keeps(self, path: str) -> bool:
+        """Whether the owner says that this is no secret."""
+        return self._kept is not None and self._kept.fullmatch(path) is not None
+
+    def _rule_for(self, path: str, kind: Kind, size: int | None) -> Rule | None:
         found = self._folders.get(path)
         if found is None and (home := self._home.match(path)):
             found = self._folders.get(f"~{path[home.end() :]}")
@@ -228,13 +306,45 @@ class Exclusions:
 
     def why(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """The same for any path: by a rule for itself or for one of its folders."""
-        end = path.find("/", 1)
-        while end != -1:
-            found = self.rule_for(path[:end], kind="directory")
-            if found is not None:
-                return found
-            end = path.find("/", end + 1)
-        return self.rule_for(path, kind=kind, size=size)
+        above = (self.rule_for(folder, kind="directory") for folder in _above(path))
+        return next(filter(None, above), None) or self.rule_for(path, kind=kind, size=size)
+
+    def forbids(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
+        """Why no snapshot may have this path, whichever way it got there. Scratch folders are no reason: a capture may
+        have been told to take what lies in one."""
+        above = (self.rule_for(folder, kind="directory") for folder in _above(path))
+        return next((rule for rule in above if rule and rule.secret), None) or self.rule_for(path, kind=kind, size=size)
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders around a path, the outermost first."""
+    end = path.find("/", 1)
+    while end != -1:
+        yield path[:end]
+        end = path.find("/", end + 1)
+
+
+def _one_of(patterns: Iterable[str], home: str) -> re.Pattern[str] | None:
+    """What matches the paths that a pattern names, and those in them."""
+    forms = []
+    for pattern in patterns:
+        text = pattern.rstrip("/")
+        begin, rest = (f"(?:{home})/", text[2:]) if text.startswith("~/") else ("", text)
+        forms += [f"{begin}{fnmatch.translate(form)}" for form in (rest, f"{rest}/*")]
+    return re.compile("|".join(forms), re.DOTALL) if forms else None
+
+
+def credentials_of(env: Mapping[str, str]) -> list[str]:
+    """Credentials that the environment moves away from their usual place."""
+    found = [env.get(name, "") for name in _CREDENTIALS_FILES]
+    found += [
+        f"{env[name].rstrip('/')}/{file}"
+        for name, files in _CREDENTIALS_FOLDERS.items()
+        if env.get(name)
+        for file in files
+    ]
+    found += env.get("KUBECONFIG", "").split(":")
+    return [path.rstrip("/") for path in found if path.startswith("/") and path.strip("/")]
 
 
 def caches_of(env: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.env.capturing import overlay
@@ -61,8 +61,10 @@ class OverlayCapture(Capture):
     def enter(self) -> None:
         self._namespace.enter()
 
-    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
-        walk = Walk(self._exclusions, wants_before=wants_before)
+    def changes(
+        self, *, wants_before: Callable[[str], bool] = may_be_somebodys, again: Collection[str] = ()
+    ) -> list[Change]:
+        walk = Walk(self._exclusions, wants_before=wants_before, again=again)
         for layer in self.uppers:
             walk.layer(layer)
         self.left_out = walk.left_out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from bootseer.env.capturing.any_capture import Capture, Way, may_be_somebodys
@@ -44,7 +44,7 @@ class ScanCapture(Capture):
         disks = (path for path, row in self._mounts.items() if takes_overlay(row))
         self.points = tuple(path for path in disks if exclusions.why(path, kind="directory") is None)
         self.notes = ("what a changed file held before the setup is not known",)
-        self._before = {path: _packed(found) for path, found in self._walk(LeftOut())}
+        self._before = {path: _packed(found) for path, found in self._walk()}
 
     @property
     def root(self) -> Path:
@@ -60,42 +60,57 @@ class ScanCapture(Capture):
         """Forget the first walk."""
         self._before = {}
 
-    def changes(self, *, wants_before: Callable[[str], bool] = may_be_somebodys) -> list[Change]:
+    def changes(
+        self, *, wants_before: Callable[[str], bool] = may_be_somebodys, again: Collection[str] = ()
+    ) -> list[Change]:
         """As for all captures, but `before` of modified and deleted files is `other` where it is asked for: nobody
-        knows it any more."""
-        self.left_out = LeftOut()
+        knows it any more. What was written `again` has changed for a scan."""
+        self.left_out = LeftOut(self._exclusions)
         changes: list[Change] = []
         euid = os.geteuid()
-        for folder, found in self._walk(self.left_out):
+        for folder, found in self._walk():
             was = _unpacked(self._before.get(folder, b""))
             for name, entry in found.items():
                 path = join(folder, name)
                 mark, earlier = _mark(entry.status), was.pop(name, None)
-                if mark != earlier and euid in (0, entry.status.st_uid):
-                    changes.append(self._change(path, Action.MODIFIED if earlier else Action.ADDED, wants_before))
-            for name in was:
-                changes.append(self._change(join(folder, name), Action.DELETED, wants_before))  # noqa: PERF401
+                if mark == earlier or euid not in (0, entry.status.st_uid):
+                    continue
+                change = self._change(path, Action.MODIFIED if earlier else Action.ADDED, wants_before)
+                if not self._is_left_out(change, entry):
+                    changes.append(change)
+            gone = (self._change(join(folder, name), Action.DELETED, wants_before) for name in was)
+            changes += [change for change in gone if self._exclusions.forbids(change.path) is None]
         return sorted(changes, key=lambda change: change.path)
+
+    def _is_left_out(self, change: Change, entry: Found) -> bool:
+        """Whether a rule keeps a change out, then it is noted."""
+        rule = self._exclusions.forbids(change.path, kind=entry.kind, size=entry.size)
+        if rule is None:
+            return False
+        self.left_out.add(change.path, rule)
+        if rule.secret:
+            self.left_out.withheld[change.path] = change
+        return True
 
     @staticmethod
     def _change(path: str, action: Action, wants_before: Callable[[str], bool]) -> Change:
         lost = "other" if action is not Action.ADDED and wants_before(path) else ""
         return Change(path, action, "" if action is Action.DELETED else path, before=lost)
 
-    def _walk(self, left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Found]]]:
+    def _walk(self) -> Iterator[tuple[str, Mapping[str, Found]]]:
         """All folders that count, with what they hold."""
         waiting = list(self._roots)
         count = 0
         while waiting:
             folder = waiting.pop()
-            found = self._inside(folder, left_out)
+            found = self._inside(folder)
             count += len(found)
             if count > MAX_ENTRIES:
                 raise PermanentError(f"more than {MAX_ENTRIES} files: too many to look at for what a setup changed")
             yield folder, found
             waiting += [join(folder, name) for name, entry in found.items() if entry.kind == "directory"]
 
-    def _inside(self, folder: str, left_out: LeftOut) -> dict[str, Found]:
+    def _inside(self, folder: str) -> dict[str, Found]:
         found: dict[str, Found] = {}
         try:
             with os.scandir(folder) as entries:
@@ -107,7 +122,9 @@ class ScanCapture(Capture):
                         here = Found(path, entry.stat(follow_symlinks=False))
                     except OSError:  # deleted meanwhile; or a mount of somebody else, which not even root may look at
                         continue
-                    if not left_out.add(path, here.kind, self._exclusions, here.size):
+                    rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
+                    # Not into folders of which nothing counts: /proc alone would take minutes.
+                    if rule is None or rule.secret or here.kind != "directory":
                         found[entry.name] = here
         except OSError:
             # Deleted meanwhile, or not ours to see: then the setup has not written there either.

@@ -1,30 +1,29 @@
-"""What looks like somebody's secret: a snapshot is shared, and must hold none.
+"""What looks like somebody's secret by its form: a snapshot is shared, and must hold none.
 
-Precision comes before reach: a file that is taken for a secret keeps a setup from being snapshotted at all. Packages
-are published, so what they contain is no secret (certificates for tests, examples of tokens), whatever it looks like.
-Only files that people or setups write are looked into: settings, environment files, remotes of clones, keys.
+Precision comes before reach: a file that is taken for a secret keeps a setup from being snapshotted at all. Keys and
+known forms of tokens are found by a library's rules (`env.snapshot.secret_check`); here is what those do not look for:
+logins in addresses and settings, and random words behind names like `token`. Only files that people or setups write are
+looked into: settings, environment files, remotes of clones.
 
-Decides and touches nothing. Who calls: whoever writes a snapshot, for each file; `exports`, for values.
+Decides and touches nothing. Who calls: `secret_check`, for each file of a snapshot; `exports`, for values.
 """
 
 from __future__ import annotations
 
+import math
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from bootseer.env.keys.variables import looks_secret
 
-MAX_BYTES = 1 << 20
-"""Larger files are no settings."""
-HEAD_BYTES = 65_536
-"""So much of a file is looked at."""
-
-# Published content, and the few files in it that an installer writes for this one installation.
+# Published content, and the few files in it that an installer writes for this one installation. What lies in
+# `site-packages` is published when the record of its package says so.
 _PUBLISHED = re.compile(
-    r".*/(site-packages|dist-packages|node_modules|lib/python\d[\d.]*)/.*"
-    r"|/usr/(share|include|lib|lib64|libexec|src)/.*|.*/(tests?|testing|testdata|test-data|vectors|fixtures|examples?|docs?)/.*"
+    r".*/node_modules/.*|.*/lib/python\d[\d.]*/(?!(site|dist)-packages/).*|/usr/(share|include|lib|lib64|libexec|src)/.*"
 )
+_EXAMPLES = re.compile(r".*/(tests?|testing|testdata|test-data|vectors|fixtures|examples?|docs?)/.*|.*snakeoil.*")
 _WRITTEN_BY_INSTALLERS = re.compile(r".*/(direct_url\.json|pip\.conf|\.git/config|uv-receipt\.toml)")
 _SETTINGS = re.compile(
     r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|rc|cnf|auth|netrc|txt|in|ps1)"
@@ -53,7 +52,6 @@ _TOKENS = (
 )
 _TOKEN = re.compile("|".join(rf"(?<![A-Za-z0-9_])(?P<t{n}>{form})" for n, (_, form) in enumerate(_TOKENS)))
 _PRIVATE_KEY = re.compile(r"^\W{0,3}-----BEGIN (?:[A-Z]+ ){0,2}PRIVATE KEY(?: BLOCK)?-----\s*\S", re.MULTILINE)
-_KEY_IN_JSON = re.compile(r'"private_key"\s*:\s*"-----BEGIN ')
 _ADDRESS = re.compile(
     r"\b[a-z][a-z0-9+.-]{1,20}://(?P<user>[^\s/@:\"'<>]*)(?::(?P<password>[^\s/@\"'<>]+))?@[\w\[]", re.IGNORECASE
 )
@@ -63,6 +61,18 @@ _DOCKER = re.compile(r'"auth"\s*:\s*"(?P<value>[A-Za-z0-9+/=]{8,})"')
 _ASSIGNED = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*[\"']?(?P<value>[^\s\"'#;]+)", re.MULTILINE
 )
+_NAMED = re.compile(
+    r"(?P<name>key|token|secret|passw(?:or)?d|passphrase|pass|pwd|credentials?|auth)[\"']?[ \t]*[:=]>?[ \t]*[\"']?"
+    r"(?P<value>[A-Za-z0-9_+/=~!@#$%^*-]{16,})(?=[\"',;\s]|$)",
+    re.IGNORECASE,
+)
+_IS_SECRETS_NAME = re.compile(
+    r"(token|secret|passw(or)?d|passphrase|credentials?)$|(^|[^A-Za-z0-9])(pass|pwd|auth|key)$"
+    r"|(api|access|secret|private|auth|account|client|encryption|signing|master|license|storage|admin|service)[_-]?key$",
+    re.IGNORECASE,
+)
+_MIN_BITS = 3.3
+"""Of entropy for each letter: words of a language and names have less."""
 _PLACEHOLDER = re.compile(
     r"[$%{}<>*]|\.\.\.|^(x+|\*+|none|null|true|false)$|your|change.?me|example|dummy|placeholder|redacted"
     r"|^[a-z_.-]*(secret|password|token)$"
@@ -73,32 +83,30 @@ _SAFE_FOR_ADDRESSES = re.compile(
     r"(?:git|hg|svn|ssh|anonymous|oauth2|x-access-token|user|username|__token__)?", re.IGNORECASE
 )
 _HARMLESS = re.compile(r"[/~].*|\.{1,2}/.*|\d{1,6}|true|false|none", re.IGNORECASE | re.DOTALL)
+_RANDOM = re.compile(r"(?=(?:.*\d){2})(?=.*[A-Za-z])[A-Za-z0-9_+/=~!@#$%^*-]+")
 _BASE64 = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9_./+=:-]{16,}")
 
 
-def is_worth_reading(path: str, size: int) -> bool:
-    """Whether `find` needs to see the beginning of this file."""
-    if not 0 < size <= MAX_BYTES:
-        return False
-    return bool(_WRITTEN_BY_INSTALLERS.fullmatch(path)) or not _PUBLISHED.fullmatch(path)
+def is_published(path: str) -> bool:
+    """Whether a file is content that packages have published, whatever it looks like."""
+    return _PUBLISHED.fullmatch(path) is not None and _WRITTEN_BY_INSTALLERS.fullmatch(path) is None
 
 
-def find(path: str, head: bytes) -> str | None:
-    """What kind of secret a file holds, in words that follow "it holds"; None for none.
+def is_example(path: str) -> bool:
+    """Whether keys and passwords in this file are there to test or show something."""
+    return _EXAMPLES.fullmatch(path) is not None
 
-    `head` are its first `HEAD_BYTES`; ask `is_worth_reading` before reading them.
-    """
+
+def find(path: str, data: bytes) -> str | None:
+    """What kind of secret a file with this content holds, in words that follow "it holds"; None for none."""
     by_installer = bool(_WRITTEN_BY_INSTALLERS.fullmatch(path))
-    if not by_installer and _PUBLISHED.fullmatch(path):
+    if b"\0" in data or (not by_installer and (is_published(path) or is_example(path))):
         return None
-    if b"\0" in head:
+    name = posixpath.basename(path).lstrip(".")
+    called_so = "." not in name and looks_secret(name.replace("-", "_"))
+    if not by_installer and not called_so and not _SETTINGS.fullmatch(path):
         return None
-    text = head.decode("utf-8", "replace")
-    if _PRIVATE_KEY.search(text) and "snakeoil" not in path:  # that one is made to be known
-        return "a private key"
-    if not by_installer and not _SETTINGS.fullmatch(path):
-        return None
-    return next(_found(path, text), None)
+    return next(_found(path, data.decode("utf-8", "replace")), None)
 
 
 def value_kind(value: str) -> str | None:
@@ -112,6 +120,12 @@ def value_kind(value: str) -> str | None:
     return None
 
 
+def passwords_in(value: str) -> list[str]:
+    """The passwords and tokens in addresses that a value holds."""
+    logins = (address for address in _ADDRESS.finditer(value) if _is_login(address))
+    return [address["password"] or address["user"] for address in logins]
+
+
 def is_secret_variable(name: str, value: str) -> bool:
     """Whether a variable is a secret: by its value, or by its name where the value is no path, number or switch."""
     if value_kind(value) is not None:
@@ -119,25 +133,37 @@ def is_secret_variable(name: str, value: str) -> bool:
     return looks_secret(name) and len(value) >= 4 and _HARMLESS.fullmatch(value) is None
 
 
+def is_random(word: str) -> bool:
+    """Whether a word looks as if a machine had drawn it: letters, several digits, no repetitions, no name or path."""
+    if not 16 <= len(word) <= 4096 or _RANDOM.fullmatch(word) is None or not _is_real(word):
+        return False
+    counts = Counter(word)
+    return -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values()) >= _MIN_BITS
+
+
 def _found(path: str, text: str) -> Iterator[str]:
-    if _KEY_IN_JSON.search(text):
-        yield "a private key"
     if (token := _TOKEN.search(text)) is not None:
         yield _token_kind(token)
     if any(_is_login(address) for address in _ADDRESS.finditer(text)):
         yield "an address with a password"
     name = posixpath.basename(path)
+    if name.endswith("netrc") and any(_is_real(match["value"]) for match in _LOGIN.finditer(text)):
+        yield "a password"
     special = {
         ".npmrc": (_NPM, "a token of npm"),
-        ".netrc": (_LOGIN, "a password"),
-        "_netrc": (_LOGIN, "a password"),
         "config.json": (_DOCKER, "a login of a registry"),
         ".dockercfg": (_DOCKER, "a login of a registry"),
     }.get(name)
     if special is not None and any(_is_real(match["value"]) for match in special[0].finditer(text)):
         yield special[1]
+    if looks_secret(name.strip(".").partition(".")[0].replace("-", "_")) and is_random(text.strip()):
+        yield "a random word, and is called like a secret"
     if _SHELL_LIKE.fullmatch(path):
         yield from (f"a secret ({match['name']})" for match in _ASSIGNED.finditer(text) if _is_assigned_secret(match))
+    for match in _NAMED.finditer(text):
+        before = text[max(match.start() - 24, 0) : match.start()]
+        if _IS_SECRETS_NAME.search(before + match["name"]) and is_random(match["value"]):
+            yield f"a random word behind {match['name']!r}"
 
 
 def _is_assigned_secret(match: re.Match[str]) -> bool:

@@ -14,6 +14,8 @@ import posixpath
 import re
 from collections.abc import Collection, Sequence
 
+from bootseer.env.capturing.exclude import RULES
+
 SYSTEM = (
     "/bin", "/boot", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/opt", "/sbin", "/snap", "/usr",
     "/var/cache", "/var/lib", "/var/log", "/var/spool",
@@ -28,15 +30,15 @@ AT_HOME = (
     ".cache", ".ccache", ".conda/pkgs", ".local/share/pnpm/store", ".m2", ".npm", ".nv",
     # Settings of installers: in the key by what they say.
     ".conda/environments.txt", ".condarc", ".config/pip", ".config/uv", ".npmrc", ".pip", ".pydistutils.cfg", ".pypirc",
-    # Who somebody is, not what is installed.
-    ".aws", ".azure", ".config/gcloud", ".config/git", ".config/gh", ".docker/config.json", ".git-credentials",
-    ".gitconfig", ".gnupg", ".netrc", ".ssh",
+    # Who somebody is, not what is installed; credentials besides.
+    ".aws", ".config/git", ".config/gh", ".gitconfig", ".ssh",
     # How a terminal looks.
     ".bash_history", ".bash_login", ".bash_logout", ".bash_profile", ".bashrc", ".config/fish", ".editrc", ".inputrc",
     ".profile", ".python_history", ".terminfo", ".vimrc", ".wget-hsts", ".wgetrc", ".curlrc", ".zlogin", ".zprofile",
     ".zshenv", ".zshrc",
 )  # fmt: skip
 """Below a home folder."""
+CREDENTIALS_AT_HOME = tuple(path[2:] for rule in RULES if rule.secret for path in rule.paths if path.startswith("~/"))
 _HOME = re.compile(r"/home/[^/]+(?=/)")
 
 
@@ -58,7 +60,7 @@ def unaccounted(
     """
     covered = {*SYSTEM, *(posixpath.normpath(path) for path in (*accounted, *base))}
     homes = [*homes, "/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
-    covered.update(posixpath.join(home, name) for home in homes for name in AT_HOME)
+    covered.update(posixpath.join(home, name) for home in homes for name in (*AT_HOME, *CREDENTIALS_AT_HOME))
     # A base of "/" would cover everything.
     covered.discard("/")
     made = captured if isinstance(captured, (set, frozenset, dict)) else frozenset(captured)

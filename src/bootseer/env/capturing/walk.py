@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.env.capturing.before import Found, difference, found_at, same_content, state_of
-from bootseer.env.capturing.exclude import Exclusions, Kind
+from bootseer.env.capturing.exclude import Exclusions, Rule
 from bootseer.env.changes import Action, Change
+from bootseer.env.document import LeftOutPath
 from bootseer.errors import PermanentError
 
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
@@ -38,23 +39,27 @@ class Layer:
 
 @dataclass(slots=True)
 class LeftOut:
-    """What the rules kept out: the first paths by the rule's name."""
+    """What the rules kept out of the changes."""
 
+    exclusions: Exclusions
+    """The rules."""
     paths: dict[str, list[str]] = field(default_factory=dict)
+    """The first ones by the rule's name."""
     missed: list[str] = field(default_factory=list)
     """Lines for people about what a start without it may miss."""
+    reasons: dict[str, LeftOutPath] = field(default_factory=dict)
+    """The first ones of each rule, by path."""
+    withheld: dict[str, Change] = field(default_factory=dict)
+    """Secrets by path: the command that follows the setup gets them, and no snapshot does."""
 
-    def add(self, path: str, kind: Kind, exclusions: Exclusions, size: int | None = None) -> bool:
-        """Whether a rule keeps this path out; then it is noted."""
-        rule = exclusions.rule_for(path, kind=kind, size=size)
-        if rule is None:
-            return False
+    def add(self, path: str, rule: Rule) -> None:
+        """Note that a rule keeps this path out."""
         kept = self.paths.setdefault(rule.name, [])
-        if len(kept) < _PATHS_KEPT:
+        if rule.secret or len(kept) < _PATHS_KEPT:
             kept.append(path)
+            self.reasons[path] = LeftOutPath(path, rule.name, f"it {rule.reason}", secret=rule.secret)
             if rule.missed:
                 self.missed.append(f"{path} is not kept ({rule.name}): it {rule.reason}")
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,22 @@ class _Folder:
     """Empty: there was no such folder. None: nobody knows."""
     hidden: bool
     """Whether nothing of the lower folder shows through, so that all of it is either changed or deleted."""
+    secret: bool = False
+    """Whether a rule withholds it with everything in it."""
 
 
 class Walk:
     """Collects the changes of all layers."""
 
-    def __init__(self, exclusions: Exclusions, *, wants_before: Callable[[str], bool]) -> None:
-        self.left_out = LeftOut()
+    def __init__(
+        self, exclusions: Exclusions, *, wants_before: Callable[[str], bool], again: Collection[str] = ()
+    ) -> None:
+        """`again` are files that count as changed although the setup wrote what had been there: another start may find
+        nothing there, and the snapshot must say that they belong to the environment."""
+        self.left_out = LeftOut(exclusions)
         self._exclusions = exclusions
         self._wants_before = wants_before
+        self._again = again
         self._changes: dict[str, Change] = {}
         # Files with several names that are what they were, by inode: one of the other names may be new.
         self._same: dict[tuple[int, int], list[Change]] = {}
@@ -115,48 +127,60 @@ class Walk:
         unknown = folder.lower is None
         here = Found(upper, status)
         if _is_whiteout(here):
-            if below is not None:
+            if below is not None and not folder.secret:
                 self._deleted(path, below)
-            elif unknown and self._exclusions.rule_for(path) is None:
+            elif unknown and not folder.secret and self._exclusions.rule_for(path) is None:
                 self._add(Change(path, Action.DELETED), None)
             return
-        if self.left_out.add(path, here.kind, self._exclusions, here.size):
-            return
+        rule = None if folder.secret else self._exclusions.rule_for(path, kind=here.kind, size=here.size)
+        if rule is not None:
+            self.left_out.add(path, rule)
+            if not rule.secret:
+                return
+        secret = folder.secret or rule is not None
         action = Action.ADDED if below is None and not unknown else Action.MODIFIED
         if here.kind != "directory":
-            self._leaf(Change(path, action, upper), here, below, hidden=folder.hidden)
+            self._leaf(Change(path, action, upper), here, below, hidden=folder.hidden, secret=secret)
             return
         was_folder = below is not None and below.kind == "directory"
         # The kernel marks new folders as well: only one that replaced a folder hides something.
         opaque = was_folder and (folder.hidden or _is_opaque(here))
         if below is None or not was_folder or opaque or difference(here, below):
-            self._add(Change(path, action, upper, opaque=opaque or (unknown and _is_opaque(here))), below)
+            change = Change(path, action, upper, opaque=opaque or (unknown and _is_opaque(here)))
+            self._add(change, below, secret=secret)
         lower = below.path if below is not None and was_folder else None if unknown else ""
-        yield _Folder(path, upper, lower, hidden=opaque)
+        yield _Folder(path, upper, lower, opaque, secret)
 
-    def _leaf(self, change: Change, here: Found, below: Found | None, *, hidden: bool) -> None:
-        inode = (here.status.st_dev, here.status.st_ino) if here.status.st_nlink > 1 else None
-        if below is not None and not hidden and not difference(here, below) and same_content(here, below):
+    def _leaf(self, change: Change, here: Found, below: Found | None, *, hidden: bool, secret: bool) -> None:
+        inode = (here.status.st_dev, here.status.st_ino) if here.status.st_nlink > 1 and not secret else None
+        same = below is not None and not hidden and not difference(here, below) and same_content(here, below)
+        if below is not None and same and change.path not in self._again:
             if inode is not None:
                 self._same.setdefault(inode, []).append(self._with_before(change, below))
             return
         if inode is not None:
             self._changed_inodes.add(inode)
-        self._add(change, below)
+        self._add(change, below, secret=secret)
 
     def _gone(self, folder: _Folder, names: set[str]) -> None:
         """What was in a folder that another one replaced."""
+        if folder.secret:
+            return
         with os.scandir(folder.lower) as entries:
             for entry in entries:
                 if entry.name not in names:
                     self._deleted(join(folder.path, entry.name), Found(entry.path, entry.stat(follow_symlinks=False)))
 
     def _deleted(self, path: str, below: Found) -> None:
-        if not self.left_out.add(path, below.kind, self._exclusions, below.size):
+        rule = self._exclusions.rule_for(path, kind=below.kind, size=below.size)
+        if rule is None:
             self._add(Change(path, Action.DELETED), below)
+        else:
+            self.left_out.add(path, rule)
 
-    def _add(self, change: Change, below: Found | None) -> None:
-        self._changes[change.path] = self._with_before(change, below)
+    def _add(self, change: Change, below: Found | None, *, secret: bool = False) -> None:
+        changes = self.left_out.withheld if secret else self._changes
+        changes[change.path] = self._with_before(change, below)
 
     def _with_before(self, change: Change, below: Found | None) -> Change:
         if below is None or not self._wants_before(change.path):

@@ -6,9 +6,11 @@ launcher before and after a setup, by `validate` and by `verifying.oracle`.
 
 from __future__ import annotations
 
+import csv
 import os
+import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +65,26 @@ def new_distributions(before: Installed, after: Installed) -> tuple[Distribution
 def library_folders(paths: Iterable[str]) -> set[str]:
     """The folders of Python distributions among changed paths: those of environments that the setup made itself."""
     return {found[1] for path in paths if (found := _LIBRARY.match(path))}
+
+
+def published_files(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[str, tuple[int, str]]:
+    """Files that records of distributions list, with size and SHA-256 (base64 without padding, as records have it).
+
+    `paths` are the files of a snapshot, `read` gives their content. A distribution that was built from a folder, a
+    repository or an address of its own is not published: whatever lay there may be in it.
+    """
+    known = paths if isinstance(paths, (set, frozenset, dict)) else frozenset(paths)
+    found: dict[str, tuple[int, str]] = {}
+    for path in known:
+        info, _, name = path.rpartition("/")
+        if name != "RECORD" or not info.endswith(".dist-info") or f"{info}/direct_url.json" in known:
+            continue
+        folder = info.rpartition("/")[0]
+        for row in csv.reader(read(path).decode("utf-8", "replace").splitlines()):
+            if len(row) == 3 and row[1].startswith("sha256=") and row[2].isdecimal():
+                listed = posixpath.normpath(posixpath.join(folder, row[0]))
+                found[listed] = int(row[2]), row[1].removeprefix("sha256=")
+    return found
 
 
 def normalised(name: str) -> str:

@@ -1,5 +1,6 @@
 """How pip, uv and conda are configured on this node: index addresses in their order, and the settings that decide what
-is installed. Never a password: of `.netrc` only its presence is told, addresses lose theirs.
+is installed. Never a password: of `.netrc` only its presence is told, where an index is
+set; addresses lose theirs.
 
 Called by `request_key`. Variables (`PIP_*`, `UV_*`) are in the key by themselves, see `variables`.
 """
@@ -56,7 +57,9 @@ def settings(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFiles) ->
     if env.get("UV_FIND_LINKS"):
         links += [word.removeprefix("file://") for word in env["UV_FIND_LINKS"].replace(",", " ").split()]
     netrc = env.get("NETRC") or f"{home}/.netrc"
-    if files.kind(netrc) == "file":
+    said = [line.lower() for line in lines] + [name.lower().replace("_", "-") for name, value in env.items() if value]
+    indexes = any("index" in words and "no-index" not in words for words in said)
+    if indexes and files.kind(netrc) == "file":  # without it, an index may answer that it has no such package
         lines.append("netrc is there")
     folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))
     return Settings(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(problems))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from bootseer.env.capturing.exclude import Exclusions, credentials_of
 from bootseer.env.keys import gate, host, installers, interpreter, platform, repositories, trees, variables
 from bootseer.env.keys.facts import Facts
 from bootseer.env.keys.files import NodeFiles
@@ -51,6 +52,8 @@ class Ask:
     base: Base
     inputs: tuple[str, ...] = ()
     """Files and folders that the user declares."""
+    kept: tuple[str, ...] = ()
+    """What the owner says of paths that snapshots keep or leave out."""
     tenant: str = ""
     salt: str = ""
     variables: tuple[str, ...] = ()
@@ -100,6 +103,8 @@ class _Collector:
         self._problems: dict[str, None] = {}
         self._unpinned: dict[str, None] = {}
         self._platform: dict[str, Any] = {"format": gate.FORMAT}
+        homes = [home] if (home := ask.env.get("HOME", "")) else []
+        self._secrets = Exclusions(homes=["/root", *homes], credentials=credentials_of(ask.env))
 
     def key(self) -> RequestKey:
         ask = self._ask
@@ -112,6 +117,8 @@ class _Collector:
         self._variables(inputs)
         if inputs.place:
             self._add("working folder", ask.cwd, [inputs.place])
+        if ask.kept:
+            self._add("kept", f"sha256:{digest_of(sorted(ask.kept))}", ask.kept)
         for name, value in (("tenant", ask.tenant), ("salt", ask.salt)):
             if value:
                 self._add(name, value)
@@ -209,18 +216,25 @@ class _Collector:
             self._try(partial(self._file, "setup", setup, ""))
         for path in asked.files:
             self._try(partial(self._file, "requirements", path))
+        self._accounted.update(path for path in (*inputs.files, *inputs.folders) if self._is_secret(path))
         for path in inputs.files:
-            if path != setup and path not in requirement_files:
+            if path != setup and path not in requirement_files and not self._is_secret(path):
                 self._try(partial(self._file, "file", path))
         for local in asked.locals.values():
             self._place("package", local.path, [f"{'editable, ' if local.editable else ''}installed from here"])
         for path in dict.fromkeys(inputs.folders):
-            self._place("folder", path)
+            if not self._is_secret(path):
+                self._place("folder", path)
         for path in dict.fromkeys(asked.find_links):
             self._place("find-links", path)
         for path in inputs.environments:
             self._try(partial(self._environment, path))
         self._repositories(inputs)
+
+    def _is_secret(self, path: str) -> bool:
+        """Whether these are credentials: who somebody is does not count, and a digest of a password tells it."""
+        rule = self._secrets.why(path)
+        return rule is not None and rule.secret
 
     def _absolute(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self._ask.cwd, path))

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from bootseer.env.snapshot.bytecode import Source, settled
 from bootseer.env.snapshot.items import Item, changed, mapped
+from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
@@ -37,14 +38,19 @@ class Content:
 
     data: bytes | None
     digest: str
+    secret: str = ""
+    """What was found in it that must not be published (`SecretCheck.content`)."""
 
 
 class Contents:
     """Reads ahead in a few threads, as a context manager. `source_of` tells the source of a file in `__pycache__`."""
 
-    def __init__(self, items: Sequence[Item], source_of: Callable[[Item], Source | None], threads: int) -> None:
+    def __init__(
+        self, items: Sequence[Item], source_of: Callable[[Item], Source | None], check: SecretCheck, threads: int
+    ) -> None:
         self._batches = _batches(items)
         self._source_of = source_of
+        self._check = check
         self._pool = Tasks("bootseer-read", threads)
         self._max_ahead = threads * _BATCHES_PER_THREAD
         self._ahead: deque[Future[list[tuple[Item, Content]]]] = deque()
@@ -73,7 +79,8 @@ class Contents:
         data: bytes | None = mapped(item.change.path, lambda: read_whole(item))
         if item.python_source:
             data = mapped(item.change.path, lambda: settled(data or b"", self._source_of(item)))
-        return Content(data, digest_of(data or b""))
+        secret = "" if item.python_source else self._check.content(item.change.path, data or b"")
+        return Content(data, digest_of(data or b""), secret)
 
 
 def is_small(item: Item) -> bool:

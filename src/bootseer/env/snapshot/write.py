@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.codec import DEFAULT_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.roots import is_checked
 from bootseer.env.snapshot.bytecode import Source
@@ -24,6 +25,7 @@ from bootseer.env.snapshot.contents import Contents, is_small, read_pieces
 from bootseer.env.snapshot.entry import Entry, path_bytes
 from bootseer.env.snapshot.items import Item, entry_of, look, mapped
 from bootseer.env.snapshot.manifest import MAX_ENTRIES, Manifest
+from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.stored_manifest import store_manifest
 from bootseer.env.snapshot.times import Times
 from bootseer.env.snapshot.tree import SnapshotTree
@@ -66,6 +68,7 @@ def write_snapshot(
     changes: Iterable[Change],
     *,
     began_s: float,
+    check: SecretCheck,
     ended_s: float | None = None,
     root: str = "/",
     is_loose: Callable[[str], bool] = lambda _: False,
@@ -80,10 +83,11 @@ def write_snapshot(
 
     `began_s` and `ended_s` say when the setup ran, in seconds since 1970: a file that was changed later is an error.
     `root` is a folder that shows the whole tree as the setup left it, for directories and Python sources that did not
-    change. `is_loose` says which paths are not mounted on a host. `progress` may raise to give up.
+    change. `is_loose` says which paths are not mounted on a host. `progress` may raise to give up. `check` judges all
+    that is stored before it is: nothing that looks secret leaves this process.
 
-    Raises `PermanentError` for what cannot be read, was changed since or is too much, and what the store raises. What
-    is raised leaves nothing behind that a reader could take for a snapshot.
+    Raises `PermanentError` for what cannot be read, was changed since, is secret or too much, and what the store
+    raises. What is raised leaves nothing behind that a reader could take for a snapshot.
     """
     items, left_out = look(changes, ended_s)
     items = [item for item in items if not (item.python_source and is_loose(item.change.path))]
@@ -93,13 +97,14 @@ def write_snapshot(
             f"the setup left {format_bytes(size_bytes)} in {len(items)} paths; a snapshot holds at most "
             f"{format_bytes(max_bytes)} in {MAX_ENTRIES}"
         )
+    _check_names(items, check)
     threads = threads or min(len(os.sched_getaffinity(0)), 8)
 
     def once(_left_s: float) -> tuple[BlockFile, _Run]:
         with BlockWriter(
             store, block_size=block_size, num_stripes=num_stripes, level=level, head_bytes=BLOCK, threads=threads
         ) as blocks:
-            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, progress)
+            run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, progress, check)
             return blocks.finish(run.write(threads)), run
 
     # An upload cannot be taken up again in the middle; all of it can.
@@ -116,6 +121,19 @@ def write_snapshot(
         tuple(left_out),
         store_manifest(store, loose) if loose.entries else None,
     )
+
+
+def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
+    """Judge what is known before any file is read. Raises `PermanentError`."""
+    here = {item.change.path: item.change.source for item in items if item.kind == "file"}
+    rows: list[tuple[str, PathKind, int]] = [
+        (item.change.path, item.kind, item.size) for item in items if item.kind != "deleted"
+    ]
+    refuse(check.paths(rows, lambda path: mapped(path, lambda: _read(here[path]))))
+    for item in items:
+        words = (item.raw, item.target, *item.xattrs.values())
+        if item.target or item.xattrs:
+            refuse([found] if (found := check.text(item.change.path, b"\n".join(words))) else [])
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
@@ -135,6 +153,7 @@ class _Run:
         root: str,
         is_loose: Callable[[str], bool],
         progress: Progress,
+        check: SecretCheck,
     ) -> None:
         self.entries: list[Entry] = []
         self.num_files = 0
@@ -144,6 +163,9 @@ class _Run:
         self._root = root.rstrip("/")
         self._is_loose = is_loose
         self._progress = progress
+        self._check = check
+        self._secrets: list[str] = []
+        """What must not be published: from the first one on nothing is written, and the rest is only looked at."""
         self._files = {item.raw: item for item in items}
         self._times = Times(began_s, ((item.raw, item.mtime_ns) for item in items if item.kind == "file"))
         self._tree = SnapshotTree(writer, root, self._times)
@@ -157,11 +179,12 @@ class _Run:
             if item.kind == "file" and (item.inode == _ALONE or item.inode not in names):
                 names.add(item.inode)
                 reading.append(item)
-        with Contents(reading, self._source_of, threads) as contents:
+        with Contents(reading, self._source_of, self._check, threads) as contents:
             for item in self._items:
                 self._add(item, contents)
                 done += item.size
                 self._progress(done, self._total)
+        refuse(self._secrets)
         return self._writer.finish()
 
     def _add(self, item: Item, contents: Contents) -> None:
@@ -178,11 +201,13 @@ class _Run:
                 if content.data is None:
                     self._drop(item)
                     return
-                self._writer.write(content.data)
+                self._write(content.data, content.secret)
                 digest = content.digest
-            else:
+            elif not self._secrets:
+                judge = self._check.large(item.change.path, item.size)
                 digest = mapped(
-                    item.change.path, lambda: read_pieces(item, self._writer.write, self._writer.write_zeros)
+                    item.change.path,
+                    lambda: read_pieces(item, lambda piece: self._write(piece, judge(piece)), self._writer.write_zeros),
                 )
             extent = self._writer.end_file()
             self.num_files += 1
@@ -191,6 +216,12 @@ class _Run:
         entry = self._keep(item, size=extent.size, digest=digest)
         if item.inode != _ALONE:
             self._first[item.inode] = inode, entry
+
+    def _write(self, data: bytes, secret: str) -> None:
+        if secret:
+            self._secrets.append(secret)
+        if not self._secrets:
+            self._writer.write(data)
 
     def _drop(self, item: Item) -> None:
         """Leave out useless bytecode. What it replaced must not come back: Python might believe that."""
