@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,3 +84,22 @@ def test_a_mount_in_use_stays_unless_it_is_forced(tmp_path: Path, ckpt: Ckpt) ->
 def test_a_read_only_mount_is_told(tmp_path: Path, ckpt: Ckpt) -> None:
     said = ckpt("mount", tmp_path / "place", tmp_path / "m", "--read-only", "--json")
     assert json.loads(said.stdout)["access"] == "ro"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's mounts are open to other users")
+@pytest.mark.parametrize("only_me", [False, True])
+def test_other_users_are_shut_out_of_a_mount_that_is_only_mine(open_folder: Path, ckpt: Ckpt, only_me: bool) -> None:
+    (open_folder / "place").mkdir()
+    (open_folder / "place" / "f").write_text("data")
+    target = open_folder / "m"
+    made = ckpt("mount", open_folder / "place", target, "--no-cache", *["--only-me"] * only_me)
+    assert made.returncode == 0, made.stderr
+    try:
+        assert (target / "f").read_text() == "data"
+        other: dict[str, Any] = {"user": 64321, "group": 64321, "extra_groups": []}
+        theirs = subprocess.run(["cat", target / "f"], capture_output=True, check=False, **other)
+        assert theirs.stdout == (b"" if only_me else b"data")
+        assert theirs.returncode == only_me
+    finally:
+        ckpt("umount", "--force", target)

@@ -75,6 +75,31 @@ def test_who_starts_and_where_events_go_pass_and_nothing_else(tmp_path: Path) ->
     assert env["PATH"] == "/opt/bin:/bin"
 
 
+def test_secrets_pass_only_when_they_are_named(tmp_path: Path) -> None:
+    host = {
+        "SLURM_JWT": "s3cret",
+        "SLURM_JOB_ID": "7",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "authorization=s3cret",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:s3cret@collector:4318/?token=s3cret",
+        "PET_RDZV_TOKEN": "s3cret",
+        "SKYPILOT_API_SECRET": "s3cret",
+        "PMIX_PASSWORD": "s3cret",
+        "http_proxy": "http://me:s3cret@proxy:3128/",
+        "https_proxy": "me:s3/cr@s3cret@proxy:3128",
+        "no_proxy": "localhost,10.0.0.0/8",
+    }
+    env = process(Words(), tmp_path, host).env
+    assert not [name for name in host if "cret" in env.get(name, "")]
+    assert env["SLURM_JOB_ID"] == "7"
+    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318/?token="
+    assert (env["http_proxy"], env["https_proxy"]) == ("http://proxy:3128/", "proxy:3128")
+    assert env["no_proxy"] == host["no_proxy"]
+    named = process(Words(env=("SLURM_JWT", "http_proxy", "PET_RDZV_TOKEN=mine")), tmp_path, host).env
+    assert (named["SLURM_JWT"], named["http_proxy"]) == (host["SLURM_JWT"], host["http_proxy"])
+    assert named.get("PET_RDZV_TOKEN") == "mine"
+
+
 @pytest.mark.parametrize("words", [Words(entrypoint=""), Words(workdir="relative"), Words(env=("=x",))])
 def test_words_that_cannot_be_are_usage_errors(tmp_path: Path, words: Words) -> None:
     with pytest.raises(UsageError):

@@ -64,6 +64,22 @@ def test_what_is_no_name_is_refused_with_a_hint(text: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "me:secret@registry.example/a",
+        "https://me:secret@registry.example/a",
+        "me:se/cr:secret@registry.example/a:t",
+        f"me:secret@registry.example/a@{DIGEST}",
+        "me:secret@registry.example/a\n",
+    ],
+)
+def test_a_password_in_a_name_is_not_repeated(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference(text)
+    assert "secret" not in str(caught.value) + caught.value.hint
+
+
 def test_a_digest_outranks_a_tag() -> None:
     assert parse_reference(f"registry.example/a:t@{DIGEST}").version == DIGEST
     assert parse_reference("registry.example/a:t").version == "t"

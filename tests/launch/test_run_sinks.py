@@ -53,3 +53,18 @@ def test_a_requirements_file_that_may_not_be_read_is_said(run, tmp_path):
     done = run("run", "-r", "folder", "--", "echo", "never")
     assert (done.returncode, done.stdout) == (2, "")
     assert "hint:" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o2750])
+def test_events_are_their_user_s_or_the_group_s_and_hold_no_output(run, events, tmp_path, mode):
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool").chmod(mode)
+    ran = run("run", "-q", "--began-pattern", "step 1", "--", "echo", "step 1 token=s3cret")
+    assert ran.returncode == 0
+    files = list((tmp_path / "spool").rglob("*.events"))
+    assert files
+    for path in files:
+        assert b"s3cret" not in path.read_bytes()
+        folder, closed = path.parent.stat().st_mode & 0o7777, path.stat().st_mode & 0o7777
+        assert (folder, closed) == ((0o700, 0o600) if mode == 0o755 else (0o2750, 0o640))
+    assert [event.attrs for event in events() if event.stage == "training_began"] == [{"by": "pattern"}]

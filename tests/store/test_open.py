@@ -61,9 +61,21 @@ def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
     assert caught.value.hint
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "oci://me:secret@host/a",
+        "ftp://me:secret@host/a",
+        "ftp://host/me:secret@a",
+        "file://me:secret@host/a",
+        "s3://bucket/a?X-Amz-Signature=secret",
+        "s3://bucket/me:secret@a#x",
+        "me:secret@host://a",
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(uri: str) -> None:
     with pytest.raises(UsageError) as caught:
-        open_store("oci://me:secret@host/a")
+        open_store(uri)
     assert "secret" not in str(caught.value) + caught.value.hint
 
 

@@ -24,6 +24,7 @@ _PATH = click.Path(path_type=Path)
 @click.argument("uri", metavar="URI")
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--read-only", is_flag=True, help="Let nobody change anything through it.")
+@click.option("--only-me", is_flag=True, help="Shut other users of this machine out of root's mount.")
 @click.option("--cache/--no-cache", default=True, help="Keep what is read of striped files on this node's disk.")
 @click.option("--memory", metavar="SIZE", help="What reading may hold in memory, as 512m (default: 256m).")
 @click.option(
@@ -50,6 +51,7 @@ def mount(
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.launch.interrupt import interruptible
+    from bootseer.launch.supervise import say
 
     with interruptible(), Progress(f"waiting for {uri}", line=not as_json) as progress:
         mounted = mount_checkpoint(
@@ -64,6 +66,11 @@ def mount(
         )
     row = _row(mounted)
     tell_fallback((row["daemon"] or {}).get("place", {}))
+    if os.geteuid() == 0 and not values["only_me"] and "://" in uri and not uri.startswith("file:"):
+        say(
+            "all users of this machine can use this mount: mode bits and names of this machine decide, ACLs do not"
+            " count, and the file system sees one user, perhaps its superuser; --only-me shuts them out"
+        )
     if as_json:
         print_json({"schema": MOUNT_SCHEMA, **row})
         return

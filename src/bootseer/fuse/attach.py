@@ -24,26 +24,27 @@ _HELPER_DEADLINE_S = 10.0
 _READ_AHEAD_KIB = MAX_READ // 1024
 
 
-def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False) -> int:
+def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False, shared: bool = True) -> int:
     """Mount on `target` and return the descriptor that requests arrive on. `label` is shown in the mount table.
 
     Unless it is `writable`, the kernel refuses all changes by itself.
+    What root mounts is open to other users, as mode bits say, if it is `shared`; other mounts never are.
     `helper` forces or forbids the way through fusermount3, which is otherwise taken by all but root.
     """
     if "," in label or "\\" in label:
         raise PermanentError(f"{label!r} cannot be shown in the mount table")
     by_helper = os.geteuid() != 0 if helper is None else helper
-    return (_by_helper if by_helper else _by_kernel)(target, label, writable)
+    return _by_helper(target, label, writable) if by_helper else _by_kernel(target, label, writable, shared)
 
 
-def _by_kernel(target: Path, label: str, writable: bool) -> int:
+def _by_kernel(target: Path, label: str, writable: bool, shared: bool) -> int:
     try:
         device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise AccessError(f"cannot open {DEVICE}: {error.strerror}") from error
     options = (
         f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},"
-        f"allow_other,default_permissions,max_read={MAX_READ}"
+        f"{'allow_other,' if shared else ''}default_permissions,max_read={MAX_READ}"
     )
     flags = (0 if writable else syscalls.MS_RDONLY) | syscalls.MS_NOSUID | syscalls.MS_NODEV
     try:

@@ -168,14 +168,15 @@ def mount_writable(
     *,
     label: str = "bootseer",
     read_only: bool = False,
+    shared: bool = True,
     on_error: OnError = lambda message: None,
     helper: bool | None = None,
 ) -> WritableSession:
     """Show `files` on the folder `target`; it answers when this returns. `read_only`: the kernel refuses changes.
 
-    `on_error` hears of faults, in one line each, from any thread. `helper`: see `attach`.
+    `on_error` hears of faults, in one line each, from any thread. `shared`, `helper`: see `attach`.
     """
-    device = attach.attach(target, label=label, helper=helper, writable=not read_only)
+    device = attach.attach(target, label=label, helper=helper, writable=not read_only, shared=shared)
     session = WritableSession(files, target, device, on_error)
     session.start()
     attach.widen_read_ahead(target, READ_AHEAD_KIB)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bootseer.errors import UsageError
+from bootseer.store.addresses import shown
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:\d{1,5})?")
@@ -68,7 +69,7 @@ class Reference:
 def parse_reference(text: str) -> Reference:
     """Take a reference apart. Raises `UsageError` for anything that is not one."""
     if not text or len(text) > _MAX or "\0" in text or any(letter.isspace() and letter != " " for letter in text):
-        raise UsageError(f"{text[:80]!r} is not the name of an image", hint=_FORMS)
+        raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=_FORMS)
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
@@ -90,7 +91,7 @@ def _in_registry(text: str) -> Reference:
     name, at, digest = text.partition("@")
     if at and not _DIGEST.fullmatch(digest):
         raise UsageError(
-            f"{text!r}: what stands behind @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
+            f"{shown(text)!r}: what stands behind @ is not a digest", hint="use sha256: and 64 hexadecimal digits"
         )
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"

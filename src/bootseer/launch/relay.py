@@ -31,7 +31,7 @@ _SLOW_S = 0.5
 class Relay:
     """Stands between the command and one of our output descriptors."""
 
-    def __init__(self, target: int, pattern: re.Pattern[bytes], found: Callable[[str], None]) -> None:
+    def __init__(self, target: int, pattern: re.Pattern[bytes], found: Callable[[], None]) -> None:
         self._target = target
         self._pattern: re.Pattern[bytes] | None = pattern
         self._found = found
@@ -105,7 +105,7 @@ class Relay:
         if is_found:
             self._pattern = None
             try:
-                self._found(line.decode("utf-8", "replace")[:200])
+                self._found()  # without the line, which may hold secrets
             except Exception as error:  # the command's output has to go on
                 say(f"the begin of training was seen and could not be written down: {error}")
         elif took_s > _SLOW_S:  # the next line may take hours; nothing else runs meanwhile, as `re` does not give way

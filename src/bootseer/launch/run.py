@@ -208,13 +208,13 @@ def run_command(
     return code
 
 
-def _once(function: Callable[[str], None]) -> Callable[[str], None]:
+def _once(function: Callable[[], None]) -> Callable[[], None]:
     import threading
 
     lock = threading.Lock()
 
-    def first(line: str) -> None:
+    def first() -> None:
         if lock.acquire(blocking=False):
-            function(line)
+            function()
 
     return first

@@ -100,9 +100,9 @@ class Session:
             child["PYTHONPATH"] = os.pathsep.join(word for word in (_HOOK_FOLDER, env.get("PYTHONPATH")) if word)
         return child
 
-    def training_began(self, line: str) -> None:
+    def training_began(self) -> None:
         """The user's pattern was found in the output."""
-        self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern", "line": line})
+        self.tracer.emit(TRAINING_BEGAN, INSTANT, parent=self.span, attrs={"by": "pattern"})
 
     def also_beside(self, work: Callable[[threading.Event], None]) -> None:
         """Let `work(ended)` run too while the command runs."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from bootseer.errors import UsageError
+from bootseer.store.addresses import shown
 
 if TYPE_CHECKING:
     from bootseer.store.registry import Registry
@@ -44,7 +45,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
             f"{scheme}://…: a password does not belong into an address", hint="log in, or use the environment"
         )
     if "?" in rest or "#" in rest:
-        raise UsageError(f"{uri!r} has parts that no store knows", hint="leave out what follows ? or #")
+        raise UsageError(f"{shown(uri)!r} has parts that no store knows", hint="leave out what follows ? or #")
     if scheme == "memory":
         from bootseer.store.memory import MemoryStore
 
@@ -58,7 +59,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         return _open_object_store(uri, plain_http)
     if scheme == "hdfs":
         return _open_hdfs(uri)
-    raise UsageError(f"{uri!r}: {scheme!r} is no kind of store", hint=f"use {_SCHEMES}")
+    raise UsageError(f"{shown(uri)!r} is no kind of store", hint=f"use {_SCHEMES}")
 
 
 def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:
@@ -73,7 +74,7 @@ def _open_file(uri: str, path: str) -> Store:
     from bootseer.store.file import STORE_GROUP, FileStore
 
     if uri.startswith("file://") and not path.startswith("/"):
-        raise UsageError(f"{uri!r} names a host", hint=f"use file:///{path} or a plain path")
+        raise UsageError(f"{shown(uri)!r} names a host", hint="use file:///FOLDER or a plain path")
     return FileStore(Path(path), group=os.environ.get(STORE_GROUP, ""))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
 import threading
@@ -307,6 +308,40 @@ def test_cut_metadata_is_called_damaged(tmp_path: Path, keep: int) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes()[:keep])
     assert f"{path}: the checkpoint's metadata is damaged" in refusal(empty(), tmp_path)
+
+
+class Runs:
+    """Runs a function when it is loaded."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.place,)
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path)
+    path, place = tmp_path / ".metadata", tmp_path / "ran"
+    change_metadata(tmp_path, lambda metadata: setattr(metadata, "planner_data", Runs(str(place))))
+    assert f"{path}: the checkpoint's metadata names posix.mkdir, which could run code" in refusal(empty(), tmp_path)
+    assert not place.exists()
+
+
+class Named(str):
+    """What a job may keep in its planner's data."""
+
+    __slots__ = ()
+
+
+def test_classes_of_the_job_s_own_are_loaded_when_torch_was_told_of_them(tmp_path: Path) -> None:
+    save_plainly(full(), tmp_path)
+    change_metadata(tmp_path, lambda metadata: metadata.planner_data.update(own=Named("data")))
+    assert f"the checkpoint's metadata names {__name__}.Named" in refusal(empty(), tmp_path)
+    with torch.serialization.safe_globals([Named]):
+        state = empty()
+        load(state, tmp_path)
+    assert_same(state, full())
 
 
 def test_a_rank_whose_common_metadata_is_damaged_takes_no_other(tmp_path: Path) -> None:

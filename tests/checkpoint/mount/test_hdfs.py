@@ -49,6 +49,20 @@ def mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]
     found.unmount(force=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's mounts are open to other users")
+@pytest.mark.parametrize("only_me", [False, True])
+def test_root_is_told_who_can_use_the_mount(cluster: HdfsCluster, tmp_path: Path, only_me: bool) -> None:
+    env = {**os.environ, "BOOTSEER_RUNTIME": str(tmp_path / "run"), "BOOTSEER_CACHE": str(tmp_path / "cache")}
+
+    def ckpt(*words: str) -> str:
+        argv = [sys.executable, "-m", "bootseer", "ckpt", *words]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=180, check=True).stderr
+
+    said = ckpt("mount", f"{cluster.uri}/", str(tmp_path / "m"), *["--only-me"] * only_me)
+    ckpt("umount", "--force", str(tmp_path / "m"))
+    assert ("--only-me shuts them out" in said) is not only_me
+
+
 def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp_path: Path) -> None:
     root = mounted.target
     data = os.urandom(LARGE)

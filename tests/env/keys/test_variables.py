@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.keys.addresses import without_credentials
 from bootseer.env.keys.variables import choose, is_allowed, looks_secret
+from bootseer.store.addresses import without_credentials
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,23 @@
-"""The `.metadata` of a DCP checkpoint, read as PyTorch reads it: as a pickle.
+"""The `.metadata` of a DCP checkpoint: a pickle, of which only the classes that PyTorch puts there are made.
 
-A pickle can run code; PyTorch's own reader trusts it just as far. Load checkpoints of people you trust.
+Classes of a job's own (in a planner's data) are made when `torch.serialization.add_safe_globals` was told of them.
 """
 
 from __future__ import annotations
 
-import pickle
+import pathlib
+from collections import OrderedDict
+from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor import metadata as former
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as current
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from bootseer.checkpoint.dcp.unpickling import ForeignName, Restricted
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.errors import CorruptError
+from bootseer.errors import AccessError, CorruptError
 
 NAME = ".metadata"
 MAX_BYTES = 4 << 30
@@ -30,14 +37,16 @@ def content(file: CheckpointFile, where: str) -> bytes:
 
 
 def parse(data: bytes, where: str, load_id: str) -> Metadata:
-    """The metadata in the content of the file `where`. Raises `CorruptError`."""
+    """The metadata in the content of the file `where`. Raises `CorruptError`, `AccessError` for what could run code."""
     try:
-        metadata = pickle.loads(data)  # noqa: S301 - it is the format of PyTorch's checkpoints
-    except Exception as error:  # damaged pickles raise anything
-        raise CorruptError(
-            f"{where}: the checkpoint's metadata is damaged, or needs code that is not installed:"
-            f" {type(error).__name__}: {error}"
+        metadata = Restricted(data, _names()).load()
+    except ForeignName as error:
+        raise AccessError(
+            f"{where}: the checkpoint's metadata names {error}, which could run code and is not loaded;"
+            " if you trust its writer, tell torch.serialization.add_safe_globals of it"
         ) from error
+    except Exception as error:  # damaged pickles raise anything
+        raise CorruptError(f"{where}: the checkpoint's metadata is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CorruptError(f"{where}: holds a {type(metadata).__name__} and not the metadata of a checkpoint")
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
@@ -46,3 +55,30 @@ def parse(data: bytes, where: str, load_id: str) -> Metadata:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = load_id  # type: ignore[union-attr]
     return metadata
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    """What stands for each name in a file of metadata."""
+    declared: dict[tuple[str, str], Any] = {}
+    for one in torch.serialization.get_safe_globals():
+        made, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
+        declared[tuple(name.rpartition(".")[::2])] = made  # type: ignore[index]
+    return declared | _NAMES
+
+
+def _classes(module: Any, *names: str) -> dict[tuple[str, str], Any]:
+    return {(module.__name__, name): getattr(module, name) for name in names if hasattr(module, name)}
+
+
+_PATHS = ("PosixPath", "PurePosixPath")
+_NAMES: dict[tuple[str, str], Any] = {
+    **_classes(current, "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    **_classes(current, "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+    **_classes(former, "TensorProperties", "MEM_FORMAT_ENCODING"),
+    **_classes(filesystem, "_StorageInfo"),
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    # Python 3.13 calls it pathlib._local.
+    **{(module, name): getattr(pathlib, name) for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}

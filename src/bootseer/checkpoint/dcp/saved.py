@@ -10,19 +10,18 @@ only note their arguments.
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bootseer.checkpoint.dcp.pieces import Pieces
+from bootseer.checkpoint.dcp.unpickling import Restricted
 
 _MAX_PICKLE_BYTES = 1 << 16
 _LOCAL = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
@@ -77,7 +76,7 @@ def layout_of(archive: Pieces) -> Layout | None:
         order = records.get("byteorder")
         if order is not None and _content(archive, order, 16) != sys.byteorder.encode():
             return None
-        noted = _Notes(io.BytesIO(_content(archive, records["data.pkl"], _MAX_PICKLE_BYTES))).load()
+        noted = _Notes(_content(archive, records["data.pkl"], _MAX_PICKLE_BYTES), _NAMES).load()
         if not isinstance(noted, _Tensor):
             return None
         record = records[f"data/{noted.storage.key}"]
@@ -126,7 +125,8 @@ def _parameter(tensor: _Tensor, _grad: bool, _hooks: object) -> _Tensor:
     return tensor
 
 
-_NAMES: dict[tuple[str, str], Callable[..., object] | None] = {
+_NAMES: dict[tuple[str, str], object] = {
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
@@ -135,16 +135,8 @@ _NAMES: dict[tuple[str, str], Callable[..., object] | None] = {
 }
 
 
-class _Notes(pickle.Unpickler):
+class _Notes(Restricted):
     """Notes what the tensor is made of, and makes none."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _NAMES:
-            return _NAMES[module, name]
-        found = _STORAGES.get(name) or getattr(torch, name, None)
-        if module == "torch" and isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         kind, dtype, key, _device, length = pid

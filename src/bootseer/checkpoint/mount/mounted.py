@@ -121,6 +121,7 @@ def mount_checkpoint(
     read_only: bool = False,
     stripes: int | None = None,
     parity: bool | None = None,
+    only_me: bool = False,
     slot: str | None = None,
     lifeline: bool = False,
     waiting: Waiting = lambda: None,
@@ -140,6 +141,7 @@ def mount_checkpoint(
         read_only=read_only,
         stripes=stripes,
         parity=parity,
+        only_me=only_me,
         slot=slot,
         **({} if memory_bytes is None else {"memory_bytes": memory_bytes}),
     )

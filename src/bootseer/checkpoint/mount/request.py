@@ -32,6 +32,8 @@ class MountRequest:
     parity: bool | None = None
     """For new files, in the place of what their folder's policy says."""
 
+    only_me: bool = False
+    """Whether other users of the machine are shut out; a mount that is not root's is so in any case."""
     slot: str | None = None
     """Which of a job's nodes this is, for a mount that reads ahead what earlier starts read: "" for the only one. None
     reads nothing ahead."""

@@ -51,8 +51,8 @@ class Serving:
         source = _Source(self.request, on_error)
 
         def show(target: Path, label: str, on_error: OnError) -> WritableSession:
-            read_only = self.request.read_only
-            return mount_writable(source.shown, target, label=label, read_only=read_only, on_error=on_error)
+            how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
+            return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
 
         startup = source.startup
         if startup is None:

@@ -13,10 +13,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bootseer.env.keys.addresses import without_credentials
 from bootseer.env.keys.files import NodeFiles
 from bootseer.env.keys.variables import is_irrelevant, looks_secret
 from bootseer.errors import BootseerError
+from bootseer.store.addresses import without_credentials
 
 _MAX_LINES = 500
 

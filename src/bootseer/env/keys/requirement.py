@@ -10,7 +10,7 @@ import posixpath
 import re
 from typing import Literal, NamedTuple
 
-from bootseer.env.keys.addresses import without_credentials
+from bootseer.store.addresses import without_credentials
 
 Kind = Literal["name", "path", "vcs", "url"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from bootseer.env.keys import requirement
-from bootseer.env.keys.addresses import without_credentials
 from bootseer.env.keys.requirement import Requirement
 from bootseer.errors import BootseerError
+from bootseer.store.addresses import without_credentials
 
 LOCKS = ("uv.lock", "poetry.lock", "pdm.lock", "pixi.lock", "Pipfile.lock", "conda-lock.yml")
 _PROJECTS = ("pyproject.toml", "setup.py", "setup.cfg", "Pipfile", "environment.yml", "environment.yaml", "pixi.toml")

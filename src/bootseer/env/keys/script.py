@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bootseer.env.keys import installs, programs, requirement, shell
-from bootseer.env.keys.addresses import without_credentials
 from bootseer.env.keys.installs import option_values
 from bootseer.env.keys.requirements import Requirements, is_requirements_name
 from bootseer.env.keys.script_paths import Look, Paths, is_of_system, is_packaged
 from bootseer.env.keys.shell import Command
 from bootseer.env.keys.variables import looks_secret
+from bootseer.store.addresses import without_credentials
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from bootseer.env.keys.addresses import without_credentials
+from bootseer.store.addresses import without_credentials
 
 ALLOWED = frozenset(
     """

@@ -6,6 +6,7 @@ and are taken only in the form that the OCI specification gives them. Called by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from bootseer.errors import CorruptError, UsageError
 from bootseer.image.containers.users import User, resolve_user
+from bootseer.store.addresses import without_credentials
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -20,6 +22,8 @@ _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "L
            "OMP_NUM_THREADS", "TERM", "TZ", "COLUMNS", "http_proxy", "https_proxy", "no_proxy")  # fmt: skip
 _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
+# Logins of schedulers and collectors; a user who wants one in the container names it.
+_SECRET = re.compile(r"JWT|TOKEN|HEADERS|SECRET|PASSW|CREDENTIAL|APIKEY|API_KEY")
 # Of this machine, or of how the image came here: no business of the program in it.
 _KEPT_BACK = frozenset(
     {
@@ -108,12 +112,23 @@ def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[
 
 
 def passed_on(host_env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a container gets from the host without being asked: who starts, where events go, devices."""
+    """The variables that a container gets from the host without being asked: who starts, where events go, devices.
+
+    None with the name of a secret, and addresses without user names and passwords.
+    """
     return {
-        name: value
+        name: _without_login(value) if name.endswith("_proxy") else without_credentials(value)
         for name, value in host_env.items()
-        if (name in _PASSED or name.startswith(_PASSED_FAMILIES)) and name not in _KEPT_BACK
+        if (name in _PASSED or name.startswith(_PASSED_FAMILIES))
+        and name not in _KEPT_BACK
+        and not _SECRET.search(name.upper())
     }
+
+
+def _without_login(proxy: str) -> str:
+    """A proxy's address, which may come without a scheme."""
+    scheme, separator, rest = proxy.rpartition("://")
+    return scheme + separator + rest.rpartition("@")[2]
 
 
 def _text(config: Mapping[str, Any], name: str) -> str:

@@ -1,7 +1,7 @@
 """Addresses without what must not be told: user names, passwords, tokens in queries.
 
-A key must not change when a token is renewed, and must not hold one. Called wherever an address enters a key: options
-of installers, requirements, variables. Decides and touches nothing.
+A key must not change when a token is renewed, and must not hold one; neither must an error or a container. Called
+wherever an address enters a key, is shown, or passes into a container. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ _SECRET = re.compile(
     r"token|secret|passw|passphrase|credential|signature|^sig$|^key$|api-?key|auth|expires|^x-amz-|^x-goog-|^se$|^sp$|^sv$",
     re.IGNORECASE,
 )
+
+
+_LOGIN = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)?\S*@(?!sha256:)")
+
+
+def shown(address: str) -> str:
+    """What an error may repeat of an address that could not be read: nothing of what stands in front of an @."""
+    return without_credentials(_LOGIN.sub(lambda found: f"{found[1] or ''}...@", address))
 
 
 def without_credentials(text: str) -> str:
