@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -165,16 +166,29 @@ def test_open_files_of_the_caller_are_not_passed_on(run: Run, tmp_path: Path) ->
     assert ran.stdout.split() == ["0", "1", "2", "3"]  # `ls` has the folder open that it lists
 
 
-def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("of the host")
-    secret = str(tmp_path / "secret").lstrip("/")
-    show = f"for p in /proc/[0-9]*; do for way in root cwd; do ls $p/$way/; cat $p/$way/{secret}; done; done"
-    rights = Options(limits=Limits(capabilities=("SYS_PTRACE",)))  # without it the first process cannot be looked into
-    for options in (Options(), rights):
-        ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
-        assert "of the host" not in ran.stdout
-        assert ran.stdout.endswith("bootseer-init\n")
-    assert "can't open" in ran.stderr  # that file: looked for in vain in each of them
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user may read, unlike those of tests."""
+    with tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("user", ["0", "worker"])
+def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable: Path, user: str) -> None:
+    secret = readable / "secret"
+    secret.write_text("of the host")
+    show = f"for p in /proc/[0-9]*; do for way in root cwd; do cat $p/$way{secret}; ls $p/$way/; done; done"
+    # With this right the first process can be looked into, too.
+    options = Options(words=Words(user=user), limits=Limits(capabilities=("SYS_PTRACE",)))
+    with subprocess.Popen(["sleep", "600"], user=0 if user == "0" else 1000, group=1001, extra_groups=[]) as process:
+        try:
+            ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
+        finally:
+            process.kill()
+    assert "of the host" not in ran.stdout
+    assert ran.stdout.endswith("bootseer-init\n")
+    assert "can't open" in ran.stderr  # that file: looked for in vain
 
 
 def test_orphans_are_reaped_and_the_program_is_not_the_first_process(run: Run) -> None:
