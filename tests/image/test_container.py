@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,17 @@ def test_the_usual_devices_are_there_and_a_disk_cannot_be_made(run: Run) -> None
     made = run("sh", "-c", "busybox mknod /tmp/mem c 1 1; dd if=/tmp/mem bs=1 count=1")
     assert made.returncode != 0
     assert "permitted" in made.stderr
+
+
+def test_devices_and_set_uid_programs_of_a_mounted_folder_have_no_effect(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    os.mknod(data / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    (data / "zero").chmod(0o666)
+    options = Options(words=Words(user="worker"), binds=(Bind(str(data), "/data"),))
+    ran = run("sh", "-c", "cat /data/zero | busybox head -c 1; grep ' /data ' /proc/self/mountinfo", options=options)
+    assert "denied" in ran.stderr
+    assert {"nosuid", "nodev"} <= set(ran.stdout.split()[5].split(","))
 
 
 def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +34,13 @@ from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts import kernel
 from bootseer.mounts.ladder import Facts, Way
 from bootseer.mounts.state import Runtime
+from bootseer.mounts.table import mount_table
 from bootseer.store.open import open_store
 from busybox import CONFIG
 from conftest_launch import BOOTSEER
 from image_node import base_layers, unmount_below
 from oci_images import (
+    device,
     directory,
     fifo,
     file,
@@ -96,9 +98,8 @@ UPPER = [
 class Image:
     """One image, converted into a store that everybody may read."""
 
-    def __init__(self, folder: Path, *more: bytes) -> None:
+    def __init__(self, folder: Path, layers: Sequence[bytes]) -> None:
         self.folder = folder
-        layers = [base_layers(folder / "tree")[0], *UPPER, *more]
         write_layout(folder / "layout", layers, tag="1", architecture=this_platform().architecture, **CONFIG)
         self.reference = f"oci:{folder}/layout:1"
         self.store = str(folder / "store")
@@ -117,7 +118,13 @@ class Image:
 
 
 @pytest.fixture
-def image() -> Iterator[Image]:
+def image(tmp_path: Path) -> Iterator[Image]:
+    with made_image([base_layers(tmp_path / "tree")[0], *UPPER]) as image:
+        yield image
+
+
+@contextmanager
+def made_image(layers: Sequence[bytes]) -> Iterator[Image]:
     if os.geteuid() != 0:
         pytest.skip("only root may mount")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -126,7 +133,7 @@ def image() -> Iterator[Image]:
     folder = Path(tempfile.mkdtemp(prefix="bootseer-test-", dir="/var/tmp"))
     folder.chmod(0o755)
     try:
-        yield Image(folder)
+        yield Image(folder, layers)
     finally:
         unmount_below(folder)
         shutil.rmtree(folder)
@@ -148,6 +155,39 @@ def tree_of(root: Path) -> dict[str, object]:
                 facts.append(hashlib.sha256(path.read_bytes()).hexdigest())
         found[str(path.relative_to(root))] = facts
     return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_set_uid_programs_and_devices_of_a_mounted_image_have_no_effect(
+    way: Way, writable: bool, num_layers: int
+) -> None:
+    """For every user of the host. A container has the programs, and no devices either."""
+    if way is Way.EROFS_LOOP and not Path("/dev/loop-control").exists():
+        pytest.skip("there are no loop devices")
+    layers = [
+        layer(
+            directory("bin"), directory("dev"), file("bin/id", Path("/usr/bin/id").read_bytes(), uid=77, mode=0o4755),
+            device("dev/zero", 1, 5, mode=0o666), device("dev/disk", 7, 0, block=True, mode=0o666),
+        ),
+        layer(file("other")),
+    ]  # fmt: skip
+    with made_image(layers[:num_layers]) as image:
+        for suid, expected in ((False, UID), (True, 77)):
+            changes = image.folder / "changes" if writable else None
+            mounted = mount_image(image.request(), image.folder / "at", writable=changes, suid=suid, facts=WAYS[way])
+            assert mounted.facts["way"] == way.value
+            root = mounted.root
+            script = f"{root}/bin/id -u; cat < {root}/dev/zero | head -c 1; cat < {root}/dev/disk"
+            ran = subprocess.run(
+                ["sh", "-c", script], user=UID, group=UID, extra_groups=[], capture_output=True, text=True, check=False
+            )
+            assert ran.stdout == f"{expected}\n"
+            assert ran.stderr.count("Permission denied") == 2
+            flags = {row.path: row.options for row in mount_table() if row.path.startswith(f"{image.folder}/")}
+            assert all({"nodev", "nosuid"} <= set(flags[path]) for path in flags if path != str(root)), flags
+            mounted.close()
 
 
 @pytest.mark.parametrize("way", [Way.EROFS_LOOP, Way.FUSE_TREE, Way.UNPACK])
