@@ -7,7 +7,7 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["conftest_launch", "conftest_ran", "image_node"]
+pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "ways_image"]
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
 # test would end nothing. The tests say what is ignored, not the shell that happened to start them.
