@@ -72,12 +72,10 @@ def _changes(cache: Path) -> Path:
 @click.argument("folder", metavar="DIR", type=_PATH)
 def umount(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
-    from bootseer.cli.progress import Progress
     from bootseer.image.mounting.mounted import find_mount, unmount
 
     runtime = _runtime()
-    with Progress(f"waiting for the kernel to let go of {folder}", line=True) as progress:
-        unmount(runtime, find_mount(runtime, folder), progress.wait)
+    unmount(runtime, find_mount(runtime, folder))
 
 
 @click.command("list", short_help="What is mounted, and whether it works.")

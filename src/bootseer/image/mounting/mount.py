@@ -161,7 +161,16 @@ class _Mounting:
             "stored_bytes": document.stored_bytes,
             "local_bytes": local_bytes,
         }
-        return MountedImage(self.target, document.config, facts, self.runtime, state, layers.daemon, layers.say)
+        return MountedImage(
+            self.target,
+            document.config,
+            facts,
+            self.runtime,
+            state,
+            layers.daemon,
+            layers.say,
+            lifeline=layers.lifeline,
+        )
 
     def _go(self, facts: Facts) -> Choice:
         """Go the best way; when it turns out to lead nowhere, the next one. Returns the one that led to the mount."""

@@ -17,7 +17,7 @@ from bootseer.bring.brought import Brought
 from bootseer.bring.places import RUNTIME
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import Daemon, Waiting
+from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
@@ -37,9 +37,13 @@ class MountedImage(Brought):
         state: MountState,
         daemon: Daemon | None,
         say: Callable[[str], None],
+        *,
+        lifeline: bool,
     ) -> None:
+        """`lifeline`: it serves one command, and is of no use when that has ended."""
         super().__init__("the image", facts, daemon, say)
         self.root = root
+        self._lifeline = lifeline
         self.config = config
         self._runtime = runtime
         self._state = state
@@ -51,35 +55,36 @@ class MountedImage(Brought):
         return ["env", where, sys.executable, "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
-        """Take the mount away. Raises `BootseerError` when it is in use."""
-        unmount(self._runtime, self._state)
+        """Take the mount away. Raises `BootseerError` when it is in use; one for a command never is."""
+        unmount(self._runtime, self._state, force=self._lifeline)
 
 
-def unmount(runtime: Runtime, state: MountState, waiting: Waiting = lambda: None) -> None:
+def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None:
     """Take away a mount that was written down: the tree, its layers, its daemon. Layers that others may use stay.
 
-    `waiting` is called now and then while the kernel holds files of the daemon. Raises `TransientError` while a
-    process has a file of it open.
+    Where other mount namespaces have copies of it, its daemon ends with these; with `force` at once, so that their
+    readers get errors. Raises `TransientError` while a process has a file of it open, unless `force`.
     """
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
         if may_mount():
             try:
-                kernel.unmount(Path(state.target), lazy=dead)
+                kernel.unmount(Path(state.target), lazy=dead or force)
             except TransientError as error:
                 raise TransientError(f"{error}; fuser -vm {state.target} shows who uses it") from error
         else:  # then it was mounted by a program that has the right
             from bootseer.fuse.attach import detach
 
-            detach(Path(state.target), force=dead)
+            detach(Path(state.target), force=dead or force)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
-        # The layers above the daemon's files first: it ends only when nobody uses them.
+        # The layers above the daemon's files first: it ends only when nothing uses them.
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
-            kernel.unmount(Path(point))
-        Daemon(folder, state.daemon).stop_unused(waiting)
-    runtime.remove(state)
+            kernel.unmount(Path(point), lazy=True)
+        Daemon(folder, state.daemon).leave(force=force)
+    if state.daemon is None or not state.daemon.alive:  # else a later mount deletes what is left
+        runtime.remove(state)
     changes = state.details.get(CHANGES)
     if changes and not any(point.startswith(f"{os.path.realpath(changes)}/") for point in kernel.mount_points()):
         shutil.rmtree(changes, ignore_errors=True)
