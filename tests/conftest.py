@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker"]
+pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker", "ways_image"]
 
 
 @pytest.fixture

@@ -92,6 +92,19 @@ def test_the_rest_is_streamed_when_readers_are_silent_and_the_file_becomes_trust
     assert cached.path.read_bytes() == data
 
 
+def test_after_prefetch_was_stopped_only_what_is_read_is_fetched(fetching, data):
+    gate = threading.Event()
+    fetcher, store, cached = fetching(lambda request: Fault(gate=gate), FetchSettings(silence_s=0.05))
+    fetcher.stream_rest()
+    fetcher.prefetch((0, block) for block in range(100))
+    until(lambda: store.requests)
+    fetcher.stop_prefetch()
+    gate.set()
+    until(lambda: fetcher._engine.scheduler.idle)
+    assert not cached.ready(99)
+    assert fetcher.read_blocking(0, 99 * BLOCK, 10) == data[99 * BLOCK : 99 * BLOCK + 10]
+
+
 def test_hot_blocks_are_fetched_before_anybody_reads_and_others_are_not(fetching):
     fetcher, _, cached = fetching()
     hot = [50, 51, 7, 8, 10]

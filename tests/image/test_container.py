@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -165,16 +167,29 @@ def test_open_files_of_the_caller_are_not_passed_on(run: Run, tmp_path: Path) ->
     assert ran.stdout.split() == ["0", "1", "2", "3"]  # `ls` has the folder open that it lists
 
 
-def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("of the host")
-    secret = str(tmp_path / "secret").lstrip("/")
-    show = f"for p in /proc/[0-9]*; do for way in root cwd; do ls $p/$way/; cat $p/$way/{secret}; done; done"
-    rights = Options(limits=Limits(capabilities=("SYS_PTRACE",)))  # without it the first process cannot be looked into
-    for options in (Options(), rights):
-        ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
-        assert "of the host" not in ran.stdout
-        assert ran.stdout.endswith("bootseer-init\n")
-    assert "can't open" in ran.stderr  # that file: looked for in vain in each of them
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user may read, unlike those of tests."""
+    with tempfile.TemporaryDirectory(prefix="bootseer-test-", dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("user", ["0", "worker"])
+def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable: Path, user: str) -> None:
+    secret = readable / "secret"
+    secret.write_text("of the host")
+    show = f"for p in /proc/[0-9]*; do for way in root cwd; do cat $p/$way{secret}; ls $p/$way/; done; done"
+    # With this right the first process can be looked into, too.
+    options = Options(words=Words(user=user), limits=Limits(capabilities=("SYS_PTRACE",)))
+    with subprocess.Popen(["sleep", "600"], user=0 if user == "0" else 1000, group=1001, extra_groups=[]) as process:
+        try:
+            ran = run("sh", "-c", f"{show}; cat /proc/1/comm", options=options)
+        finally:
+            process.kill()
+    assert "of the host" not in ran.stdout
+    assert ran.stdout.endswith("bootseer-init\n")
+    assert "can't open" in ran.stderr  # that file: looked for in vain
 
 
 def test_orphans_are_reaped_and_the_program_is_not_the_first_process(run: Run) -> None:
@@ -209,6 +224,17 @@ def test_the_usual_devices_are_there_and_a_disk_cannot_be_made(run: Run) -> None
     made = run("sh", "-c", "busybox mknod /tmp/mem c 1 1; dd if=/tmp/mem bs=1 count=1")
     assert made.returncode != 0
     assert "permitted" in made.stderr
+
+
+def test_devices_and_set_uid_programs_of_a_mounted_folder_have_no_effect(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    os.mknod(data / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    (data / "zero").chmod(0o666)
+    options = Options(words=Words(user="worker"), binds=(Bind(str(data), "/data"),))
+    ran = run("sh", "-c", "cat /data/zero | busybox head -c 1; grep ' /data ' /proc/self/mountinfo", options=options)
+    assert "denied" in ran.stderr
+    assert {"nosuid", "nodev"} <= set(ran.stdout.split()[5].split(","))
 
 
 def test_a_device_s_file_brings_node_variables_and_mounts(run: Run, tmp_path: Path) -> None:

@@ -269,6 +269,8 @@ def test_a_hostile_member_is_refused_with_layer_and_name(entries: list[Entry], w
         (layer(file("zeros", bytes(3 << 20))), "larger than 2.0 MiB"),
         (layer(*(file(f"f{number}") for number in range(101))), "more than 100 files"),
         (BASE + bytes(3 << 20), "larger than 2.0 MiB"),
+        (layer(*(symlink(f"l{number}", "x" * 4000) for number in range(50))), "longer than 128.0 KiB"),
+        (layer(*(file(f"f{number}", xattrs={"user.a": b"x" * 4000}) for number in range(50))), "longer than 128.0 KiB"),
         (
             layer(
                 file(
@@ -282,7 +284,7 @@ def test_a_hostile_member_is_refused_with_layer_and_name(entries: list[Entry], w
     ],
 )
 def test_a_bomb_is_refused_when_it_reaches_the_limit(data: bytes, words: str, tmp_path: Path) -> None:
-    options = ConvertOptions(limits=LayerLimits(unpacked_bytes=2 << 20, members=100))
+    options = ConvertOptions(limits=LayerLimits(unpacked_bytes=2 << 20, members=100, text_bytes=128 << 10))
     with pytest.raises(PermanentError, match=words):
         convert(_source(tmp_path, data), MemoryStore(str(tmp_path)), options=options)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import subprocess
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -292,6 +294,50 @@ def test_a_failed_mount_leaves_nothing_mounted(converted: Node, mount: Mount) ->
         mount_image(request(converted), converted.folder / "file" / "below")
     assert set(kernel.mount_points()) - before <= {str(path) for path in Runtime(converted.runtime).layers.iterdir()}
     assert list(Runtime(converted.runtime).all()) == []
+
+
+@contextmanager
+def copies_of_all_mounts() -> Iterator[Path]:
+    """The root of another mount namespace, which hears nothing of what is unmounted here, as where `/` is private."""
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 600"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield Path(f"/proc/{process.pid}/root")
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("of_command", [True, False])
+def test_copies_of_a_mount_in_other_namespaces_do_not_hold_up_its_end(converted: Node, of_command: bool) -> None:
+    runtime = Runtime(converted.runtime)
+    mounted = mount_image(
+        request(converted), converted.folder / "mnt", writable=converted.folder / "changed", lifeline=of_command
+    )
+    (state,) = runtime.all()
+    daemon = state.daemon
+    assert daemon is not None
+    with copies_of_all_mounts() as elsewhere:
+        mounted.close()
+        assert not kernel.is_mount(mounted.root)
+        assert daemon.alive is not of_command
+        copy = elsewhere / str(mounted.root / "hot").lstrip("/")
+        if of_command:
+            with pytest.raises(OSError, match=r"Input/output|not connected"):
+                copy.read_bytes()
+        else:
+            assert digest(copy) == digest(converted.folder / "tree" / "hot")
+    until(lambda: not daemon.alive)
+    runtime.clean()
+    assert list(runtime.all()) == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in 120 s"
+        time.sleep(0.02)
 
 
 def test_complete_layers_stay_mounted_until_they_are_released(converted: Node, mount: Mount) -> None:

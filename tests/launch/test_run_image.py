@@ -122,6 +122,28 @@ def test_open_files_of_the_caller_are_closed_in_the_container(image: str, env: d
     assert "bin\n" in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize("setup", [False, True])
+def test_copies_of_its_mounts_in_other_namespaces_do_not_hold_up_the_end(
+    image: str, env: dict[str, str], node: Node, tmp_path: Path, setup: bool
+) -> None:
+    """As on hosts whose root is a private mount, where such copies do not go with the mount."""
+    (tmp_path / "setup.sh").write_text("echo tool > /opt-tool\n")
+    words = ["run", "-q", "--image", image, "--loading", "lazy", *(["--setup", "setup.sh"] if setup else []), "--"]
+    script = ["sh", "-c", "echo up; read line; exit 3"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*BOOTSEER, *words, *script], env=env, cwd=tmp_path, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "up\n"
+        copying = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 600"]
+        with subprocess.Popen(copying, stdout=subprocess.PIPE) as elsewhere:
+            try:
+                elsewhere.stdout.readline()  # type: ignore[union-attr]
+                _, err = process.communicate("go\n", timeout=180)
+                assert (process.returncode, "unmounted" in err) == (3, False), err
+                nothing_is_left(node)
+            finally:
+                elsewhere.kill()
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not condition():

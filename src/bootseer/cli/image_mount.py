@@ -23,9 +23,12 @@ _PATH = click.Path(path_type=Path)
 @click.argument("folder", metavar="DIR", type=_PATH)
 @with_options(SOURCE)
 @click.option("--rw", "writable", is_flag=True, help="Let it be changed; the changes are gone with the mount.")
+@click.option("--suid", is_flag=True, help="Let set-uid programs of the image have their effect on this machine.")
 @click.option("--workload", metavar="NAME", help="Fetch this hot set first, and record into it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.mounts/1).")
-def mount(reference: str, folder: Path, writable: bool, workload: str | None, as_json: bool, **values: Any) -> None:
+def mount(
+    reference: str, folder: Path, writable: bool, suid: bool, workload: str | None, as_json: bool, **values: Any
+) -> None:
     """Mount the tree of the image REF on the folder DIR. It is there at once; blocks come when they are read.
 
     \b
@@ -48,7 +51,7 @@ def mount(reference: str, folder: Path, writable: bool, workload: str | None, as
     wanted = request(reference, {**values, "workload": workload})
     changes = _changes(wanted.cache) if writable else None
     with interruptible():
-        mounted = mount_image(wanted, folder.absolute(), writable=changes, say=say, show=shown)
+        mounted = mount_image(wanted, folder.absolute(), writable=changes, suid=suid, say=say, show=shown)
     facts = mounted.facts
     if as_json:
         print_json({"schema": SCHEMA, "target": str(folder.absolute()), **facts})
@@ -70,12 +73,10 @@ def _changes(cache: Path) -> Path:
 def umount(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
     from bootseer.bring.places import cache_root
-    from bootseer.cli.progress import Progress
     from bootseer.image.mounting.mounted import find_mount, unmount_written
 
     runtime = _runtime()
-    with Progress(f"waiting for the kernel to let go of {folder}", line=True) as progress:
-        unmount_written(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()), progress.wait)
+    unmount_written(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()))
 
 
 @click.command("list", short_help="What is mounted, and whether it works.")

@@ -157,6 +157,13 @@ class Engine:
             to_do = self._advance(now)
         self._carry_out(to_do)
 
+    def stop_prefetch(self) -> None:
+        """Fetch only what readers ask for from now on."""
+        with self._lock:
+            self._wants_all = False
+            for number in range(len(self.files)):
+                self.scheduler.stop_prefetch(number)
+
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is wanted and nothing runs; False when `timeout_s` passed before. Raises when closed."""
         with self._lock:

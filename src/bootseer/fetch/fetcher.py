@@ -139,6 +139,10 @@ class Fetcher:
         """Fetch all that is missing, in the background, when readers are silent."""
         self._engine.want_rest(rush=False)
 
+    def stop_prefetch(self) -> None:
+        """Fetch only what readers ask for from now on. Requests that are under way end."""
+        self._engine.stop_prefetch()
+
     def pull_all(self, progress: Progress | None = None) -> None:
         """Fetch all that is missing, at full speed, and wait for it. Afterwards all files are complete and durable.
 

@@ -94,19 +94,20 @@ def _receive(link: socket.socket, target: Path) -> int:
     raise PermanentError(f"{HELPER} handed over no descriptor for {target}")
 
 
-def detach(target: Path, *, force: bool = False) -> None:
-    """Unmount. Raises `TransientError` while somebody uses it.
+def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
+    """Unmount. Raises `TransientError` while it is in use.
 
-    With `force` it disappears from the tree of files at once, and as root whoever still reads gets an error.
+    With `lazy` it disappears from the tree of files at once, with `force` as well, and as root its readers get errors.
     """
     if os.geteuid() == 0:
         # Lazily alone, a reader that waits would keep the connection alive; force alone, an open file the mount.
-        syscalls.unmount(target, flags=syscalls.MNT_FORCE | syscalls.MNT_DETACH if force else 0)
+        hidden = syscalls.MNT_DETACH if force or lazy else 0
+        syscalls.unmount(target, flags=hidden | (syscalls.MNT_FORCE if force else 0))
         return
     helper = shutil.which(HELPER)
     if helper is None:
         raise AccessError(f"cannot unmount {target}: {HELPER} is not there")
-    argv = [helper, "-u", *(["-z"] if force else []), "--", str(target)]
+    argv = [helper, "-u", *(["-z"] if force or lazy else []), "--", str(target)]
     try:
         ended = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELPER_DEADLINE_S, check=False

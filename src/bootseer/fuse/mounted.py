@@ -113,6 +113,11 @@ class Mounted(Generic[R]):
         if not self._ended.wait(JOIN_S) and not force:
             raise TransientError(f"{self.target} is unmounted, but something still uses it")
 
+    def leave(self) -> None:
+        """Unmount lazily: it is out of sight at once, and ends with its last user."""
+        if not self._ended.is_set():
+            attach.detach(self.target, lazy=True)
+
     def _stop(self) -> None:
         """Nobody asks any more: stop what is under way, and let go of the device."""
         self._ended.set()

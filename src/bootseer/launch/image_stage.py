@@ -250,6 +250,7 @@ class _ImageStart:
             writable=writable,
             above=above,
             lifeline=True,
+            suid=True,
             stage=lambda name: self._stage(f"{STAGE}.{name}"),
             say=say,
             show=self._show,

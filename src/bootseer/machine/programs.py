@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from bootseer.machine import child
-from bootseer.machine.check import PYTHON, Check
+from bootseer.machine.check import PYTHON, Check, Status
 
 _DEADLINE_S = 8.0
 HDFS_MODULES = ("hdfs_native", "google_crc32c", "numpy")
@@ -69,9 +69,8 @@ def check_runtimes() -> Check:
     found = ", ".join(f"{check.name} {check.found}" for check in checks if check.status == "ok")
     if found:
         return Check(name, "ok", found, opens=opens)
-    is_broken = any(check.status == "broken" for check in checks)
-    why = "; ".join(check.why for check in checks)
-    return Check(name, "broken" if is_broken else "missing", "", why, install, opens)
+    status: Status = "broken" if any(check.status == "broken" for check in checks) else "missing"
+    return Check(name, status, "", "; ".join(check.why for check in checks), install, opens)
 
 
 def check_mkfs_erofs() -> Check:

@@ -38,7 +38,8 @@ _NAME = "bootseer-mount"
 """What `ps` and `top` show, so that nobody takes the daemon for the program that started it."""
 _MAX_REPORT = 65_536
 _GRACE_S = 1.0
-_LET_GO_S = 60.0
+_LET_GO_S = 2.0
+_END_S = 20.0
 _TICK_S = 0.5
 
 OnError = Callable[[str], None]
@@ -88,6 +89,9 @@ class Session(Protocol):
     def close(self, *, force: bool = False) -> None:
         """Unmount. Raises `TransientError` while files are in use, unless `force`."""
 
+    def leave(self) -> None:
+        """Unmount lazily: it is out of sight at once, and ends with its last user."""
+
 
 Show = Callable[[Path, str, OnError], Session]
 """Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults."""
@@ -106,6 +110,8 @@ class Served:
     """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
     end: Callable[[], dict[str, object]] = dict
     """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for who ended it."""
+    stop_prefetch: Callable[[], None] = lambda: None
+    """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +152,19 @@ class Daemon:
         """Tell it that the startup is over: training has begun."""
         control.ask(self.folder, "began")
 
-    def stop_unused(self, waiting: Waiting = lambda: None) -> None:
-        """Let it unmount and end when only the kernel can still use its files: it lets go of those of layers that were
-        unmounted a moment ago, which takes seconds on a busy machine. Raises `PermanentError` when it does not."""
-        deadline = time.monotonic() + _LET_GO_S
-        while True:
-            try:
-                self.stop(waiting=waiting)
-                return
-            except PermanentError:
-                if time.monotonic() > deadline:
-                    raise
+    def leave(self, *, force: bool) -> bool:
+        """Let it unmount lazily, stop prefetching, and end when nothing uses its files; whether it has ended.
+
+        The kernel uses files of layers for a moment after these were unmounted, and as long as another mount namespace
+        has copies of their mounts. It is waited for the moment alone; with `force` the daemon ends then all the same.
+        """
+        try:
+            control.ask(self.folder, "leave")
+        except (NotFoundError, TransientError):
+            self.process.signal(signal.SIGTERM)
+        if not self._ended(time.monotonic() + _LET_GO_S) and force:
+            self.end(timeout_s=_END_S)
+        return not self.process.alive
 
     def stop(self, *, timeout_s: float = 30.0, waiting: Waiting = lambda: None) -> dict[str, object]:
         """Let it unmount, finish what was written, and end; what it says of that. Raises `PermanentError` while its

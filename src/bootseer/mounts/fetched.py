@@ -73,7 +73,9 @@ class Fetched:
         except BaseException:
             source.close()
             raise
-        return Served(source, showing(tree), source.recorder, source.status, source.begin)
+        return Served(
+            source, showing(tree), source.recorder, source.status, source.begin, stop_prefetch=source.stop_prefetch
+        )
 
 
 class _Recorder:
@@ -105,6 +107,7 @@ class _OpenFiles:
         self._stores: dict[tuple[str, bool], Store] = {}
         self.recorder = None if what.record is None else _Recorder(what.record, what.hand_over)
         self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
+        self.stop_prefetch = self._fetcher.stop_prefetch
         self.read = self._fetcher.read
         self.read_blocking = self._fetcher.read_blocking
         try:

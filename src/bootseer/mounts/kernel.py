@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
-from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
+from bootseer.fuse.syscalls import MNT_DETACH, MS_RDONLY, check, failure, libc, number_of
 
 __all__ = ["MNT_DETACH", "create", "is_mount", "mount_points", "move", "number_of", "unmount", "unshare_mounts"]
 
@@ -25,7 +25,7 @@ _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _MOVE_FROM_EMPTY_PATH = 4
-_MOUNT_SETATTR, _MOUNT_ATTR_RDONLY = 442, 1
+_MOUNT_SETATTR = 442
 _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
 _AT_RECURSIVE, _AT_NO_AUTOMOUNT = 0x8000, 0x800
@@ -107,12 +107,15 @@ def unshare_mounts() -> None:
 
 def make_read_only(target: Path) -> None:
     """Let nobody write through the mount on `target`."""
-    restrict(target, _MOUNT_ATTR_RDONLY)
+    restrict(target, MS_RDONLY)
 
 
-def restrict(target: Path, attributes: int) -> None:
-    """Forbid what the attributes say for the mount on `target`: `MS_RDONLY`, `MS_NOSUID`, `MS_NODEV`, `MS_NOEXEC`."""
-    changes = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+def restrict(target: Path, attributes: int, *, allow: int = 0) -> None:
+    """Forbid what the attributes say for the mount on `target`: `MS_RDONLY`, `MS_NOSUID`, `MS_NODEV`, `MS_NOEXEC`.
+
+    What `allow` says is no longer forbidden.
+    """
+    changes = (ctypes.c_uint64 * 4)(attributes, allow, 0, 0)
     path = ctypes.c_char_p(os.fsencode(target))
     size = ctypes.c_size_t(ctypes.sizeof(changes))
     _call(f"restrict the mount {target}", _MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_uint(0), changes, size)

@@ -15,22 +15,24 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse import syscalls
-from bootseer.fuse.syscalls import MS_RDONLY, number_of
+from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, MS_RDONLY, number_of
 from bootseer.mounts import kernel
 from bootseer.mounts.loop import attach_loop
 
 MAX_LAYERS = 500
 """What overlayfs takes."""
+_OF_LAYERS = MS_RDONLY | MS_NOSUID | MS_NODEV
+"""Every user of the host may look into a layer. An overlay of layers has attributes of its own."""
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
-    """Mount the EROFS file `path`, read-only, on `target`.
+    """Mount the EROFS file `path` on `target`, read-only, without its devices and set-uid programs.
 
     Straight from the file where the kernel can (6.12), else through a loop device; `loop` forces one or the other.
     """
     if not loop:
         try:
-            kernel.move(kernel.create("erofs", [("source", str(path)), ("ro", None)], attributes=MS_RDONLY), target)
+            kernel.move(kernel.create("erofs", [("source", str(path)), ("ro", None)], attributes=_OF_LAYERS), target)
             return
         except BootseerError as error:
             # ENOTBLK: this kernel wants a block device. All else would fail with one too.
@@ -38,7 +40,7 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
                 raise _named(error, path) from error.__cause__
     device, held = attach_loop(path)
     try:
-        kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=MS_RDONLY), target)
+        kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=_OF_LAYERS), target)
     except BootseerError as error:
         raise _named(error, path) from error.__cause__
     finally:
@@ -56,6 +58,7 @@ def mount_overlay(
     *,
     upper: Path | None = None,
     work: Path | None = None,
+    attributes: int = MS_NODEV,
     userxattr: bool = False,
     one_option: bool = True,
 ) -> None:
@@ -63,8 +66,8 @@ def mount_overlay(
 
     With `upper` and `work` (empty, same file system) it is writable, else read-only. A single layer without `upper`
     is bound instead, as overlayfs wants two: deletions in it, which delete nothing, then show as devices 0/0.
-    `userxattr` is for user namespaces. `one_option` says to use the form of Linux 6.7 (one option for each layer)
-    where the kernel has it.
+    `attributes`: `MS_NODEV`, `MS_NOSUID`, ... `userxattr` is for user namespaces. `one_option` says to use the form of
+    Linux 6.7 (one option for each layer) where the kernel has it.
     """
     if not 1 <= len(lowers) <= MAX_LAYERS:
         raise UsageError(f"{len(lowers)} layers", hint=f"overlayfs takes 1 to {MAX_LAYERS}")
@@ -72,7 +75,9 @@ def mount_overlay(
         raise UsageError("an overlay takes upper and work folders together or neither")
     if upper is None and len(lowers) == 1:
         kernel.move(kernel.clone(lowers[0]), target)
+        kernel.restrict(target, attributes | MS_RDONLY, allow=MS_NOSUID & ~attributes)
         return
+    attributes |= 0 if upper else MS_RDONLY
     top_first = list(reversed(lowers))
     with _short_names([*top_first, *([upper, work] if upper and work else [])]) as names:
         if one_option:
@@ -81,14 +86,13 @@ def mount_overlay(
             options += list(zip(("upperdir", "workdir"), names[len(lowers) :], strict=False))
             options += [("userxattr", None)] if userxattr else []
             try:
-                attributes = 0 if upper else MS_RDONLY
                 kernel.move(kernel.create("overlay", options, attributes=attributes), target)
                 return
             except BootseerError as error:
                 # EINVAL already at the first layer: an older kernel does not know the option.
                 if number_of(error) != errno.EINVAL or "option lowerdir+" not in str(error):
                     raise
-        _mount_in_one_page(top_first, target, upper, work, userxattr=userxattr)
+        _mount_in_one_page(top_first, target, upper, work, attributes, userxattr=userxattr)
 
 
 @contextlib.contextmanager
@@ -112,7 +116,13 @@ def _short_names(folders: Sequence[Path]) -> Iterator[list[str]]:
 
 
 def _mount_in_one_page(
-    top_first: Sequence[Path], target: Path, upper: Path | None, work: Path | None, *, userxattr: bool
+    top_first: Sequence[Path],
+    target: Path,
+    upper: Path | None,
+    work: Path | None,
+    attributes: int,
+    *,
+    userxattr: bool,
 ) -> None:
     """All layers in the one page of options that mount(2) takes: by names of a few letters in a folder of our own."""
     failed: list[BaseException] = []
@@ -129,8 +139,7 @@ def _mount_in_one_page(
                 options += ",upperdir=u,workdir=w"
             if userxattr:
                 options += ",userxattr"
-            flags = 0 if upper else MS_RDONLY
-            syscalls.mount("overlay", "bootseer", target.absolute(), flags=flags, options=options)
+            syscalls.mount("overlay", "bootseer", target.absolute(), flags=attributes, options=options)
         except BaseException as error:
             failed.append(error)
 

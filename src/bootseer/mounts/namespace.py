@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Self
 
 from bootseer import errors
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.fuse.syscalls import libc, number_of
+from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.layers import mount_overlay
 from bootseer.mounts.process import die_with, end_child
@@ -164,6 +164,8 @@ def overlay_in_place(
 ) -> tuple[str, ...]:
     """Mount an overlay on the folder `target` and let what is mounted below it shine through, as before.
 
+    It has no devices; what the mount that it covers forbids (set-uid programs) stays forbidden.
+
     `lowers` with the lowest first; `target` itself may be one of them. Call it in `build`. Returns a line for each
     mount that could not be kept, because the new folder has no place for it or it may not be copied.
     """
@@ -178,7 +180,8 @@ def overlay_in_place(
             except BootseerError as error:
                 notes.append(f"the mount {path} cannot be kept: {error}")
     try:
-        mount_overlay(lowers, Path(place), upper=upper, work=work, userxattr=userxattr)
+        attributes = MS_NODEV | os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NOEXEC)
+        mount_overlay(lowers, Path(place), upper=upper, work=work, attributes=attributes, userxattr=userxattr)
         while copies:
             path, copy = copies.pop(0)
             try:

@@ -106,6 +106,7 @@ class _Life:
         self._started = time.monotonic()
         self._recording = served.recorder is not None
         self._stopping = False
+        self._left = False
         self._ended: control.Answer | None = None
         self._handing_over: threading.Thread | None = None
 
@@ -153,6 +154,9 @@ class _Life:
             case "began":
                 self._end_recording()
                 return {"recording": False}
+            case "leave":
+                self._leave()
+                return {"left": True}
             case "stop":
                 self._unmount(force=False)
                 self._stopping = True
@@ -196,8 +200,18 @@ class _Life:
         except Exception as error:  # the record lies on the disk still; the mount goes on
             self._log(f"the record was not handed over: {type(error).__name__}: {error}")
 
+    def _leave(self) -> None:
+        """Unmount lazily, and end with the last user of the mount."""
+        if not self._left:
+            self._left = True
+            self._served.stop_prefetch()
+            self._end_recording()
+            self._session.leave()
+
     def _unmount(self, *, force: bool) -> None:
         """Unmount; after a moment's patience by force, or not at all."""
+        if self._left:  # users that are left get errors when this process ends
+            return
         end = time.monotonic() + _BUSY_S
         while True:
             try:

@@ -100,8 +100,8 @@ class Layer(Brought):
     def close(self) -> None:
         """Let go of it. Other starts may use its mount and its files.
 
-        Where another mount namespace has a copy of the mount the daemon cannot end: it ends with this process then, and
-        a later start takes away what is left. Raises `BootseerError` for a daemon that was to outlive this process.
+        A daemon that was to outlive this process ends with the last copy of the mount, and a later start takes away
+        what is left.
         """
         if self._closed:
             return
@@ -109,13 +109,8 @@ class Layer(Brought):
         if self._daemon is not None:
             # Lazily: a namespace that is just ending may have a copy of the mount.
             kernel.unmount(self._runtime.folder(self._state) / _POINT, lazy=True)
-            if self._daemon.process.alive:
-                try:
-                    self._daemon.stop()
-                except BootseerError:
-                    if not self._lifeline:
-                        raise
-                    return
+            if self._daemon.process.alive and not self._daemon.leave(force=self._lifeline):
+                return
         self._runtime.remove(self._state)
 
 

@@ -35,8 +35,10 @@ class LayerLimits:
     """Files with their holes, and the tar stream itself. 0: 64 GiB or 200 times the compressed size, what is more:
     source code compresses 5 times, logs 20 times, and a few empty database files may well be 200."""
     members: int = 4_000_000
-    """Files and directories, about 250 bytes of memory each, 600 when they wait for lower layers. Large training images
+    """Files and directories, about 400 bytes of memory each, 600 when they wait for lower layers. Large training images
     have 500,000."""
+    text_bytes: int = 512 << 20
+    """Names, targets of links and extended attributes, all of which are held in memory."""
 
     def unpacked_limit(self, compressed_bytes: int) -> int:
         """The limit in bytes for a layer of this compressed size."""
@@ -90,6 +92,7 @@ class _LayerRun:
         self._limits = limits
         self._unpacked_limit = limits.unpacked_limit(compressed_bytes)
         self._waiting: deque[tuple[Member, Extent]] = deque()
+        self._text_bytes = 0
         self._at = b""  # the member that is looked at
 
     def run(self, pieces: Iterator[bytes]) -> LayerFacts:
@@ -106,6 +109,7 @@ class _LayerRun:
             self._at = member.name
             if number >= self._limits.members:
                 raise self._too_many()
+            self._count_text(member)
             extent = self._store_content(reader, member) if self._tree.keeps_content(member) else Extent(0, 0)
             if self._waiting:
                 self._waiting.append((member, extent))
@@ -129,6 +133,15 @@ class _LayerRun:
         self._tree.add(member, extent)
         if len(self._writer.tree) > self._limits.members:  # directories on the way count as well
             raise self._too_many()
+
+    def _count_text(self, member: Member) -> None:
+        texts = (member.name, member.link, *member.xattrs, *member.xattrs.values())
+        self._text_bytes += sum(map(len, texts))
+        if self._text_bytes > self._limits.text_bytes:
+            limit = format_bytes(self._limits.text_bytes)
+            raise PermanentError(
+                f"names, links and attributes are longer than {limit}; raise the limit `text_bytes` if that is right"
+            )
 
     def _store_content(self, reader: TarReader, member: Member) -> Extent:
         writer = self._writer

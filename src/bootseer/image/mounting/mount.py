@@ -31,7 +31,8 @@ from bootseer.bring.shown import Show, unseen
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID
 from bootseer.image.mounting import show, ways
 from bootseer.image.mounting.found import Found, find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
@@ -50,6 +51,7 @@ def mount_image(
     writable: Path | None = None,
     above: Sequence[Path] = (),
     lifeline: bool = False,
+    suid: bool = False,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
     show: Show = unseen,
@@ -60,13 +62,17 @@ def mount_image(
     With `writable`, a folder that goes with the mount, changes go there; else the tree is read-only. The folders of
     `above` lie on top of the image's layers, the first of them lowest; deletions in them have overlayfs' marks, those
     of both kinds of mounts; where no overlay can be mounted they are an error. With `lifeline` a lazy mount ends with
-    this process; without root it is then in a user namespace, which this process enters for good.
+    this process; without root it is then in a user namespace, which this process enters for good. `suid`: set-uid
+    programs of the image have their effect; its device nodes never have.
     `facts` says what this machine can do; None: that is found out. Raises `UsageError` where users like this one cannot
     mount, and `BootseerError` where no fallback helps.
     """
     facts = facts or ways.first_look(private=lifeline)
     # Who cannot mount hears it before anything is fetched.
     ways.pick(facts, private=lifeline, writable=writable is not None)
+    if suid and not lifeline and not user_namespace.may_mount():
+        raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
+    attributes = MS_NODEV if suid else MS_NODEV | MS_NOSUID
     runtime = Runtime(request.runtime)
     cache = Cache(blocks_folder(request.cache))
     room = Room(cache, say)
@@ -84,7 +90,7 @@ def mount_image(
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
             bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, show, room)
-            return _Mounting(request, found, bringing, runtime, target, writable, tuple(above)).mount(facts)
+            return _Mounting(request, found, bringing, runtime, target, writable, attributes, tuple(above)).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
                 runtime.clear(folder)
@@ -126,6 +132,7 @@ class _Mounting:
     runtime: Runtime
     target: Path
     writable: Path | None
+    attributes: int
     above: tuple[Path, ...]
     details: dict[str, str] = field(default_factory=dict)
 
@@ -155,7 +162,15 @@ class _Mounting:
             "local_bytes": local_bytes,
         }
         return MountedImage(
-            self.target, document.config, facts, self.runtime, state, layers.daemon, layers.say, request.cache
+            self.target,
+            document.config,
+            facts,
+            self.runtime,
+            state,
+            layers.daemon,
+            layers.say,
+            request.cache,
+            lifeline=layers.lifeline,
         )
 
     def _go(self, facts: Facts) -> Choice:
@@ -186,7 +201,7 @@ class _Mounting:
         def mount() -> None:
             with layers.stage("mount"):
                 lowers = show.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
-                show.mount_tree(lowers, self.above, self.target, self.writable)
+                show.mount_tree(lowers, self.above, self.target, self.writable, self.attributes)
 
         if layers.daemon is not None:
             try:
@@ -215,7 +230,7 @@ class _Mounting:
             if user_namespace.may_mount():
                 layers.as_tree(MergedTree, None)
                 with layers.stage("mount"):
-                    show.mount_over(layers.folder / FILES, self.above, self.target, self.writable)
+                    show.mount_over(layers.folder / FILES, self.above, self.target, self.writable, self.attributes)
             else:
                 if self.above:
                     raise PermanentError("without the right to mount, nothing can lie on top of the image")
@@ -238,7 +253,7 @@ class _Mounting:
             user_namespace.enter()
         try:
             with layers.stage("mount"):
-                show.mount_over(tree, self.above, self.target, self.writable)
+                show.mount_over(tree, self.above, self.target, self.writable, self.attributes)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
             if self.writable is None or self.above:
@@ -246,7 +261,7 @@ class _Mounting:
             layers.say(f"no overlay: {error}; this container gets a copy of its own")
             show.undo(layers.folder, self.target)
             with layers.stage("unpack"):
-                show.mount_copy(write, self.target, self.writable)
+                show.mount_copy(write, self.target, self.writable, self.attributes)
 
     def _state(self) -> MountState:
         layers = self.layers

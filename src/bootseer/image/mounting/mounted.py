@@ -17,7 +17,7 @@ from bootseer.bring.brought import Brought
 from bootseer.bring.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import Daemon, Waiting
+from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.user_namespace import may_mount
 
@@ -37,10 +37,14 @@ class MountedImage(Brought):
         state: MountState,
         daemon: Daemon | None,
         say: Callable[[str], None],
-        cache: Path | None = None,
+        cache: Path,
+        *,
+        lifeline: bool,
     ) -> None:
+        """`lifeline`: it serves one command, and is of no use when that has ended."""
         super().__init__("the image", facts, daemon, say)
         self.root = root
+        self._lifeline = lifeline
         self.config = config
         self._runtime = runtime
         self._state = state
@@ -49,48 +53,50 @@ class MountedImage(Brought):
     def undo_command(self) -> list[str]:
         """A command line that takes the mount away, for when this process cannot."""
         # In a user namespace another folder would be the usual one: there everybody is root.
-        where = [f"{RUNTIME}={self._runtime.root}", *([f"{CACHE}={self._cache}"] if self._cache else [])]
+        where = [f"{RUNTIME}={self._runtime.root}", f"{CACHE}={self._cache}"]
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 
     def close(self) -> None:
-        """Take the mount away, and what was changed in it. Raises `BootseerError` when it is in use."""
-        unmount(self._runtime, self._state)
+        """Take the mount away, and what was changed in it. Raises `BootseerError` when it is in use; one for a command
+        never is."""
+        unmount(self._runtime, self._state, force=self._lifeline)
         _delete_changes(self._state)
 
 
-def unmount_written(runtime: Runtime, state: MountState, cache: Path, waiting: Waiting) -> None:
+def unmount_written(runtime: Runtime, state: MountState, cache: Path) -> None:
     """`unmount`, and delete what was changed in it, which a record may name below this cache and nowhere else."""
-    unmount(runtime, state, waiting)
+    unmount(runtime, state)
     containers = own_folder(containers_folder(cache), make=False)
     if containers in Path(os.path.normpath(state.details.get(CHANGES, ""))).parents:
         _delete_changes(state)
 
 
-def unmount(runtime: Runtime, state: MountState, waiting: Waiting = lambda: None) -> None:
+def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None:
     """Take away a mount that was written down: the tree, its layers, its daemon. Layers that others may use stay.
 
-    `waiting` is called now and then while the kernel holds files of the daemon. Raises `TransientError` while a
-    process has a file of it open.
+    Where other mount namespaces have copies of it, its daemon ends with these; with `force` at once, so that their
+    readers get errors. Raises `TransientError` while a process has a file of it open, unless `force`.
     """
     if kernel.is_mount(Path(state.target)):
         dead = state.daemon is not None and not state.daemon.alive
         if may_mount():
             try:
-                kernel.unmount(Path(state.target), lazy=dead)
+                kernel.unmount(Path(state.target), lazy=dead or force)
             except TransientError as error:
                 raise TransientError(f"{error}; fuser -vm {state.target} shows who uses it") from error
         else:  # then it was mounted by a program that has the right
             from bootseer.fuse.attach import detach
 
-            detach(Path(state.target), force=dead)
+            detach(Path(state.target), force=dead or force)
     folder = runtime.folder(state)
     if state.daemon is not None and state.daemon.alive:
-        # The layers above the daemon's files first: it ends only when nobody uses them.
+        # The layers above the daemon's files first: it ends only when nothing uses them.
         prefix = f"{folder}/layers/"
         for point in [point for point in kernel.mount_points() if point.startswith(prefix)]:
-            kernel.unmount(Path(point))
-        Daemon(folder, state.daemon).stop_unused(waiting)
-    runtime.remove(state)
+            kernel.unmount(Path(point), lazy=True)
+        Daemon(folder, state.daemon).leave(force=force)
+    if state.daemon is None or not state.daemon.alive:  # else a later mount deletes what is left
+        runtime.remove(state)
 
 
 def _delete_changes(state: MountState) -> None:

@@ -32,27 +32,28 @@ def mount_layers(runtime: Runtime, folder: Path, stack: Sequence[CachedLayer], *
         return list(pool.map(lambda layer: _mount_layer(runtime, folder, layer, loop=loop), stack))
 
 
-def mount_tree(lowers: Sequence[Path], above: Sequence[Path], target: Path, writable: Path | None) -> None:
-    """Show the layers of an image, and what lies `above` them, as one tree."""
+def mount_tree(
+    lowers: Sequence[Path], above: Sequence[Path], target: Path, writable: Path | None, attributes: int
+) -> None:
+    """Show the layers of an image, and what lies `above` them, as one tree. `attributes`: see `mount_overlay`."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, lowers[-1])
-    layers.mount_overlay([*lowers, *above], target, upper=upper, work=work)
+    layers.mount_overlay([*lowers, *above], target, upper=upper, work=work, attributes=attributes)
 
 
-def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None) -> None:
+def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None, attributes: int) -> None:
     """The same for a tree that a daemon serves or that was written out. Nobody changes the tree itself."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, tree)
-    layers.mount_overlay([tree, *above], target, upper=upper, work=work, userxattr=True)
-    if writable is None:
-        kernel.make_read_only(target)
+    layers.mount_overlay([tree, *above], target, upper=upper, work=work, attributes=attributes, userxattr=True)
 
 
-def mount_copy(write: Callable[[Path], None], target: Path, writable: Path) -> None:
+def mount_copy(write: Callable[[Path], None], target: Path, writable: Path, attributes: int) -> None:
     """Let `write` make a tree for this mount alone and show that: where not even an overlay can be mounted."""
     target.mkdir(parents=True, exist_ok=True)
     write(writable / _COPY)
     kernel.move(kernel.clone(writable / _COPY), target)
+    kernel.restrict(target, attributes)
 
 
 def undo(folder: Path, target: Path) -> None:
