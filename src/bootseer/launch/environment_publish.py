@@ -141,11 +141,11 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
         for line in written.left_out:
             tell({"say": f"left out of the environment's snapshot: {line}"})
         document = _document(task, publication, written)
-        catalog = Catalog(store, lambda line: tell({"say": line}))
+        catalog = Catalog(store, lambda line: tell({"say": line}), task.signatures)
         published = catalog.publish(document, replace=publication.decision.replace)
         local = Local(task.wanted.cache, lambda line: tell({"say": line}))
         if published:
-            local.keep(document)
+            local.keep(document, catalog.sealed(document))
             if publication.decision.replaces is not None:
                 quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
                 quarantine.rebuilt(document, publication.decision.replaces)
