@@ -37,6 +37,10 @@ class CorruptError(PermanentError):
     """Bytes are not what their digest or their format says. Never handed on as data."""
 
 
+class SignatureError(PermanentError):
+    """A signature is required, and no trusted key has signed these bytes under this name."""
+
+
 class UsageError(BootseerError):
     """The user asked for something that cannot be; `hint` says what to type instead."""
 

@@ -8,12 +8,14 @@ import pytest
 
 from bootseer.bring.hotsets import HotSets, hotset_name
 from bootseer.bring.publish import publishes
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.errors import AccessError, TransientError
 from bootseer.fetch.hotset import HotSet, Record
 from bootseer.fetch.hotset_format import encode
 from bootseer.fetch.need import Found, Need
 from bootseer.store.file import FileStore
 from bootseer.store.store import Upload
+from signing_keys import make_key, trust
 
 DIGEST = "sha256:" + "ab" * 32
 WORKLOAD = "train.py-0123456789ab"
@@ -38,9 +40,11 @@ class Away(FileStore):
         raise TransientError("no answer", retry_after_s=3600)
 
 
-def sets(tmp_path: Path, store: FileStore | None, node: str = "n0") -> tuple[HotSets, list[str]]:
+def sets(
+    tmp_path: Path, store: FileStore | None, node: str = "n0", signatures: Signatures = UNSIGNED
+) -> tuple[HotSets, list[str]]:
     said: list[str] = []
-    return HotSets(tmp_path / node, DIGEST, store, said.append), said
+    return HotSets(tmp_path / node, DIGEST, store, said.append, signatures), said
 
 
 def test_one_node_s_record_is_the_next_node_s_hot_set(tmp_path: Path) -> None:
@@ -102,3 +106,72 @@ def test_a_few_nodes_of_a_large_job_publish_and_a_small_job_s_all() -> None:
     assert all(publishes(f"node{i}", count) for count in (None, 1, 2, 7) for i in range(7))
     publishers = sum(publishes(f"node{i}", 1440) for i in range(1440))
     assert 1 <= publishers <= 12
+
+
+class TestSigned:
+    """Hot sets of which a signature is required."""
+
+    @pytest.fixture
+    def signs(self, tmp_path: Path) -> Signatures:
+        key = make_key(tmp_path / "key")
+        return Signatures((str(key),), trust(tmp_path / "trusted", key))
+
+    @pytest.fixture
+    def strict(self, signs: Signatures) -> Signatures:
+        return Signatures(trusted=signs.trusted)
+
+    def test_a_set_that_a_trusted_key_signed_is_used(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        for signatures in (signs, strict, UNSIGNED):
+            known, said = sets(tmp_path, store, "n1", signatures)
+            assert known.load(WORKLOAD) is not None
+            assert said == []
+
+    def test_a_set_without_a_signature_is_ignored_with_a_word(self, tmp_path: Path, strict: Signatures) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        known, said = sets(tmp_path, store, "n1", strict)
+        known.bring(WORKLOAD)
+        assert known.load(WORKLOAD) is None
+        assert all(line.startswith("no hot set: ") and line.endswith("is not signed") for line in said)
+
+    def test_the_signed_set_of_another_image_or_workload_is_ignored(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        other = "sha256:" + "cd" * 32
+        HotSets(tmp_path / "n0", other, store, print, signs).keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n0", signs)[0].keep("other", record(1, 7), publish=True)
+        for name in (hotset_name(other, WORKLOAD), hotset_name(DIGEST, "other")):
+            (tmp_path / "store" / hotset_name(DIGEST, WORKLOAD)).write_bytes((tmp_path / "store" / name).read_bytes())
+            known, said = sets(tmp_path, store, "n1", strict)
+            assert known.load(WORKLOAD) is None
+            assert len(said) == 1
+            assert "not what was signed" in said[0]
+
+    @pytest.mark.parametrize("required", [True, False])
+    def test_a_signed_set_is_not_replaced_by_one_without_a_signature(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures, required: bool
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        known, said = sets(tmp_path, store, "n1", strict if required else UNSIGNED)
+        known.keep(WORKLOAD, record(2, 7), publish=True)
+        assert [line for line in said if "no key; it is kept on this node" in line] == said != []
+        assert sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD) is not None
+        found = known.load(WORKLOAD)
+        assert found is not None
+        assert len(found.records) == 2
+
+    def test_a_key_that_cannot_be_used_costs_the_set_in_the_store_alone(
+        self, tmp_path: Path, signs: Signatures
+    ) -> None:
+        (tmp_path / "key").chmod(0o644)
+        known, said = sets(tmp_path, FileStore(tmp_path / "store"), "n0", signs)
+        known.keep(WORKLOAD, record(1, 7), publish=True)
+        assert len(said) == 1
+        assert "may be read by others" in said[0]
+        assert known.load(WORKLOAD) is not None

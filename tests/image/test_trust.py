@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 
-from bootseer.errors import CorruptError
+from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.errors import CorruptError, PermanentError, SignatureError, UsageError
 from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import MAX_DOCUMENT_BYTES, document_name
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import open_source, this_platform
+from bootseer.mounts.ladder import Facts
 from bootseer.store.open import open_store
 from bootseer.store.retry import read_all
 from image_node import Node, push
 from oci_images import file, layer, write_docker_archive, write_layout
+from signing_keys import make_key, trust
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 EVIL = layer(file("evil", b"runs as root"))
@@ -37,10 +41,11 @@ def request(node: Node, reference: str, **changes: Any) -> Request:
     return replace(given, **changes)
 
 
-def converted(reference: str, uri: str) -> str:
-    """Convert an image; its digest."""
+def converted(reference: str, uri: str, *keys: Path) -> str:
+    """Convert an image, and sign it where there are keys; its digest."""
+    options = ConvertOptions(signatures=Signatures(tuple(map(str, keys))))
     with closing(open_source(parse_reference(reference))) as source, closing(open_store(uri)) as store:
-        return convert(source, store).digest
+        return convert(source, store, options=options).digest
 
 
 @pytest.fixture
@@ -54,7 +59,8 @@ def evil(node: Node) -> str:
 
 def document(uri: str, digest: str) -> dict[str, Any]:
     with closing(open_store(uri)) as store:
-        return dict(json.loads(read_all(store, document_name(digest), MAX_DOCUMENT_BYTES)))
+        name = document_name(digest)
+        return dict(json.loads(UNSIGNED.open(name, read_all(store, name, MAX_DOCUMENT_BYTES), uri)))
 
 
 def put(uri: str, name: str, data: bytes) -> None:
@@ -127,3 +133,177 @@ def test_images_without_a_manifest_are_compared_with_their_digest(node: Node, ev
         forge(uri, digest, value)
         with pytest.raises(CorruptError, match=digest):
             mount_image(request(node, digest, store=uri, cache=node.folder / "new"), node.folder / "mnt")
+
+
+class TestSigned:
+    """`--require-signature`: what is in a store is mounted if a trusted key has signed it, and not otherwise."""
+
+    @pytest.fixture
+    def key(self, node: Node) -> Path:
+        return make_key(node.folder / "key")
+
+    @pytest.fixture
+    def strict(self, node: Node, key: Path) -> Signatures:
+        return Signatures(trusted=trust(node.folder / "trusted", key))
+
+    @pytest.fixture
+    def look(self, node: Node, strict: Signatures) -> Callable[..., bool]:
+        """`look(reference)`: mount it where signatures are required; whether it is the image that was signed."""
+        numbers = iter(range(100))
+
+        def mount(reference: str = node.reference, **changes: Any) -> bool:
+            wanted = request(node, reference, **{"signatures": strict, **changes})
+            mounted = mount_image(wanted, node.folder / f"mnt{next(numbers)}", say=said.append)
+            try:
+                assert not (mounted.root / "evil").exists()
+                return (mounted.root / "hot").read_bytes() == (node.folder / "tree" / "hot").read_bytes()
+            finally:
+                mounted.close()
+
+        said: list[str] = []
+        return mount
+
+    def test_a_signed_image_is_mounted_by_all(self, node: Node, key: Path, look: Callable[..., bool]) -> None:
+        signed(node, key)
+        assert look()
+        assert look(cache=node.folder / "other")
+        assert look(cache=node.folder / "third", signatures=UNSIGNED)
+        assert look(node.digest, cache=node.folder / "other")
+
+    def test_it_starts_again_without_its_store(self, node: Node, key: Path, look: Callable[..., bool]) -> None:
+        signed(node, key)
+        assert look()
+        put(store_of(node), document_name(node.digest), b"gone")
+        assert look()
+
+    def test_what_this_node_kept_is_verified_for_the_keys_of_today(
+        self, node: Node, key: Path, look: Callable[..., bool]
+    ) -> None:
+        signed(node, key)
+        assert look()
+        other = make_key(node.folder / "new-key")
+        changed = Signatures(trusted=trust(node.folder / "changed", other))
+        with pytest.raises(SignatureError, match="signed by a key that is not trusted"):
+            look(signatures=changed)
+        signed(node, key, other)  # both, while nodes trust one or the other
+        assert look(signatures=changed)
+        assert look(cache=node.folder / "other")
+
+    def test_an_image_without_a_signature_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
+        converted(node.reference, store_of(node))
+        for reference in (node.reference, f"oci:{node.folder}/layout:1"):
+            with pytest.raises(SignatureError, match=rf"{document_name(node.digest)} is not signed; .*--sign KEY"):
+                look(reference)
+        with pytest.raises(SignatureError, match="is not signed"):
+            look(node.digest)
+
+    def test_an_image_that_is_not_converted_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
+        for reference in (node.reference, f"dir:{node.folder}/tree"):
+            with pytest.raises(SignatureError, match="is not converted, and so not signed"):
+                look(reference)
+
+    def test_an_image_that_was_converted_here_before_is_refused(self, node: Node, look: Callable[..., bool]) -> None:
+        """A tag may have been moved to it: nothing says that the user wants it."""
+        assert look(signatures=UNSIGNED)
+        assert (node.cache / "converted").is_dir()
+        with pytest.raises(SignatureError, match="is not converted, and so not signed"):
+            look()
+
+    def test_an_image_that_is_pinned_in_its_registry_is_pulled(self, node: Node, look: Callable[..., bool]) -> None:
+        """All that comes is compared with the digest that the user named."""
+        converted(node.reference, store_of(node))
+        pinned = f"{node.reference}@{node.digest}"
+        assert look(pinned)
+        before = len(node.requests("/blobs/"))
+        assert look(pinned)  # it is here
+        assert len(node.requests("/blobs/")) == before
+        with pytest.raises(UsageError, match="is not signed"):
+            look(pinned, cache=node.folder / "other", fallback="none")
+
+    def test_other_block_files_under_a_good_digest_are_refused(
+        self, node: Node, key: Path, evil: str, look: Callable[..., bool]
+    ) -> None:
+        """The one thing that a digest does not tell: manifest, configuration and diff ids are those of the image."""
+        uri = store_of(node)
+        signed(node, key)
+        good = document(uri, node.digest)
+        files = [part["file"] for part in document(uri, evil)["layers"]]
+        forged = {**good, "layers": [{**part, "file": files[0]} for part in good["layers"]]}
+        forge(uri, node.digest, forged)
+        mounted = mount_image(request(node, node.digest, cache=node.folder / "naive"), node.folder / "naive-mnt")
+        assert (mounted.root / "evil").exists()  # without a signature this is what a digest is worth
+        mounted.close()
+        with pytest.raises(SignatureError, match="is not signed"):
+            look(node.digest)
+        thief = make_key(node.folder / "thief")
+        data = Signatures((str(thief),)).seal(document_name(node.digest), json.dumps(forged).encode())
+        put(uri, document_name(node.digest), data)
+        with pytest.raises(SignatureError, match="a key that is not trusted"):
+            look(node.digest)
+        own = json.loads(data)
+        own["signatures"] = json.loads(Signatures((str(key),)).seal("x", b"y"))["signatures"]
+        put(uri, document_name(node.digest), json.dumps(own, sort_keys=True, separators=(",", ":")).encode())
+        with pytest.raises(SignatureError, match="does not match"):
+            look(node.digest)
+        assert look(f"{node.reference}@{node.digest}", cache=node.folder / "other")  # pulled
+
+    def test_the_signed_document_of_another_image_is_refused(
+        self, node: Node, key: Path, evil: str, look: Callable[..., bool]
+    ) -> None:
+        """Both are signed; only their names are exchanged."""
+        uri = store_of(node)
+        signed(node, key)
+        converted(f"{node.registry.host}/team/box:evil", uri, key)
+        with closing(open_store(uri)) as store:
+            data = read_all(store, document_name(evil), 1 << 20)
+        put(uri, document_name(node.digest), data)
+        with pytest.raises(SignatureError, match=f"not what was signed: that is '{document_name(evil)}'"):
+            look(node.digest)
+
+    @pytest.mark.parametrize("data", [b"", b'{"payload":"', b'{"payload":"' + b"A" * (24 << 20)])
+    def test_a_cut_or_huge_envelope_is_refused(
+        self, node: Node, key: Path, look: Callable[..., bool], data: bytes
+    ) -> None:
+        signed(node, key)
+        put(store_of(node), document_name(node.digest), data)
+        with pytest.raises(PermanentError, match="sha256-"):
+            look(node.digest)
+
+    def test_a_conversion_that_is_signed_believes_no_layer_that_is_not(
+        self, node: Node, key: Path, evil: str, look: Callable[..., bool]
+    ) -> None:
+        """Layers are converted once for all images: who forges what a store remembers of one gets it signed."""
+        uri = store_of(node)
+        converted(node.reference, uri)
+        with closing(open_store(uri)) as store:
+            names = [stored.name for stored in store.list("layers/")]
+            bad = json.dumps({"schema": "bootseer.layer/1", "file": document(uri, evil)["layers"][0]["file"]}).encode()
+        for name in names:
+            put(uri, name, bad)
+        signed(node, key)
+        assert look()
+
+    def test_files_that_were_written_out_for_a_forged_document_are_not_used(
+        self, node: Node, key: Path, evil: str, look: Callable[..., bool]
+    ) -> None:
+        """Where nothing can be mounted, trees are kept: under the name of what is in them, not of what was asked."""
+        uri = store_of(node)
+        signed(node, key)
+        with closing(open_store(uri)) as store:
+            good = read_all(store, document_name(node.digest), 1 << 20)
+        value = document(uri, node.digest)
+        file = document(uri, evil)["layers"][0]["file"]
+        forge(uri, node.digest, {**value, "layers": [{**part, "file": file} for part in value["layers"]]})
+        nothing = Facts(erofs_file="said to be missing", loop="said to be missing", fuse="said to be missing")
+        mounted = mount_image(request(node, node.digest), node.folder / "naive", facts=nothing)
+        assert (mounted.root / "evil").exists()
+        mounted.close()
+        put(uri, document_name(node.digest), good)
+        (node.cache / "images" / document_name(node.digest)).unlink()
+        mounted = mount_image(request(node, node.digest), node.folder / "good", facts=nothing)
+        assert not (mounted.root / "evil").exists()
+        mounted.close()
+
+
+def signed(node: Node, *keys: Path) -> None:
+    assert converted(node.reference, store_of(node), *keys) == node.digest

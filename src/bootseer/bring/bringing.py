@@ -21,6 +21,7 @@ from bootseer.bring.hotsets import HotSets
 from bootseer.bring.predict import PULL
 from bootseer.bring.room import Room
 from bootseer.bring.shown import Show
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError
@@ -58,6 +59,8 @@ class Subject:
     """Whether what was recorded goes to the store."""
     fallback: str = ""
     """Why this is a fallback already, however the files come."""
+    signatures: Signatures = UNSIGNED
+    """About hot sets: who reads the document has looked at its signature."""
 
 
 @dataclass(slots=True)
@@ -174,7 +177,9 @@ class Bringing:
             return None
         # A store that must be asked by another process was: what it knew is on this node now.
         store = None if breaks_forks(self.subject.store_uri) else self.subject.store
-        hot_set = HotSets(self.subject.cache, self.subject.digest, store, self.say).load(self.subject.workload)
+        subject = self.subject
+        sets = HotSets(subject.cache, subject.digest, store, self.say, subject.signatures)
+        hot_set = sets.load(subject.workload)
         return hot_set.plan() if hot_set is not None and not hot_set.stale else None
 
     def _start_daemon(
@@ -192,6 +197,7 @@ class Bringing:
             cache_root=subject.cache,
             digest=subject.digest,
             workload=subject.workload,
+            signatures=subject.signatures,
             plan=plan,
         )
         opened = layers_to_serve(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bootseer.blocks.index import Index
 from bootseer.bring.hotsets import HotSets
+from bootseer.bring.signatures import Signatures
 from bootseer.fetch.hotset import Block, judge
 from bootseer.fetch.record import read_record
 from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
@@ -34,6 +35,7 @@ class HandOver:
     cache_root: Path
     digest: str
     workload: str
+    signatures: Signatures
     plan: Sequence[Block] | None
 
     def __call__(self, path: Path) -> None:
@@ -45,7 +47,7 @@ class HandOver:
                 if self.plan is not None:
                     record = replace(record, coverage=judge(self.plan, record).coverage)
                 store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
-                sets = HotSets(self.cache_root, self.digest, store, notes.append)
+                sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
                 sets.keep(self.workload, record, publish=store is not None)
         finally:
             path.with_name(KEPT).write_text(json.dumps(notes))

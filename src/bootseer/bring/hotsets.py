@@ -2,7 +2,8 @@
 
 A set lies in two places: on this node, and in the image's store for all nodes and all time. A start takes the runs of
 both. Neither place is needed for a start, so that nothing here raises for what a store does: it says so, once.
-Whoever only may read the store keeps the sets on the node.
+Whoever only may read the store keeps the sets on the node. Signatures are about the store alone: what lies on this node
+was written by it.
 Called by `image.mounting.mount`, `launch.image_stage` and `cli.image_hotset`.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bootseer.bring.places import own_folder
+from bootseer.bring.signatures import UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
 from bootseer.fetch.hotset import MAX_RUNS, HotSet, Record
 from bootseer.fetch.hotset_format import MAX_STORED_BYTES, encode, parse
@@ -34,10 +36,14 @@ def hotset_name(digest: str, workload: str) -> str:
 class HotSets:
     """The sets of one image. Not shared between threads."""
 
-    def __init__(self, cache_root: Path, digest: str, store: Store | None, say: Say) -> None:
+    def __init__(
+        self, cache_root: Path, digest: str, store: Store | None, say: Say, signatures: Signatures = UNSIGNED
+    ) -> None:
         """`store` is the image's; None: this node alone is looked at. `say` gets one line for what did not work."""
         self._local = FileStore(own_folder(cache_root / "hotsets", make=False))
         self._store = store
+        self._signatures = signatures
+        self._signed: set[str] = set()  # workloads whose sets in the store are signed
         self._digest = digest
         self._say = say
 
@@ -96,11 +102,22 @@ class HotSets:
 
     def publish(self, hot_set: HotSet) -> bool:
         """Write a set into the store; false, and a word to the user, when it does not take it."""
-        return self._store is not None and self._write(self._store, hot_set, "published")
+        if self._store is None:
+            return False
+        signs = bool(self._signatures.signing)
+        if not signs and (self._signatures.trusted or hot_set.workload in self._signed):
+            self._say("the hot set was not published: it must be signed, and there is no key; it is kept on this node")
+            return False
+        return self._write(self._store, hot_set, "published")
 
     def _read(self, store: Store, workload: str) -> HotSet:
         name = hotset_name(self._digest, workload)
-        found = parse(read_all(store, name, MAX_STORED_BYTES, _READ_S))
+        data = read_all(store, name, stored_limit(MAX_STORED_BYTES), _READ_S)
+        if store is self._store:
+            if is_signed(data):
+                self._signed.add(workload)
+            data = self._signatures.open(name, data, store.uri)
+        found = parse(data)
         if (found.image, found.workload) != (self._digest, workload):
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")
         return found
@@ -109,9 +126,16 @@ class HotSets:
         # As the image's own the registry lists it beside the image and forgets it with the image; a store that does not
         # have the image itself takes it all the same.
         subjects = (self._digest, None) if store is self._store else (None,)
+        name, data = hotset_name(self._digest, hot_set.workload), encode(hot_set)
+        if store is self._store:
+            try:
+                data = self._signatures.seal(name, data)
+            except BootseerError as error:
+                self._say(f"the hot set was not {what}: {error}")
+                return False
         for subject in subjects:
             try:
-                _put(store, hotset_name(self._digest, hot_set.workload), encode(hot_set), subject)
+                _put(store, name, data, subject)
             except NotFoundError as error:
                 if subject is None:
                     self._say(f"the hot set was not {what}: {error}")

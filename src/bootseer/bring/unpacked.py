@@ -4,7 +4,9 @@
     <cache>/unpacked/<name>.new         being written, or what a killed process left
     <cache>/unpacked/<name>.lock        locked while somebody writes or deletes; its time is that of the last use
 
-The name tells the digest of the image or snapshot, and whose files these are where not everybody's owner could be kept.
+The name tells the block files that were written out, and whose files these are where not everybody's owner could be
+kept. It is not the digest of the image or snapshot: which block files belong to that is said by a document, and two
+documents may say different things.
 Nobody writes into a finished tree: changes are put on top, or into a copy. Called by `image.mounting.mount`,
 `env.restoring.layer` and `cli.cache`.
 """
@@ -14,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bootseer.bring.places import own_folder, unpacked_folder
@@ -32,18 +35,19 @@ _LOCK_S = 1800.0
 _POLL_S = 0.05
 
 
-def name_of(digest: str) -> str:
-    """The name of a tree, as this process may write it."""
+def name_of(identities: Sequence[str]) -> str:
+    """The name of a tree of these block files, bottom first, as this process may write it."""
     owners = num_owners()
-    return digest.replace(":", "-") + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
+    name = hashlib.sha256(" ".join(identities).encode()).hexdigest()
+    return f"sha256-{name}" + ("" if owners == ALL_IDS else f"-{max(owners, 1)}")
 
 
-def keep_unpacked(cache: Path, digest: str, write: Callable[[Path], None]) -> Path:
-    """The tree of this digest; where it is not there, `write` writes it into a folder that it makes.
+def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path], None]) -> Path:
+    """The tree of these block files; where it is not there, `write` writes it into a folder that it makes.
 
     Raises `PermanentError` when the disk cannot hold it, `TransientError` when somebody else writes it for too long.
     """
-    tree = own_folder(unpacked_folder(cache)) / name_of(digest)
+    tree = own_folder(unpacked_folder(cache)) / name_of(identities)
     with _locked(tree, _LOCK_S):
         if not tree.exists():
             new = tree.with_name(f"{tree.name}.new")

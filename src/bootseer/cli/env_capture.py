@@ -10,6 +10,7 @@ import click
 from bootseer.cli.command import with_options
 from bootseer.cli.env_find import STORE
 from bootseer.cli.env_options import CAPTURE, KEY, SETUP
+from bootseer.cli.signing_options import TRUST
 
 SCHEMA = "bootseer.environment-capture/1"
 
@@ -19,6 +20,7 @@ SCHEMA = "bootseer.environment-capture/1"
 @with_options(KEY)
 @with_options(CAPTURE)
 @with_options(STORE)
+@with_options(TRUST)
 @click.option("--refresh", is_flag=True, help="Make it anew when there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.environment-capture/1).")
 def command(
@@ -49,7 +51,7 @@ def command(
     if not setup and not requirements:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
     steps(setup, requirements)
-    source = {"store": store, "plain_http": plain_http}
+    source = {**values, "store": store, "plain_http": plain_http}
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, source, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
     if as_json:

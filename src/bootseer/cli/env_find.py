@@ -6,12 +6,13 @@ A key may be given by its first digits, as long as only one snapshot has them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import FLAG, Option
+from bootseer.cli.signing_options import signatures
 from bootseer.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -41,14 +42,18 @@ def store_uri(given: str | None) -> str:
 
 
 @contextmanager
-def catalog_of(given: str | None, plain_http: bool) -> Iterator[Catalog]:
-    """The snapshots of a store."""
+def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
+    """The snapshots of a store. `trust` are the values of `TRUST`, for verbs that use what is in a snapshot."""
+    from bootseer.bring.places import STORE as VARIABLE
+    from bootseer.bring.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_store
 
     with closing(open_store(store_uri(given), plain_http=plain_http)) as store:
-        yield Catalog(store, say)
+        # This node's own store holds nothing but what this node made.
+        is_own = not given and not os.environ.get(VARIABLE)
+        yield Catalog(store, say, UNSIGNED if trust is None or is_own else signatures(trust, os.environ))
 
 
 def full_key(catalog: Catalog, digits: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import Option
+from bootseer.cli.signing_options import signatures
 from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 
@@ -140,6 +141,7 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         mode=mode,
         store=source.get("store") or env.get(STORE) or None,
         plain_http=bool(source.get("plain_http")),
+        signatures=signatures(source, env),
         loading=source.get("loading", "auto"),
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 from bootseer.cli.command import MayHaveCommand, with_options
 from bootseer.cli.env_find import STORE
+from bootseer.cli.signing_options import TRUST
 
 SCHEMA = "bootseer.environment-restored/1"
 
@@ -17,10 +19,18 @@ SCHEMA = "bootseer.environment-restored/1"
 @click.argument("key", metavar="KEY")
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
 @with_options(STORE)
+@with_options(TRUST)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.environment-restored/1).")
 @click.pass_context
 def command(
-    ctx: click.Context, /, key: str, folder: Path | None, store: str | None, plain_http: bool, as_json: bool
+    ctx: click.Context,
+    /,
+    key: str,
+    folder: Path | None,
+    store: str | None,
+    plain_http: bool,
+    as_json: bool,
+    **trust: Any,
 ) -> int:
     """Write the files of the snapshot KEY below the new folder DIR, or run COMMAND with them in their places.
 
@@ -38,11 +48,13 @@ def command(
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("what shall be done with it?", hint="name a folder, or a command behind --")
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
-        uri = catalog.store.uri
+        uri, signatures = catalog.store.uri, catalog.signatures
     if folder is None:
-        return run_on_snapshot(document, uri, words, cache=cache(), plain_http=plain_http, env=os.environ)
+        return run_on_snapshot(
+            document, uri, words, cache=cache(), plain_http=plain_http, signatures=signatures, env=os.environ
+        )
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder}: not empty", hint="name a new folder")
     num_files = copy_snapshot(document, uri, folder, cache=cache(), plain_http=plain_http, env=os.environ)

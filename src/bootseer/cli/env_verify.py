@@ -10,6 +10,7 @@ import click
 from bootseer.cli.command import with_options
 from bootseer.cli.env_find import STORE
 from bootseer.cli.env_options import SETUP
+from bootseer.cli.signing_options import TRUST
 
 SCHEMA = "bootseer.environment-verified/1"
 _MAX_SHOWN = 20
@@ -18,6 +19,7 @@ _MAX_SHOWN = 20
 @click.command("verify", short_help="Compare a snapshot with its digests, or with a fresh installation.")
 @click.argument("key", metavar="KEY")
 @with_options(STORE)
+@with_options(TRUST)
 @with_options(SETUP)
 @click.option(
     "--tier",
@@ -35,6 +37,7 @@ def command(
     requirements: tuple[str, ...],
     tier: str,
     as_json: bool,
+    **trust: Any,
 ) -> None:
     """Verify the snapshot whose key begins with KEY. The exit code is 1 when something differs.
 
@@ -52,7 +55,7 @@ def command(
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")
-    with catalog_of(store, plain_http) as catalog:
+    with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
         uri = catalog.store.uri
     where: dict[str, Any] = {"cache": cache(), "plain_http": plain_http, "env": os.environ}

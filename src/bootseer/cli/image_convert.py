@@ -15,6 +15,7 @@ import click
 @click.option("--jobs", type=click.IntRange(1, 64), help="Layers at once (default: up to 4, one per processor).")
 @click.option("--platform", metavar="OS/ARCH", help="Of an image for several ones (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
+@click.option("--sign", "keys", metavar="KEY", multiple=True, help="Sign with this private key (ed25519, PEM).")
 @click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.convert/1).")
 def command(
@@ -23,6 +24,7 @@ def command(
     jobs: int | None,
     platform: str | None,
     block_size: str,
+    keys: tuple[str, ...],
     plain_http: bool,
     as_json: bool,
 ) -> None:
@@ -38,6 +40,7 @@ def command(
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
+    from bootseer.cli.signing_options import signatures
     from bootseer.errors import UsageError
     from bootseer.image.conversion.convert import all_layers, convert
     from bootseer.image.conversion.layer_job import ConvertOptions
@@ -57,6 +60,7 @@ def command(
         raise UsageError(
             f"{uri}: a store in memory ends with this command", hint="name a folder, oci://HOST/REPOSITORY or s3://..."
         )
+    signed = signatures({}, os.environ, keys)
     wanted = Platform.parse(platform) if platform else None
     began_s = time.monotonic()
     with interruptible(), Progress("converting") as progress:
@@ -64,7 +68,7 @@ def command(
         layers = f"{len(opened.layers) or 1} layers"
         report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
         with closing(opened), closing(open_store(uri, plain_http=plain_http)) as store:
-            options = ConvertOptions(block_size=parse_size(block_size, "--block-size"))
+            options = ConvertOptions(block_size=parse_size(block_size, "--block-size"), signatures=signed)
             document = convert(opened, store, progress=report, jobs=jobs, options=options)
     took_s = time.monotonic() - began_s
     if as_json:

@@ -146,7 +146,7 @@ def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool)
     wanted = request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
     found = find(wanted, say=say)
     stack.callback(found.store.close)
-    return found, HotSets(wanted.cache, found.document.digest, found.store, say)
+    return found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)
 
 
 def _row(hot_set: HotSet, found: Found) -> dict[str, Any]:

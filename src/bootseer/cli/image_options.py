@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.options import FLAG, Option
+from bootseer.cli.signing_options import TRUST, signatures
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ SOURCE = (
         choices=("convert", "none"),
         default="convert",
     ),
+    *TRUST,
 )
 """How the image comes to this node."""
 
@@ -102,7 +104,7 @@ IMAGE = (
 """The image's part of the options of `run`."""
 
 
-_SHARED = ("store", "plain_http", "loading")
+_SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
 """Options of `SOURCE` that tell how snapshots of environments come, too."""
 
 
@@ -143,6 +145,7 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
         plain_http=values["plain_http"],
         loading=values["loading"],
         fallback=values["fallback"],
+        signatures=signatures(values, os.environ),
         workload=_workload(values.get("workload") or ""),
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootseer.bring.places import runtime_root
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision
@@ -135,13 +136,14 @@ def run_on_snapshot(
     cache: Path,
     plain_http: bool,
     env: Mapping[str, str],
+    signatures: Signatures = UNSIGNED,
 ) -> int:
     """Run a command with the snapshot's files in their places; its exit code.
 
     Raises `PermanentError` when they cannot be shown.
     """
     supervise.block_signals()
-    task = _task(None, (), uri, cache, plain_http, env)
+    task = _task(None, (), uri, cache, plain_http, env, signatures)
     shown = None
     try:
         with interruptible():
@@ -164,9 +166,16 @@ def run_on_snapshot(
 
 
 def _task(
-    setup: str | None, requirements: Sequence[str], uri: str, cache: Path, plain_http: bool, env: Mapping[str, str]
+    setup: str | None,
+    requirements: Sequence[str],
+    uri: str,
+    cache: Path,
+    plain_http: bool,
+    env: Mapping[str, str],
+    signatures: Signatures = UNSIGNED,
 ) -> Task:
-    wanted = EnvironmentWanted(cache, runtime_root(env, os.getuid()), store=uri, plain_http=plain_http)
+    runtime = runtime_root(env, os.getuid())
+    wanted = EnvironmentWanted(cache, runtime, store=uri, plain_http=plain_http, signatures=signatures)
     return Task.made(setup, requirements, wanted, env)
 
 

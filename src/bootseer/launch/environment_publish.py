@@ -152,11 +152,11 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
         document = _document(task, publication, written)
         if found := check.text("its document", document.encode()):
             refuse([found])
-        catalog = Catalog(store, lambda line: tell({"say": line}))
+        catalog = Catalog(store, lambda line: tell({"say": line}), task.signatures)
         published = catalog.publish(document, replace=publication.decision.replace)
         local = Local(wanted.cache, lambda line: tell({"say": line}))
         if published:
-            local.keep(document)
+            local.keep(document, catalog.sealed(document))
             if publication.decision.replaces is not None:
                 quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
                 quarantine.rebuilt(document, publication.decision.replaces)

@@ -113,6 +113,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
         publish=who is None or publishes(who.node, who.num_nodes),
         plain_http=wanted.plain_http,
+        signatures=task.signatures,
         loading=wanted.loading,
         unpack=written_out,
     )

@@ -163,7 +163,7 @@ class _Seeker:
         """Answer once, twice if there was somebody to wait for; then keep the lease, if there is one."""
         task = self._task
         with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
-            catalog = Catalog(store)
+            catalog = Catalog(store, signatures=task.signatures)
             decision = self._first(catalog)
             lease: Lease | None = None
             if decision.action is Action.BUILD:
@@ -184,18 +184,19 @@ class _Seeker:
         mode = task.wanted.mode
         if key.problems:
             return decide(mode, Lookup("none"), now_s=time.time(), problems=key.problems)
-        local = Local(task.wanted.cache, self._say)
+        local = Local(task.wanted.cache, self._say, task.signatures)
         found = local.look(catalog, key.digest)
         document = found.document
         if document is not None:
             document = self._limited(document)
-            found = Lookup(found.kind, document, found.why)
+            found = replace(found, document=document)
         return decide(
             mode,
             found,
             now_s=time.time(),
             refusal=self._refusal(document),
             quarantined=self._damaged or self._suspicion(catalog, local, document),
+            may_publish=task.signatures.may_publish,
         )
 
     def _suspicion(self, catalog: Catalog, local: Local, document: EnvironmentDocument | None) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from bootseer.bring.places import environments_folder
 from bootseer.bring.shown import Show, unseen
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment_setup import STAGE
 from bootseer.launch.environment_wanted import EnvironmentWanted, own_store
 from bootseer.launch.run_folder import RunFolder
@@ -96,6 +97,11 @@ class Task:
     def store_uri(self) -> str:
         """The store of snapshots."""
         return self.wanted.store or own_store(self.wanted.cache)
+
+    @property
+    def signatures(self) -> Signatures:
+        """What is signed in the store of snapshots. This node's own store holds nothing but what this node made."""
+        return self.wanted.signatures if self.wanted.store else UNSIGNED
 
     @property
     def store_folder(self) -> tuple[str, ...]:

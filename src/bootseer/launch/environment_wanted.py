@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bootseer.bring.places import environments_folder
+from bootseer.bring.signatures import UNSIGNED, Signatures
 
 if TYPE_CHECKING:
     from bootseer.bring.forecast import Loading
@@ -32,6 +33,7 @@ class EnvironmentWanted:
     store: str | None = None
     """URI of the store of snapshots; None: the node's own, which other nodes do not see."""
     plain_http: bool = False
+    signatures: Signatures = UNSIGNED
     loading: Loading = "auto"
     inputs: tuple[str, ...] = ()
     """Further files and folders that the setup depends on."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
+from pathlib import Path
 
 import pytest
 
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, OtherVersionError, document_name
 from bootseer.env.life.catalog import Catalog, put
+from bootseer.env.life.local import Local
 from bootseer.env.life.tombstone import TRASH, Tombstone
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
 from bootseer.store.faulty import Fault, FaultyStore, Request
 from bootseer.store.memory import MemoryStore
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
+from signing_keys import make_key, trust
 
 
 @pytest.fixture
@@ -204,3 +209,69 @@ def test_what_nobody_can_read_can_be_removed(catalog: Catalog, store: Store) -> 
     assert catalog.remove(KEY, 1.0) is None
     with pytest.raises(NotFoundError):
         store.stat(document_name(KEY))
+
+
+class TestSigned:
+    """Snapshots of which a signature is required."""
+
+    @pytest.fixture
+    def signs(self, tmp_path: Path) -> Signatures:
+        key = make_key(tmp_path / "key")
+        return Signatures((str(key),), trust(tmp_path / "trusted", key))
+
+    def test_a_signed_snapshot_is_found_by_all(self, store: Store, signs: Signatures) -> None:
+        published(Catalog(store, signatures=signs))
+        for signatures in (signs, Signatures(trusted=signs.trusted), UNSIGNED):
+            catalog = Catalog(store, signatures=signatures)
+            assert catalog.find(KEY) == document()
+            assert catalog.all().documents == (document(),)
+        published(Catalog(store, signatures=signs))  # once more: it is the same
+
+    def test_a_snapshot_without_a_signature_is_found_by_those_who_do_not_ask_for_one(
+        self, store: Store, signs: Signatures
+    ) -> None:
+        published(Catalog(store))
+        catalog = Catalog(store, signatures=signs)
+        assert (catalog.look(KEY).kind, catalog.look(KEY).document) == ("unsigned", None)
+        with pytest.raises(SignatureError, match="is not signed"):
+            catalog.find(KEY)
+        store_objects(store, "other")
+        assert catalog.publish(document(content="other"), replace=True, now_s=BUILT_S)
+        assert catalog.find(KEY) == document(content="other")
+
+    def test_the_signed_snapshot_of_one_key_does_not_stand_for_another(self, store: Store, signs: Signatures) -> None:
+        catalog = Catalog(store, signatures=signs)
+        published(catalog)
+        put(store, document_name(OTHER_KEY), read_all(store, document_name(KEY), 1 << 20))
+        assert catalog.look(OTHER_KEY).kind == "unsigned"
+        forged = signs.seal(document_name(OTHER_KEY), document().encode())  # only its own builder can do this
+        put(store, document_name(OTHER_KEY), forged)
+        assert catalog.look(OTHER_KEY).kind == "broken"
+
+    def test_an_envelope_that_is_too_large_or_none_is_broken(self, store: Store, signs: Signatures) -> None:
+        catalog = Catalog(store, signatures=signs)
+        for data in (b'{"payload":"' + b"A" * (2 << 20), b'{"payload":"', b'{"payload":""}'):
+            put(store, document_name(KEY), data)
+            assert catalog.look(KEY).kind == "broken"
+
+    def test_a_document_that_is_too_large_with_its_signature_is_not_published(
+        self, store: Store, signs: Signatures
+    ) -> None:
+        store_objects(store, "content")
+        large = dataclasses.replace(document(), components={str(number): "x" * 60_000 for number in range(15)})
+        with pytest.raises(PermanentError, match="too many"):
+            Catalog(store, signatures=signs).publish(large)
+        assert Catalog(store).publish(large)
+
+    def test_what_the_node_knows_is_verified_when_the_store_is_away(
+        self, store: Store, signs: Signatures, tmp_path: Path
+    ) -> None:
+        down = FaultyStore(store, lambda request: Fault(status=503, retry_after_s=3600))
+        published(Catalog(store, signatures=signs))
+        strict = Signatures(trusted=signs.trusted)
+        local = Local(tmp_path / "cache", print, strict)
+        assert local.look(Catalog(store, signatures=strict), KEY).document == document()
+        assert local.look(Catalog(down, signatures=strict), KEY).document == document()
+        other = make_key(tmp_path / "other")
+        changed = Signatures(trusted=trust(tmp_path / "changed", other))  # the key was withdrawn meanwhile
+        assert Local(tmp_path / "cache", print, changed).look(Catalog(down, signatures=changed), KEY).document is None

@@ -32,6 +32,8 @@ NONE = Lookup("none")
 DOWN = Lookup("unreachable", why="no answer")
 HERE = Lookup("unreachable", FOUND, "no answer")
 BROKEN = Lookup("broken", why="not JSON")
+FORGED = Lookup("unsigned", why="not signed")
+NO_KEY = {"may_publish": False}
 NEWER = Lookup("other-version", why="another version")
 REFUSAL = ("cpu", "built for x86-64-v4")
 DIED = "a job died"
@@ -62,6 +64,15 @@ TABLE: list[tuple[Mode, Lookup, dict[str, Any], Action, str]] = [
     ("refresh", BROKEN, {}, Action.BUILD, "refresh"),
     ("refresh", NEWER, {}, Action.INSTALL, "other-version"),
     ("refresh", HERE, {}, Action.INSTALL, "store-down"),
+    ("auto", FORGED, {}, Action.BUILD, "unsigned"),
+    ("auto", FORGED, NO_KEY, Action.INSTALL, "unsigned"),
+    ("auto", NONE, NO_KEY, Action.INSTALL, "no-key"),
+    ("auto", Lookup("found", OLD), NO_KEY, Action.INSTALL, "no-key"),
+    ("auto", Lookup("found", FOUND), NO_KEY, Action.RESTORE, "hit"),
+    ("refresh", FORGED, {}, Action.BUILD, "refresh"),
+    ("refresh", Lookup("found", FOUND), NO_KEY, Action.INSTALL, "no-key"),
+    ("require", FORGED, {}, Action.FAIL, "unsigned"),
+    ("require", NONE, NO_KEY, Action.FAIL, "no-key"),
     ("bypass", NOT_LOOKED, {}, Action.INSTALL, "bypass"),
     ("bypass", Lookup("found", FOUND), {}, Action.INSTALL, "bypass"),
     ("require", Lookup("found", FOUND), {}, Action.RESTORE, "hit"),
@@ -85,10 +96,19 @@ def test_what_was_found_and_asked_for_decides(
 
 
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
-    lookups = [NONE, DOWN, HERE, BROKEN, NEWER, *(Lookup("found", each) for each in (FOUND, OLD, UNTRUSTED))]
-    cases = itertools.product(MODES, lookups, [None, REFUSAL], ["", DIED], [(), ("cannot read x",)])
-    for mode, found, refusal, quarantined, problems in cases:
-        decision = decide(mode, found, now_s=NOW_S, refusal=refusal, quarantined=quarantined, problems=problems)
+    lookups = [NONE, DOWN, HERE, BROKEN, NEWER, FORGED, *(Lookup("found", each) for each in (FOUND, OLD, UNTRUSTED))]
+    cases = itertools.product(MODES, lookups, [None, REFUSAL], ["", DIED], [(), ("cannot read x",)], [True, False])
+    for mode, found, refusal, quarantined, problems, may_publish in cases:
+        decision = decide(
+            mode,
+            found,
+            now_s=NOW_S,
+            refusal=refusal,
+            quarantined=quarantined,
+            problems=problems,
+            may_publish=may_publish,
+        )
+        assert may_publish or decision.action is not Action.BUILD
         assert decision.code in REASONS or decision.code.startswith("refused:")
         assert decision.action is not Action.WAIT
         # Nothing suspicious is ever used, and `require` never installs.

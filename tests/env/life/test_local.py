@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.bring.places import environments_folder
-from bootseer.env.document import document_name
+from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life import local as module
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Lookup
@@ -39,6 +39,10 @@ def said() -> list[str]:
 @pytest.fixture
 def local(tmp_path: Path, said: list[str]) -> Local:
     return Local(tmp_path, said.append)
+
+
+def keep(local: Local, document: EnvironmentDocument) -> None:
+    local.keep(document, document.encode())
 
 
 @pytest.fixture
@@ -87,17 +91,17 @@ def test_what_somebody_removed_is_not_used_when_the_store_is_away(store: Store, 
 
 
 def test_what_was_built_here_is_known_here(local: Local, away: Catalog) -> None:
-    local.keep(document())
+    keep(local, document())
     assert local.look(away, KEY).document == document()
     local.forget(KEY)
     assert local.look(away, KEY).document is None
 
 
 def test_a_damaged_memory_is_no_memory(local: Local, away: Catalog, tmp_path: Path) -> None:
-    local.keep(document())
+    keep(local, document())
     (environments_folder(tmp_path) / document_name(KEY)).write_bytes(b"{")
     assert local.look(away, KEY).document is None
-    local.keep(document())
+    keep(local, document())
     assert local.look(away, KEY).document == document()
 
 
@@ -133,11 +137,11 @@ def test_a_node_remembers_what_it_used_last(local: Local, away: Catalog, monkeyp
     for number, key in enumerate(keys):
         content = "shared" if number in (0, 4) else f"content {number}"
         store_objects(origin, content)
-        local.keep(document(key, content))
+        keep(local, document(key, content))
         local.object(document(key, content).manifest, origin)
         os.utime(folder / document_name(key), (number, number))
         if number == 2:
-            local.keep(document(keys[0], "shared"))  # used again: now
+            keep(local, document(keys[0], "shared"))  # used again: now
             os.utime(folder / document_name(keys[0]), (10, 10))
     known = [number for number, key in enumerate(keys) if local.look(away, key).document is not None]
     assert known == [0, 3, 4]

@@ -18,13 +18,22 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.env.document import MAX_BYTES, EnvironmentDocument, OtherVersionError, document_name, is_key
 from bootseer.env.life.decide import Lookup
 from bootseer.env.life.tombstone import Tombstone
-from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import (
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    SignatureError,
+    TransientError,
+    UsageError,
+)
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all, retrying
-from bootseer.store.store import Store, Stored
+from bootseer.store.store import MAX_CREATE_BYTES, Store, Stored
 
 FOLDER = "environments/"
 FIND_S = 10.0
@@ -49,19 +58,28 @@ class Listing:
 class Catalog:
     """The snapshots of one store. `say` gets one line for what went wrong beside the question."""
 
-    def __init__(self, store: Store, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, store: Store, say: Callable[[str], None] = lambda line: None, signatures: Signatures = UNSIGNED
+    ) -> None:
         self.store = store
         self._say = say
+        self.signatures = signatures
 
     def find(self, key: str, *, timeout_s: float = FIND_S) -> EnvironmentDocument | None:
         """The snapshot of a request key.
 
         Raises `TransientError` or `AccessError` when the store does not say, `CorruptError` for what is no document of
-        this key, and `OtherVersionError`. `look` answers instead.
+        this key, `SignatureError` for one without a signature that counts, and `OtherVersionError`. `look` answers
+        instead.
         """
+        found = self._found(key, timeout_s)
+        return found and found[0]
+
+    def _found(self, key: str, timeout_s: float) -> tuple[EnvironmentDocument, bytes] | None:
+        """The document, and it as it is stored."""
         name = document_name(_checked(key))
         try:
-            data = read_all(self.store, name, MAX_BYTES, timeout_s)
+            data = read_all(self.store, name, stored_limit(MAX_BYTES), timeout_s)
         except NotFoundError:
             return None
         except (TransientError, CorruptError):
@@ -70,21 +88,32 @@ class Catalog:
             if type(error) is PermanentError:  # larger than any document
                 raise CorruptError(str(error)) from error
             raise
-        return _parsed(data, self.store.uri, key)
+        return _parsed(self.signatures.open(name, data, self.store.uri), self.store.uri, key), data
 
     def look(self, key: str, *, timeout_s: float = FIND_S) -> Lookup:
         """`find` without errors: what `decide` asks for."""
         try:
-            document = self.find(key, timeout_s=timeout_s)
+            found = self._found(key, timeout_s)
         except OtherVersionError as error:
             return Lookup("other-version", why=str(error))
+        except SignatureError as error:
+            return Lookup("unsigned", why=str(error))
         except CorruptError as error:
             return Lookup("broken", why=str(error))
         except UsageError:
             raise
         except BootseerError as error:
             return Lookup("unreachable", why=str(error))
-        return Lookup("none") if document is None else Lookup("found", document)
+        return Lookup("none") if found is None else Lookup("found", found[0], data=found[1])
+
+    def sealed(self, document: EnvironmentDocument) -> bytes:
+        """The document as it is stored: signed where there is a key. Raises `PermanentError` when it is too large."""
+        data = self.signatures.seal(document.name, document.encode())
+        if len(data) > MAX_CREATE_BYTES:
+            raise PermanentError(
+                f"environment {document.key[:12]}: its signed document has {len(data)} bytes, too many"
+            )
+        return data
 
     def publish(self, document: EnvironmentDocument, *, replace: bool = False, now_s: float | None = None) -> bool:
         """Make a snapshot visible whose objects are stored: whether it is there now.
@@ -94,7 +123,7 @@ class Catalog:
         snapshot are missing; then no document stays.
         """
         now_s = time.time() if now_s is None else now_s
-        data = document.encode()
+        data = self.sealed(document)
         if not replace:
             created = retrying(
                 lambda left_s: self.store.create(document.name, data, refs=document.objects, timeout_s=left_s),
@@ -155,7 +184,7 @@ class Catalog:
         """Whether there is a document, and it itself if it can be read."""
         try:
             document = self.find(key, timeout_s=_WRITE_S)
-        except (CorruptError, OtherVersionError) as error:
+        except (CorruptError, SignatureError, OtherVersionError) as error:
             self._say(f"what was stored for an environment that cannot be read stays: {error}")
             return True, None
         return document is not None, document

@@ -15,7 +15,7 @@ Called by `launch.environment_seek`; the look-ups themselves are in `catalog`, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
@@ -28,6 +28,7 @@ Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long
 """How waiting ends."""
 _REFUSED = "refused:"
 _MAX_PATHS = 3
+_NO_KEY = "a new one must be signed, and there is no key for that"
 
 
 class Action(Enum):
@@ -53,6 +54,8 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "no-snapshot": "nobody has built this environment yet: this start does",
         "expired": "the snapshot is older than its age limit: it is built anew",
         "quarantined": "a job died while it imported, right after it got this snapshot: it is built anew, once",
+        "unsigned": "signatures are required, and no trusted key has signed the snapshot",
+        "no-key": "no snapshot can be used; a new one must be signed, and this start has no key for that",
         "broken": "what the store keeps as the snapshot's document cannot be one: it is built anew",
         "refresh": "a new snapshot was asked for",
         "builder-died": "the start that was building it stopped giving signs of life: this one took its place",
@@ -83,11 +86,13 @@ FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "n
 class Lookup:
     """What a look for the snapshot found. Made by `catalog.look`."""
 
-    kind: Literal["found", "none", "broken", "other-version", "unreachable"]
+    kind: Literal["found", "none", "unsigned", "broken", "other-version", "unreachable"]
     document: EnvironmentDocument | None = None
     """What was found; for `unreachable`, what this node knows, if anything."""
     why: str = ""
     """The error, for people."""
+    data: bytes = field(default=b"", repr=False, compare=False)
+    """The document as it is stored, with its signatures."""
 
 
 NOT_LOOKED = Lookup("none")
@@ -129,14 +134,21 @@ def decide(
     problems: tuple[str, ...] = (),
     refusal: tuple[str, str] | None = None,
     quarantined: str = "",
+    may_publish: bool = True,
 ) -> Decision:
     """The first answer.
 
     `found` may be `NOT_LOOKED` with `bypass` and where there are problems; `problems` are the key's
     (`RequestKey.problems`), `refusal` is code and message of the gate for the document that was found, `quarantined`
-    says why the document is suspected (`quarantine.Quarantine.why`), empty when it is not.
+    says why the document is suspected (`quarantine.Quarantine.why`), empty when it is not. Without `may_publish`
+    signatures are required and there is no key: what is built could not be used, and would be in the way of others.
     """
     decision = _first(mode, found, now_s, problems, refusal, quarantined)
+    if decision.action is Action.BUILD and not may_publish:
+        if decision.code == "unsigned":
+            decision = Decision(Action.INSTALL, decision.code, decision.words, mode=mode)
+        else:
+            decision = Decision(Action.INSTALL, "no-key", f"{decision.words}; {_NO_KEY}", mode=mode)
     return _required(decision, mode)
 
 
@@ -194,8 +206,8 @@ def _first(
     document = found.document
     if mode == "refresh":
         return Decision(Action.BUILD, mode, REASONS[mode], replaces=document, replace=True, mode=mode)
-    if found.kind == "broken":
-        return Decision(Action.BUILD, "broken", found.why or REASONS["broken"], replace=True, mode=mode)
+    if found.kind in ("broken", "unsigned"):
+        return Decision(Action.BUILD, found.kind, found.why or REASONS[found.kind], replace=True, mode=mode)
     if document is None:
         return Decision(Action.BUILD, "no-snapshot", REASONS["no-snapshot"], mode=mode)
     return _judged(mode, document, found, now_s, refusal, quarantined)

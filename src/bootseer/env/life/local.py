@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bootseer.bring.kept_objects import KeptObjects
 from bootseer.bring.places import environments_folder, own_folder
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life.catalog import FIND_S, Catalog
 from bootseer.env.life.decide import Lookup
@@ -34,12 +35,13 @@ _OBJECT_S = 120.0
 class Local:
     """What the node knows. `say` gets one line for what could not be kept."""
 
-    def __init__(self, cache: Path, say: Callable[[str], None]) -> None:
-        """`cache` is the root of the node's cache. Raises `BootseerError` where that is not this user's."""
+    def __init__(self, cache: Path, say: Callable[[str], None], signatures: Signatures = UNSIGNED) -> None:
+        """`cache` is the root of the node's cache. Documents are kept with their signatures and verified again. Raises
+        `BootseerError` where that folder is not this user's."""
         # Closed: snapshots hold files that only their owner may read, in objects with other modes.
         self._folder = own_folder(environments_folder(cache), private=True)
         self._kept = KeptObjects(self._folder, say)
-        self._catalog = Catalog(self.store)
+        self._catalog = Catalog(self.store, signatures=signatures)
 
     @property
     def store(self) -> FileStore:
@@ -52,18 +54,18 @@ class Local:
         if found.kind == "unreachable":
             return Lookup("unreachable", self._catalog.look(key).document, found.why)
         if found.document is not None:
-            self.keep(found.document)
+            self.keep(found.document, found.data)
         elif found.kind == "none":
             self.forget(key)  # somebody removed it, and expects that it stays so
         return found
 
-    def keep(self, document: EnvironmentDocument) -> None:
-        """Remember a snapshot that was found, or built here."""
-        if self._catalog.look(document.key).document == document:
+    def keep(self, document: EnvironmentDocument, data: bytes) -> None:
+        """Remember a snapshot that was found, or built here; `data` is its document as it is stored."""
+        if self._catalog.look(document.key).data == data:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / document.name)
             return
-        self._kept.keep(document.name, document.encode())
+        self._kept.keep(document.name, data)
         self._tidy()
 
     def forget(self, key: str) -> None:
@@ -89,10 +91,11 @@ class Local:
             excess = documents[:-MAX_KNOWN]
             if not excess:
                 return
-            gone = [found for path in excess if (found := self._catalog.look(path.parent.name).document) is not None]
+            all_of_them = Catalog(self.store)  # whether they are signed or not
+            gone = [found for path in excess if (found := all_of_them.look(path.parent.name).document) is not None]
             for path in excess:
                 path.unlink(missing_ok=True)
-            needed = {name for document in self._catalog.all().documents for name in _names(document)}
+            needed = {name for document in all_of_them.all().documents for name in _names(document)}
             for name in {name for document in gone for name in _names(document)} - needed:
                 self.store.delete(name)
 

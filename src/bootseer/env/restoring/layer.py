@@ -29,6 +29,7 @@ from bootseer.bring.places import blocks_folder, environments_folder, own_folder
 from bootseer.bring.release import release_unused
 from bootseer.bring.room import Room
 from bootseer.bring.shown import Show, unseen
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
@@ -64,6 +65,8 @@ class Bring:
     publish: bool = True
     """Whether what was recorded goes to the store."""
     plain_http: bool = False
+    signatures: Signatures = UNSIGNED
+    """About hot sets: who found the document has looked at its signature."""
     loading: Loading = "auto"
     lifeline: bool = True
     """Whether a daemon ends with this process."""
@@ -152,6 +155,7 @@ def bring_layer(
                 loading=bring.loading,
                 workload=bring.workload,
                 publish=bring.publish,
+                signatures=bring.signatures,
             )
             layers = Bringing(
                 subject, cache, folder, [CachedLayer(index, file)], bring.lifeline, stage, say, show, room
@@ -170,7 +174,7 @@ def _learn(document: EnvironmentDocument, store_uri: str, bring: Bring, say: Say
     store = open_store(store_uri, plain_http=bring.plain_http)
     KeptObjects(environments_folder(bring.cache), say).index(document.file, store)
     if bring.workload:
-        HotSets(bring.cache, document.digest, store, say).bring(bring.workload)
+        HotSets(bring.cache, document.digest, store, say, bring.signatures).bring(bring.workload)
 
 
 def _is_root() -> bool:
@@ -274,7 +278,7 @@ class _Showing:
             unpack_layer(ErofsReader(one.file.read), folder, threads=len(os.sched_getaffinity(0)))
 
         with layers.stage("unpack"):
-            tree = keep_unpacked(self._bring.cache, self._document.digest, write)
+            tree = keep_unpacked(self._bring.cache, [one.index.identity], write)
         self._details[UNPACKED] = tree.name
         return Way.UNPACK, tree
 

@@ -32,6 +32,10 @@ _KEPT_BACK = frozenset(
         "BOOTSEER_RUNTIME",
         "BOOTSEER_STORE",
         "BOOTSEER_PLAIN_HTTP",
+        "BOOTSEER_AUTH_HOSTS",
+        "BOOTSEER_SIGNING_KEY",
+        "BOOTSEER_TRUSTED_KEYS",
+        "BOOTSEER_REQUIRE_SIGNATURE",
         "BOOTSEER_PODINFO",
     }
 )

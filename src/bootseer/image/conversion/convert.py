@@ -52,7 +52,8 @@ def convert(
     """Convert the image of `source` into `store`, and publish its document there.
 
     `jobs` is how many layers are converted at once (default: up to four, one per processor). Layers that are in the
-    store already are not read. When this raises, nothing was published under the image's name.
+    store already are not read; where the document is signed, only if they are signed too.
+    When this raises, nothing was published under the image's name.
     """
     options = options or ConvertOptions()
     report = progress or (lambda layer, done, total: None)
@@ -64,7 +65,8 @@ def convert(
         assembled = _assemble(source, store, options, layers)
         document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
     subject = source.digest if source.location and source.location == store.uri else None
-    publish(store, document.name, document.encode(), document.objects, subject)
+    data = options.signatures.seal(document.name, document.encode())
+    publish(store, document.name, data, document.objects, subject)
     return document
 
 

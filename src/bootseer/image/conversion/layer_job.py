@@ -12,9 +12,10 @@ from functools import partial
 
 from bootseer.blocks.codec import DEFAULT_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.erofs.format import BLOCK
 from bootseer.erofs.writer import ErofsWriter
-from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, SignatureError
 from bootseer.image.conversion.layer import LayerLimits, write_layer
 from bootseer.image.conversion.layer_document import (
     MAX_BYTES,
@@ -43,6 +44,8 @@ class ConvertOptions:
     block_size: int = DEFAULT_BLOCK_SIZE
     level: int = DEFAULT_LEVEL
     limits: LayerLimits = field(default_factory=LayerLimits)
+    signatures: Signatures = UNSIGNED
+    """With what layers and the image are signed."""
 
 
 class CancelledError(BootseerError):
@@ -79,14 +82,16 @@ class LayerJob:
     def _find(self, answers: str) -> ConvertedLayer | Questions | None:
         """What the store has of this layer, if all of it is there."""
         try:
-            found = parse(read_all(self.store, self._name(answers), MAX_BYTES))
+            name = self._name(answers)
+            data = read_all(self.store, name, stored_limit(MAX_BYTES))
+            found = parse(self.options.signatures.open(name, data, self.store.uri, reuse=True))
             if isinstance(found, ConvertedLayer):
                 for stored in found.file.objects:
                     there = retrying(partial(self._stat, stored.name))
                     if there.size_bytes != stored.size_bytes:
                         return None
-        except (NotFoundError, CorruptError):
-            return None  # what is missing or damaged is made again
+        except (NotFoundError, CorruptError, SignatureError):
+            return None  # what is missing, damaged or of unknown origin is made again
         return found
 
     def _stat(self, name: str, _left_s: float) -> Stored:
@@ -134,7 +139,8 @@ class LayerJob:
             yield piece
 
     def _publish(self, answers: str, layer: ConvertedLayer | Questions, refs: Sequence[Stored]) -> None:
-        publish(self.store, self._name(answers), encode(layer), refs)
+        name = self._name(answers)
+        publish(self.store, name, self.options.signatures.seal(name, encode(layer)), refs)
 
     def _name(self, answers: str) -> str:
         options = self.options

@@ -1,7 +1,8 @@
 """Find an image: its document, the indexes of its layers and the store that has its blocks.
 
 An image that nobody converted is converted on this node, into a store in the node's cache: everything is pulled and
-unpacked once, as it would be without BootSeer. Called by `image.mounting.mount`.
+unpacked once, as it would be without BootSeer. Where signatures are required, this is done only for an image that is
+named by its digest, because then all that comes is compared with what the user said. Called by `image.mounting.mount`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 from bootseer.blocks.index import Index
 from bootseer.bring.places import converted_folder, metadata_folder, own_folder
 from bootseer.bring.shown import Show, unseen
-from bootseer.errors import BootseerError, NotFoundError, UsageError
+from bootseer.bring.signatures import Signatures
+from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
 from bootseer.image.reference import Place, Reference
@@ -48,6 +50,8 @@ class Wanted(Protocol):
     @property
     def fallback(self) -> str: ...
     @property
+    def signatures(self) -> Signatures: ...
+    @property
     def platform(self) -> Platform | None: ...
 
 
@@ -72,9 +76,13 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
     why = ""
     with stage("resolve"):
-        document, uri = _document(wanted, metadata, local_uri)
+        try:
+            document, uri = _document(wanted, metadata, local_uri)
+        except SignatureError as error:
+            document, uri, why = None, "", str(error)
     if document is None:
-        why = f"{wanted.reference} is not converted"
+        _check_may_pull(wanted, why or f"{wanted.reference} is not converted, and so not signed")
+        why = why or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
             target = wanted.store or "STORE"
             raise UsageError(why, hint=f"bootseer image convert {wanted.reference} {target}, or --fallback convert")
@@ -114,6 +122,16 @@ def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[Image
     return found or (None, "")
 
 
+def _check_may_pull(wanted: Wanted, why: str) -> None:
+    """Raise `SignatureError` where signatures are required and no digest says what the image's own source must hold."""
+    reference = wanted.reference
+    if wanted.signatures.trusted and not (reference.place is Place.REGISTRY and reference.digest):
+        raise SignatureError(
+            f"{why}; signatures are required: sign it with bootseer image convert --sign KEY, or name it by its digest "
+            "in a registry (NAME@sha256:...), to pull and convert it here"
+        )
+
+
 def _asked(wanted: Wanted) -> str:
     """What the registry says that the name stands for, in one small request."""
     reference = wanted.reference
@@ -130,12 +148,13 @@ def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> 
     """Look on this node first, then in the image's store."""
     # What this node cannot read of its own it converts again.
     with contextlib.suppress(BootseerError):
-        if Path(local_uri).is_dir():
+        # Nothing here is signed; that a digest leads to its own image is this node's work.
+        if Path(local_uri).is_dir() and (wanted.reference.digest or not wanted.signatures.trusted):
             return read_document(FileStore(Path(local_uri)), digest), local_uri
     if wanted.store is None:
         return None
     with closing(open_store(wanted.store, plain_http=wanted.plain_http)) as store, contextlib.suppress(NotFoundError):
-        return metadata.document(digest, store), wanted.store
+        return metadata.document(digest, store, wanted.signatures), wanted.store
     return None
 
 

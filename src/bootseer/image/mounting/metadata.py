@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bootseer.blocks.index import Index
 from bootseer.bring.kept_objects import KeptObjects
+from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.reference import Reference
@@ -62,12 +63,16 @@ class Metadata:
         """Remember that: neither of the two digests will ever mean anything else."""
         self._kept.keep(_name("chosen", f"{digest} {platform or this_platform()}"), image.encode())
 
-    def document(self, digest: str, store: Store) -> ImageDocument:
-        """The document of a converted image. Raises `NotFoundError` when the store has none: it is not converted."""
+    def document(self, digest: str, store: Store, signatures: Signatures) -> ImageDocument:
+        """The document of a converted image. Raises as `read_document`: it is not converted when the store has none.
+
+        What is kept on this node is verified again at each start, for the keys that are trusted now.
+        """
         with contextlib.suppress(BootseerError):
-            return read_document(self._kept.store, digest)
-        document = read_document(store, digest)
-        self._kept.keep(document.name, document.encode())
+            return read_document(self._kept.store, digest, signatures)
+        data = _read(store, digest)
+        document = _opened(store, digest, data, signatures)
+        self._kept.keep(document.name, data)
         return document
 
     def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
@@ -82,13 +87,21 @@ class Metadata:
             return None
 
 
-def read_document(store: Store, digest: str) -> ImageDocument:
+def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
     """The document of an image in one store, compared with the digest as `check_document` does.
 
-    Raises `NotFoundError` when there is none.
+    Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
     """
+    return _opened(store, digest, _read(store, digest), signatures)
+
+
+def _read(store: Store, digest: str) -> bytes:
+    return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
+
+
+def _opened(store: Store, digest: str, data: bytes, signatures: Signatures) -> ImageDocument:
     name = document_name(digest)
-    document = ImageDocument.parse(read_all(store, name, MAX_DOCUMENT_BYTES))
+    document = ImageDocument.parse(signatures.open(name, data, store.uri))
     if document.digest != digest:
         raise CorruptError(f"{store.uri}: {name} is the document of another image, {document.digest}")
     check_document(document)

@@ -112,6 +112,7 @@ def _subject(request: Request, found: Found) -> Subject:
         workload=request.workload,
         publish=request.publish,
         fallback=found.fallback,
+        signatures=request.signatures,
     )
 
 
@@ -119,7 +120,8 @@ def _learn(request: Request, say: Say) -> None:
     """In a child: get all that must be known before the mount from the store to this node."""
     found = find(request, say=say)
     if request.workload:
-        HotSets(request.cache, found.document.digest, found.store, say).bring(request.workload)
+        sets = HotSets(request.cache, found.document.digest, found.store, say, request.signatures)
+        sets.bring(request.workload)
 
 
 @dataclass(slots=True)
@@ -248,7 +250,7 @@ class _Mounting:
             unpack_layers(layers.stack, folder)
 
         with layers.stage("unpack"):
-            tree = keep_unpacked(self.request.cache, self.found.document.digest, write)
+            tree = keep_unpacked(self.request.cache, [layer.index.identity for layer in layers.stack], write)
         if layers.lifeline:
             user_namespace.enter()
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bootseer.bring.forecast import Loading
+from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.image.reference import Reference
 
 if TYPE_CHECKING:
@@ -32,5 +33,6 @@ class Request:
     workload: str = ""
     """Which hot set; empty: none is used, and none is recorded under a name."""
     platform: Platform | None = None
+    signatures: Signatures = UNSIGNED
     publish: bool = True
     """Whether what was recorded goes to the store."""
