@@ -89,3 +89,11 @@ def test_whatever_happens_each_read_ends_once_with_its_own_bytes(  # noqa: PLR09
     assert not played.schedule.runs
     for ticket, before in snapshots.items():
         assert played.memory[ticket] == before, "it was written to after its end"
+
+
+def test_what_one_node_gives_makes_no_thread_look_for_work_at_the_others() -> None:
+    played = Played(("a:1", "b:1", "c:1"))
+    played.read(0, 10)
+    assert played.schedule.num_ready
+    assert played.take() is not None
+    assert played.schedule.num_ready == 0
