@@ -117,7 +117,7 @@ class Serving:
                 connection.stop()
         while (job := self._untold()) is not None:
             job()
-        self._timer.close()
+        self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
         self._connections.close()
         self._reports.close()
