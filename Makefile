@@ -8,7 +8,7 @@ ARGS ?=
 RATE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo hdfs check test bench docs help
+.PHONY: setup demo hdfs check test fuzz bench docs help
 
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
@@ -29,6 +29,9 @@ check: setup ## Lint, types, import rules and module sizes
 # -ra (pyproject.toml) ends the run with what was skipped and why.
 test: setup ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: setup ## Three jobs read a file with parity from HDFS for ten minutes, on a busy machine and with a dead node
+	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)

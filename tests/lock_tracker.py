@@ -31,7 +31,7 @@ ENTRANCES: dict[str, str] = {
     "bootseer.cache.cache": "Cache.open",
 }
 """What is not to be entered with a lock held. Of what is handed to `Timer.after`, the call at its time."""
-CHECKED = ("bootseer.io.timer",)
+CHECKED = tuple(ENTRANCES)
 """The modules of `ENTRANCES` that are checked. To be `tuple(ENTRANCES)` once reading and HDFS keep to it."""
 _Lock, _RLock, _Condition = threading.Lock, threading.RLock, threading.Condition
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +21,24 @@ from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import TakenError
+from bootseer.checkpoint.places.place import Place, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.verify import verify
+from bootseer.errors import TransientError
+from checkpoint.striped_files import part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs
 _numbers = itertools.count()
 _MIB = 1 << 20
 _STRIPED = PutSettings(policy=Policy(stripes=2, parity=True, min_bytes_per_stripe=_MIB))
+
+
+def in_hdfs(place: Place, path: str) -> str:
+    return f"/{place.uri.partition('://')[2].partition('/')[2]}/{path}"
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +133,46 @@ def test_modes_of_parts_follow_the_file(files: Files, source: Path) -> None:
     files.set_mode("step-1/model", 0o600)
     parts = files.place.list(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}")
     assert {entry.mode for entry in parts} == {0o600}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_get_whose_nodes_hang(
+    cluster: HdfsCluster, files: Files, tmp_path: Path, number: signal.Signals
+) -> None:
+    files.place.write_bytes("model", os.urandom(5 * _MIB))
+    local = tmp_path / "local"
+    local.mkdir()
+    for node in range(3):
+        cluster.hang(node)
+    try:
+        words = [sys.executable, "-m", "bootseer", "ckpt", "get", f"{files.place.uri}/model", str(local / "copy")]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as getting:
+            while not list(local.glob(".bootseer-get-*/copy")):
+                assert getting.poll() is None
+                time.sleep(0.01)
+            getting.send_signal(number)
+            # A read gives up by itself after 60 s.
+            _, said = getting.communicate(timeout=40)
+    finally:
+        for node in range(3):
+            cluster.resume(node)
+    assert getting.returncode == 128 + number, said
+    assert "Traceback" not in said
+
+
+def test_a_hung_node_that_has_the_only_copy_is_an_error_that_says_so(cluster: HdfsCluster, files: Files) -> None:
+    head = put_striped(files.place, "model", os.urandom(5 * _MIB), stripes=2)
+    (block,) = cluster.where(in_hdfs(files.place, part_paths("model", head)[1]))
+    (node,) = block.nodes
+    settings = ReadingSettings(deadline_s=8.0)  # 60 s by default
+    with contextlib.closing(Reading(files.place, settings=settings)) as reading, reading.open("model") as file:
+        cluster.hang(cluster.nodes.index(node))
+        try:
+            with pytest.raises(TransientError) as caught:
+                file.readinto(0, bytearray(5 * _MIB))
+        finally:
+            cluster.resume(cluster.nodes.index(node))
+    said = str(caught.value)
+    assert said.startswith("model: bytes 1048576 to 2097152 ")
+    assert f"was not read within 8.0 s; its only copy is on {node} ({node}: it said nothing for" in said
+    assert "\n" not in said

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("numpy")
 pytest.importorskip("google_crc32c")
 
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
@@ -142,3 +142,49 @@ def test_a_reader_that_ends_does_not_wait_for_a_connection_that_is_not_made() ->
             if thread.name == "bootseer-hdfs":
                 thread.join(SETTINGS.reconnect_s / 2)
                 assert not thread.is_alive()
+
+
+def test_a_read_for_which_no_thread_can_be_started_is_refused_and_the_next_one_goes_well(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file = gated.reads.open("/gated")
+    told = Waiting()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransientError, match="refuses to start a thread"):
+            file.read_into(0, memoryview(bytearray(MIB)), told)
+    gated.let(0, len(DATA))
+    into = bytearray(MIB)
+    file.read_into(0, memoryview(into), told)
+    assert told.wait()[0].error is None
+    assert into == DATA[:MIB]
+    assert len(told.outcomes) == 1
+
+
+def test_a_callback_that_raises_keeps_nobody_else_from_being_told(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[type[BaseException]] = []
+    both = threading.Semaphore(0)
+
+    def report(args: threading.ExceptHookArgs) -> None:
+        reported.append(args.exc_type)
+        both.release()
+
+    monkeypatch.setattr(threading, "excepthook", report)
+
+    def broken(outcome: object) -> None:
+        raise SystemExit
+
+    file = gated.reads.open("/gated")
+    told = Waiting()
+    for done in (broken, told, broken, told):
+        file.read_into(0, memoryview(bytearray(PACKET)), done)
+    gated.let(0, len(DATA))
+    assert [outcome.error for outcome in told.wait(2)] == [None, None]
+    for _ in range(2):
+        assert both.acquire(timeout=PATIENCE_S)
+    assert reported == [SystemExit] * 2

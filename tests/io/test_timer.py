@@ -101,3 +101,13 @@ def test_a_child_of_a_fork_begins_without_calls():
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     until(lambda: done)
+
+
+def test_calls_that_are_dropped_are_not_made_and_hold_up_no_end():
+    timer, made = Timer("test-dropped"), []
+    timer.after(600.0, lambda: made.append(1))
+    timer.close(120.0, drop=True)
+    assert not [thread for thread in threading.enumerate() if thread.name == "test-dropped"]
+    timer.after(0.0, lambda: made.append(2))
+    timer.close(120.0)
+    assert made == [2]

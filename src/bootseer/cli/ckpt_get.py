@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from bootseer.checkpoint.files import Files
 
 _PIECE_BYTES = 32 << 20
+_PATIENCE_S = 2.0
+_RESTS = "what was copied lies in a hidden folder beside its name, which the next get there removes"
 SCHEMA = "bootseer.checkpoint-got/1"
 
 
@@ -44,7 +46,7 @@ def command(checkpoint: str, target: str | None, replace: bool, as_json: bool) -
 
     folder, name = split(checkpoint)
     began_s = time.monotonic()
-    with interruptible(), files_at(folder) as files, Progress("reading") as progress:
+    with interruptible(_PATIENCE_S, _RESTS), files_at(folder) as files, Progress("reading") as progress:
         name = resolved(files, name)
         if target == "-":
             if as_json or replace:

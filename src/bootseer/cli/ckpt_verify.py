@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from bootseer.checkpoint.verify import Problem
 
+_PATIENCE_S = 2.0
 SCHEMA = "bootseer.checkpoint-verified/1"
 _MAX_SHOWN = 20
 
@@ -33,7 +34,11 @@ def command(checkpoint: str, as_json: bool) -> None:
     from bootseer.units import format_bytes
 
     folder, name = split(checkpoint)
-    with interruptible(), files_at(folder) as files, Progress("verifying") as progress:
+    with (
+        interruptible(_PATIENCE_S, "nothing was changed"),
+        files_at(folder) as files,
+        Progress("verifying") as progress,
+    ):
         name = resolved(files, name)
         found = verify(files, name, progress=progress.show_bytes)
         uri, fallback = f"{files.place.uri}/{name}", tell_fallback(files.place.facts())

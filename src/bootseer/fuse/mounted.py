@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, protocol
 from bootseer.fuse.tree import Cancel, Data
-from bootseer.io.executor import run_reported
+from bootseer.io.executor import run_reported, show_threads
 
 OnError = Callable[[str], None]
 """Hears of a fault, in one line, from any thread."""
@@ -145,7 +145,9 @@ class Mounted(Generic[R]):
             for reading in self._waiting.copy().values():
                 if reading.begun_s < now - READ_DEADLINE_S:
                     if self._give_up(reading, errno.EIO):
-                        self._on_error(f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s")
+                        problem = f"{self.target}: a read was not answered within {READ_DEADLINE_S:g} s"
+                        show_threads(problem)
+                        self._on_error(problem)
                 elif reading.begun_s < now - LOOK_S and self._is_abandoned(reading):
                     self._give_up(reading, errno.EINTR)
 

@@ -66,6 +66,7 @@ class Serving:
         self._num_coming = 0
         """Threads that were asked for and have not looked yet what there is to do."""
         self._ticking = False
+        self._ticks_until_s = 0.0
         self._connections.forget()
         for run in parents:
             if run.connection is not None:
@@ -127,7 +128,7 @@ class Serving:
                 connection.stop()
         while (job := self._untold()) is not None:
             job()
-        self._timer.close()
+        self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
         self._connections.close()
         self._reports.close()
@@ -140,7 +141,10 @@ class Serving:
         Raises `TransientError` when there is no thread and none can be started."""
         if self._closed:
             return  # the threads that are still there tell all that there is to tell
-        if not self._ticking and self._schedule.num_pieces:
+        now_s = time.monotonic()
+        if self._schedule.num_pieces:
+            self._ticks_until_s = now_s + _IDLE_S  # also afterwards: DataNodes that are left alone are probed
+        if not self._ticking and now_s < self._ticks_until_s:
             with suppress(TransientError):
                 self._timer.after(_TICK_S, self._tick)
                 self._ticking = True

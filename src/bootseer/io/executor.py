@@ -29,6 +29,8 @@ Job = Callable[[], object]
 IDLE_S = 10.0
 """A thread without work ends after this; the next job starts another one."""
 _SHOWN_CALLS = 6
+_SHOW_EVERY_S = 60.0
+_shown_s = -_SHOW_EVERY_S
 
 
 class Executor:
@@ -149,7 +151,14 @@ def report_exception() -> None:
 
 
 def show_threads(why: str) -> None:
-    """Print on standard error what each thread of this process does: a line each, the innermost calls first."""
+    """Print on standard error what each thread of this process does: a line each, the innermost calls first.
+
+    Once a minute: what hangs for one reader hangs for many."""
+    global _shown_s  # noqa: PLW0603 - of the whole process
+    now_s = time.monotonic()
+    if now_s < _shown_s + _SHOW_EVERY_S:
+        return
+    _shown_s = now_s
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = [f"bootseer: {why}; its threads:\n"]
     for ident, frame in sys._current_frames().items():

@@ -58,9 +58,14 @@ class Timer:
             elif self._heap[0] is entry:
                 self._change.notify()
 
-    def close(self) -> None:
-        """Let the threads end when no call is left: reads that are under way still need theirs."""
-        self._pool.close()
+    def close(self, timeout_s: float = 0.0, *, drop: bool = False) -> None:
+        """Let the threads end when no call is left, and wait for them: reads that are under way may need their calls.
+        `drop`: what is to be called later is not called at all."""
+        if drop:
+            with self._change:
+                self._heap.clear()
+                self._change.notify()
+        self._pool.close(timeout_s)
 
     def _wait_for_next(self) -> None:
         """Have a thread wait for the first call, if there is any. Under the lock."""
@@ -71,8 +76,11 @@ class Timer:
 
     def _run(self) -> None:
         with self._change:
-            while (left_s := self._heap[0][0] - time.monotonic()) > 0:
+            while self._heap and (left_s := self._heap[0][0] - time.monotonic()) > 0:
                 self._change.wait(left_s)
+            if not self._heap:
+                self._has_waiter = False
+                return
             call = heapq.heappop(self._heap)[2]
             self._wait_for_next()
         call()

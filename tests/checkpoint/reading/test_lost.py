@@ -11,6 +11,7 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import TransientError
+from bootseer.io import executor
 from checkpoint.faulty_place import ERROR, GOOD, LOST
 from checkpoint.striped_files import content_of, put_striped
 
@@ -36,7 +37,8 @@ def name(request, empty, content):
 
 
 @pytest.mark.parametrize("length", [MIB, SIZE], ids=["small", "large"])
-def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, name, length, capfd):
+def test_a_read_whose_end_is_lost_fails_and_shows_what_the_threads_do(empty, name, length, capfd, monkeypatch):
+    monkeypatch.setattr(executor, "_shown_s", -1e9)
     quick = ReadingSettings(direct_min_bytes=2 * MIB, deadline_s=0.5, lost_s=0.5)
     reading = Reading(empty, settings=quick)
     with reading.open(name) as file:

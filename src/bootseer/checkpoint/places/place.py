@@ -92,7 +92,8 @@ class Ticket(Protocol):
         """A reader waits for it now: serve it before those that nobody waits for."""
 
     def left_s(self) -> float:
-        """Seconds until it will have ended, by estimate; 0 if nobody knows, infinity while its node is left alone."""
+        """Seconds until it will have ended, by estimate; 0 if nobody knows, infinity while its node is left alone.
+        Asked under locks: calls no `done`, and waits for nothing."""
 
 
 class OpenFile(Protocol):
@@ -111,7 +112,7 @@ class OpenFile(Protocol):
 
     def delay_s(self, offset: int, length: int) -> float:
         """Seconds until this range would be here if it was asked for now, by estimate; 0 where nobody knows, infinity
-        when nobody is expected to give it."""
+        when nobody is expected to give it. Asked under locks: calls no `done`, and waits for nothing."""
 
     def read_into(
         self,

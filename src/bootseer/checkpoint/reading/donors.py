@@ -68,9 +68,10 @@ class Donors:
     def give_back(self) -> None:
         """Give the leases back; they are taken again when they are needed."""
         with self._lock:
-            for cached in self._open.values():
-                cached.close()  # who reads at this moment gets an error, and asks the place
+            closing = list(self._open.values())
             self._open.clear()
+        for cached in closing:
+            cached.close()  # who reads at this moment gets an error, and asks the place
 
     def _search(self, until: float) -> dict[bytes, tuple[Index, int]]:
         places: dict[bytes, tuple[Index, int]] = {}
@@ -87,10 +88,14 @@ class Donors:
     def _opened(self, index: Index) -> CachedFile:
         with self._lock:
             cached = self._open.get(index.identity)
-            if cached is None:
-                cached = self._open[index.identity] = self._cache.open(index)
-                if len(self._open) > _MAX_OPEN:
-                    self._open.popitem(last=False)[1].close()
-            else:
+            if cached is not None:
                 self._open.move_to_end(index.identity)
-            return cached
+                return cached
+        made = self._cache.open(index)  # not under the lock: it may wait for other processes
+        with self._lock:
+            cached = self._open.setdefault(index.identity, made)
+            surplus = self._open.popitem(last=False)[1] if len(self._open) > _MAX_OPEN else None
+        for closing in (surplus, None if made is cached else made):
+            if closing is not None:
+                closing.close()
+        return cached
