@@ -26,7 +26,7 @@ from bootseer.io.fork import in_each_process
 
 Job = Callable[[], object]
 
-IDLE_S = 10.0
+_IDLE_S = 10.0
 """A thread without work ends after this; the next job starts another one."""
 
 
@@ -38,7 +38,7 @@ class Executor:
         name: str,
         max_threads: int | None = None,
         *,
-        idle_s: float = IDLE_S,
+        idle_s: float = _IDLE_S,
         when_idle: Callable[[], object] | None = None,
     ) -> None:
         """`max_threads`: None for as many as there are jobs. `when_idle` is called in the last thread before that ends,
