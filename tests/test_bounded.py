@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -109,3 +110,19 @@ def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPa
             until.wait(0.01)
         else:
             return
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_calls_that_hang_in_the_parent_take_no_room_in_the_child_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "_threads", Executor("bootseer-store", 1))
+    gate = threading.Event()
+    with pytest.raises(TransientError, match="no complete answer"):
+        within(0.01, "x", gate.wait)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(within(60, "x", lambda: 7))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    gate.set()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
 import pytest
 
@@ -51,6 +52,21 @@ def test_no_more_threads_than_allowed_and_jobs_in_their_order(gate):
     assert done == [0, 1, 2, 3, 4]
 
 
+def test_urgent_jobs_go_first_and_a_job_can_become_urgent(gate):
+    pool, done = Executor("test-pool", 1), []
+    jobs = [partial(done.append, number) for number in range(5)]
+    pool.submit(lambda: gate.wait(120))
+    for number, job in enumerate(jobs):
+        pool.submit(job, urgent=number == 3)
+    pool.hurry(jobs[2])
+    gate.set()
+    until(lambda: len(done) == 5)
+    assert done == [3, 2, 0, 1, 4]
+    pool.hurry(jobs[0])  # it is done already
+    assert pool.close(120)
+    assert done == [3, 2, 0, 1, 4]
+
+
 def test_a_thread_ends_when_there_is_no_job_and_the_next_job_starts_another_one():
     pool, done = Executor("test-pool", idle_s=0.001), []
     for number in range(3):
@@ -73,7 +89,7 @@ def test_a_job_that_comes_while_the_last_thread_clears_up_is_run(gate):
     done = []
     pool = Executor("test-pool", 1, idle_s=0.001, when_idle=lambda: gate.wait(120))
     pool.submit(lambda: done.append(1))
-    until(lambda: done == [1] and pool._num_idle == 0 and not pool._jobs)
+    until(lambda: done == [1] and pool._num_idle == 0 and not pool._urgent)
     pool.submit(lambda: done.append(2))
     gate.set()
     until(lambda: done == [1, 2])
@@ -173,4 +189,4 @@ def test_a_child_of_a_fork_begins_without_threads_and_jobs_even_when_the_lock_wa
             threading.Event().wait(120)
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    pool._jobs.clear()
+    pool._urgent.clear()

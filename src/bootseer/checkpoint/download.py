@@ -182,7 +182,10 @@ def _copy_file(
 
 
 def _wait_for(pieces: list[Future[None]]) -> None:
-    """Wait until nobody uses the file any more; the first error is raised."""
+    """Wait until nobody uses the file any more; the first error is raised.
+
+    No deadline of its own: each piece reads with one, and writes to the local disk.
+    """
     try:
         wait(pieces, return_when=FIRST_EXCEPTION)
     finally:

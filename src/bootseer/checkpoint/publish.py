@@ -257,6 +257,7 @@ def _write_all(
     ):
         tasks = [threads.submit(write, file) for file in source.files]
         try:
+            # Each ends: a file for which no request to the storage ends for minutes fails (`writing.lane`).
             wait(tasks, return_when=FIRST_EXCEPTION)
             for task in tasks:
                 if task.done():

@@ -11,8 +11,6 @@ buffer: what comes too late goes nowhere. At most `_MAX_FETCHES` threads exist a
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import queue
 import threading
 import time
@@ -50,7 +48,7 @@ class NativeReads:
         self.native = native
         self.reason = ""
         """Why these reads do not go over own connections."""
-        self._threads = Executor("bootseer-hdfs-native", _WORKERS)
+        self.threads = Executor("bootseer-hdfs-native", _WORKERS)
         self._fetches = Executor("bootseer-hdfs-fetch", _MAX_FETCHES)
         self._facts = {"bytes": 0, "requests": 0, "seconds": 0.0, "failures": 0}
         self._counts = {"retries": 0, "hedges": 0, "hedges_won": 0, "refreshes": 0}
@@ -68,18 +66,15 @@ class NativeReads:
 
     def close(self) -> None:
         """End the workers once they have nothing to do. Nothing is read any more."""
-        with self._lock:
-            self._closed = True
-        self._threads.close()
+        self._closed = True
+        self.threads.close()
         self._fetches.close()
 
     def submit(self, piece: _Piece, urgent: bool) -> None:
         """Have a piece fetched. Raises `TransientError` when there is no thread for it."""
-        with self._lock:
-            if self._closed:
-                raise PermanentError(f"{self.native.uri}: reading has ended")
-            self._threads.submit(self._fetch_next)  # which waits for the lock
-            heapq.heappush(self._waiting, (not urgent, next(self._numbers), piece))
+        if self._closed:
+            raise PermanentError(f"{self.native.uri}: reading has ended")
+        self.threads.submit(piece.run, urgent=urgent)
 
     def fetch(
         self, file: NativeFile, start: int, length: int, until: float, is_lost: Callable[[], bool]
@@ -137,16 +132,8 @@ class NativeReads:
         with self._lock:
             self._counts[what] += 1
 
-    def _fetch_next(self) -> None:
-        with self._lock:
-            piece = heapq.heappop(self._waiting)[2] if self._waiting else None
-        if piece is not None:
-            piece.run()
-
     def _begin_process(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[tuple[bool, int, _Piece]] = []
-        self._numbers = itertools.count()
         self._closed = False
 
 
@@ -254,9 +241,7 @@ class NativeTicket:
     def hurry(self) -> None:
         """A reader waits for it now."""
         for piece in self._pieces:
-            if not piece.begun:
-                with suppress(BootseerError):  # it is queued already, or reading has ended
-                    self.reads.submit(piece, True)
+            self.reads.threads.hurry(piece.run)
 
     def left_s(self) -> float:
         """Nobody knows."""
@@ -281,19 +266,10 @@ class _Piece:
     """A part of a read that is fetched at once."""
 
     def __init__(self, ticket: NativeTicket, start: int, into: memoryview) -> None:
-        self.begun = False
         self._ticket, self._start, self._into = ticket, start, into
-        self._lock = threading.Lock()
-
-    def __lt__(self, other: object) -> bool:
-        return False
 
     def run(self) -> None:
-        """Fetch it, unless that was done; called by the workers."""
-        with self._lock:
-            if self.begun:
-                return
-            self.begun = True
+        """Fetch it; called by the workers."""
         ticket = self._ticket
         began = time.monotonic()
         error: BootseerError | None = None

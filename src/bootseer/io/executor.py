@@ -8,12 +8,13 @@ thread goes on with the next job. When the system refuses a thread (a limit of p
 one of the threads that are there; when there is none, `submit` raises `TransientError` and nothing is left queued. A
 thread counts only after it was started.
 
-Jobs run in the order of submission. For another order, keep the items elsewhere and submit one job per item that takes
-the most urgent one when its turn comes.
+Jobs run in the order of submission, urgent ones first. For another order, keep the items elsewhere and submit one job
+per item that takes the first item when its turn comes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from bootseer.io.fork import in_each_process
 
 Job = Callable[[], object]
 
-IDLE_S = 10.0
+_IDLE_S = 10.0
 """A thread without work ends after this; the next job starts another one."""
 _SHOWN_CALLS = 6
 _SHOW_EVERY_S = 60.0
@@ -41,7 +42,7 @@ class Executor:
         name: str,
         max_threads: int | None = None,
         *,
-        idle_s: float = IDLE_S,
+        idle_s: float = _IDLE_S,
         when_idle: Callable[[], object] | None = None,
     ) -> None:
         """`max_threads`: None for as many as there are jobs. `when_idle` is called in the last thread before that ends,
@@ -54,7 +55,8 @@ class Executor:
 
     def _begin(self) -> None:
         self._change = threading.Condition(threading.Lock())
-        self._jobs: deque[Job] = deque()
+        self._urgent: deque[Job] = deque()
+        self._others: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_idle = 0
         self._idle_s = self._first_idle_s
@@ -63,22 +65,29 @@ class Executor:
         """The number of threads."""
         return len(self._threads)
 
-    def submit(self, job: Job, *, at_once: bool = False) -> None:
+    def submit(self, job: Job, *, urgent: bool = True, at_once: bool = False) -> None:
         """Have a thread run this. Never waits, never runs it in this thread.
 
         `at_once`: refuse a job that would have to wait for a busy thread. Raises `TransientError` when it is refused,
         or when there is no thread and none can be started; it is not run then.
         """
+        queue = self._urgent if urgent else self._others
         with self._change:
-            self._jobs.append(job)
+            queue.append(job)
             try:
-                if self._num_idle >= len(self._jobs):
+                if self._num_idle >= len(self._urgent) + len(self._others):
                     self._change.notify()
                 elif not self._start_thread() and (at_once or not self._threads):
                     raise TransientError(f"{self._name}: {self._why_refused()}")
             except BaseException:  # Ctrl-C too: a job that was not accepted must not run
-                self._jobs.pop()
+                queue.pop()
                 raise
+
+    def hurry(self, job: Job) -> None:
+        """Make a job urgent that is not and waits for its turn."""
+        with self._change, contextlib.suppress(ValueError):
+            self._others.remove(job)
+            self._urgent.append(job)
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Let threads end when nothing is queued, now and later, and wait for them. Jobs are still taken and run.
@@ -121,12 +130,14 @@ class Executor:
         was_told = self._when_idle is None
         while True:
             with self._change:
-                if not self._jobs and self._idle_s:
+                if self._idle_s and not (self._urgent or self._others):
                     self._num_idle += 1
-                    self._change.wait_for(lambda: self._jobs or not self._idle_s, timeout=self._idle_s)
+                    self._change.wait_for(
+                        lambda: self._urgent or self._others or not self._idle_s, timeout=self._idle_s
+                    )
                     self._num_idle -= 1
-                if self._jobs:
-                    return self._jobs.popleft()
+                if queue := self._urgent or self._others:
+                    return queue.popleft()
                 if was_told or len(self._threads) > 1:
                     self._threads.discard(threading.current_thread())
                     return None

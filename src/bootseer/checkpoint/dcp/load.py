@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -61,7 +62,7 @@ def load_all(
 
 
 class _Load:
-    """One load. `_jobs` and `_done` are the only ways between its threads."""
+    """One load. `_done` is the only way back from its threads."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class _Load:
         self._settings = settings
         self._files = _Files(open_file, reads_of)
         self._expected = Expected()
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._ended = False
         self._done: queue.SimpleQueue[tuple[Job, Results | BaseException]] = queue.SimpleQueue()
         self._running = 0
         self._buffered = 0
@@ -104,10 +105,9 @@ class _Load:
             threads.close()
 
     def _start(self, job: Job, threads: Executor) -> None:
+        threads.submit(partial(self._work, job))
         self._running += 1
         self._buffered += job.buffer_bytes
-        self._jobs.put(job)
-        threads.submit(self._work)
 
     def _take(self, timeout_s: float) -> None:
         """Hand one finished job to the planner. Raises its error."""
@@ -126,11 +126,8 @@ class _Load:
                 self._planner.commit_tensor(request, result)
 
     def _end(self) -> None:
-        """Stop the threads. After an error, first drop what was not begun, and wait a little for what was."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._jobs.get_nowait()
-                self._running -= 1
+        """After an error, drop what was not begun, and wait a little for what was."""
+        self._ended = True
         self._files.close()
         until = time.monotonic() + _GRACE_S
         with contextlib.suppress(queue.Empty):
@@ -138,14 +135,12 @@ class _Load:
                 self._done.get(timeout=max(until - time.monotonic(), 0.0))
                 self._running -= 1
 
-    def _work(self) -> None:
+    def _work(self, job: Job) -> None:
+        results: Results | BaseException = []
         try:
-            job = self._jobs.get_nowait()
-        except queue.Empty:
-            return  # the load has failed, and dropped what was not begun
-        try:
-            with self._files.use(job.file) as file:
-                results: Results | BaseException = perform(job, file, self._expected, self._undo)
+            if not self._ended:
+                with self._files.use(job.file) as file:
+                    results = perform(job, file, self._expected, self._undo)
         except BaseException as error:  # it is raised where somebody waits for it
             results = error
         self._done.put((job, results))

@@ -11,7 +11,6 @@ import os
 import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -44,42 +43,60 @@ class _Read:
 
     def hurry(self) -> None:
         """See `Ticket.hurry`."""
-        self.reads.hurry(self)
+        self.reads.threads.hurry(self.run)
 
     def left_s(self) -> float:
         """See `Ticket.left_s`: nobody knows."""
         return 0.0
+
+    def run(self) -> None:
+        """Do it now."""
+        error: BootseerError | None = TransientError(f"{self.file.what}: reading failed in a way that was not foreseen")
+        try:
+            error = self._try()
+        finally:
+            self.file.release()
+            self.done(Outcome(error, ""))
+
+    def _try(self) -> BootseerError | None:
+        if self.reads.closed:
+            return TransientError(f"{self.file.what}: the folder was closed")
+        if self.cancelled:
+            return TransientError(f"{self.file.what}: the read was cancelled")
+        began = time.monotonic()
+        if began > self.until:
+            return TransientError(f"{self.file.what}: the read did not begin in time; the disk is slow or overloaded")
+        error = self.file.fill(self.offset, self.into)
+        self.reads.count(0 if error else len(self.into), time.monotonic() - began, failed=error is not None)
+        return error
 
 
 class FolderReads:
     """The threads of one place, and what they have done."""
 
     def __init__(self) -> None:
-        self._threads = Executor("bootseer-folder", _NUM_THREADS)
+        self.threads = Executor("bootseer-folder", _NUM_THREADS)
         in_each_process(self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._urgent: OrderedDict[_Read, None] = OrderedDict()
-        self._others: OrderedDict[_Read, None] = OrderedDict()
-        self._closed = False
+        self.closed = False
         self._bytes = self._requests = self._failures = 0
         self._seconds = 0.0
 
     def submit(self, read: _Read, *, urgent: bool) -> None:
         """Do it soon. Raises `TransientError` when there is no thread for it."""
-        with self._lock:
-            if self._closed:
-                raise PermanentError("this folder is not read any more: it was closed")
-            self._threads.submit(self._read_next)  # which waits for the lock
-            (self._urgent if urgent else self._others)[read] = None
+        if self.closed:
+            raise PermanentError("this folder is not read any more: it was closed")
+        self.threads.submit(read.run, urgent=urgent)
 
-    def hurry(self, read: _Read) -> None:
-        """Somebody waits for it now."""
+    def count(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
+        """Remember what a read did."""
         with self._lock:
-            if read in self._others:
-                del self._others[read]
-                self._urgent[read] = None
+            self._seconds += seconds
+            self._requests += 1
+            self._failures += failed
+            self._bytes += num_bytes
 
     def facts(self) -> dict[str, object]:
         """See `Place.facts`; a folder is one nameless node."""
@@ -94,45 +111,8 @@ class FolderReads:
 
     def close(self) -> None:
         """End the threads. Reads that were not begun end with an error."""
-        with self._lock:
-            self._closed = True
-            rest = [*self._urgent, *self._others]
-            self._urgent.clear()
-            self._others.clear()
-        self._threads.close()
-        for read in rest:
-            self._end(read, TransientError(f"{read.file.what}: the folder was closed"))
-
-    def _read_next(self) -> None:
-        with self._lock:
-            queue = self._urgent or self._others
-            if not queue:
-                return
-            read = queue.popitem(last=False)[0]
-        error: BootseerError | None = TransientError(f"{read.file.what}: reading failed in a way that was not foreseen")
-        try:
-            error = self._try(read)
-        finally:
-            self._end(read, error)
-
-    def _try(self, read: _Read) -> BootseerError | None:
-        if read.cancelled:
-            return TransientError(f"{read.file.what}: the read was cancelled")
-        if time.monotonic() > read.until:
-            return TransientError(f"{read.file.what}: the read did not begin in time; the disk is slow or overloaded")
-        began = time.monotonic()
-        error = read.file.fill(read.offset, read.into)
-        with self._lock:
-            self._seconds += time.monotonic() - began
-            self._requests += 1
-            self._failures += error is not None
-            self._bytes += len(read.into) if error is None else 0
-        return error
-
-    @staticmethod
-    def _end(read: _Read, error: BootseerError | None) -> None:
-        read.file.release()
-        read.done(Outcome(error, ""))
+        self.closed = True
+        self.threads.close()
 
 
 class FolderFile:

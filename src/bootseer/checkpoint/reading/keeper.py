@@ -147,8 +147,10 @@ class Keeper:
             _release(chunk.cached, chunk.block)
 
     def _close_file(self, cached: CachedFile) -> None:
-        self._sync(cached)
-        cached.close()
+        try:
+            self._sync(cached)
+        finally:
+            cached.close()
 
     def _sync_all(self) -> None:
         while self._unsynced and not self._queue:

@@ -103,6 +103,7 @@ class _Conversion:
             try:
                 for number in range(len(self._source.layers)):
                     self._results.append(pool.submit(self._run_layer, number))
+                # As long as it takes: what a layer asks of registries and stores has deadlines, the rest is computing.
                 wait(self._results, return_when=FIRST_EXCEPTION)
                 self._raise_first_error()
                 return [result.result() for result in self._results]
