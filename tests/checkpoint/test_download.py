@@ -43,6 +43,29 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+def test_only_files_that_a_pattern_matches_are_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
+    for name in ("rank-0/a", "rank-0/b/c", "rank-1/a", "config.json", "sub/more.json"):
+        files.place.make_folder(f"step-1/{name}".rpartition("/")[0], parents=True)
+        files.place.write_bytes(f"step-1/{name}", name.encode())
+
+    def got(target: str, *only: str) -> list[str]:
+        get_checkpoint(files, reading, "step-1", tmp_path / target, only=only)
+        found = [path for path in (tmp_path / target).rglob("*") if path.is_file()]
+        assert all(path.read_text() == path.relative_to(tmp_path / target).as_posix() for path in found)
+        return sorted(path.relative_to(tmp_path / target).as_posix() for path in found)
+
+    assert got("one", "rank-0*", "*.json") == ["config.json", "rank-0/a", "rank-0/b/c", "sub/more.json"]
+    assert got("two", "rank-?") == ["rank-0/a", "rank-0/b/c", "rank-1/a"]
+    assert [path.name for path in (tmp_path / "two").iterdir()] != []
+    assert not (tmp_path / "two/sub").exists()
+    with pytest.raises(UsageError, match="matches no file") as refused:
+        got("three", "rank-*", "confg.json")
+    assert refused.value.hint.startswith("the nearest are config.json")
+    with pytest.raises(UsageError, match="is a file"):
+        get_checkpoint(files, reading, "step-1/config.json", tmp_path / "four", only=["*"])
+    assert not (tmp_path / "three").exists()
+
+
 def test_a_file_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
     content = content_of(2 * _MIB)
     put_striped(files.place, "model", content, stripes=2)

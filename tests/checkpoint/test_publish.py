@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.catalog import checkpoints
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.latest import read_latest, set_latest
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError, TakenError
 from bootseer.checkpoint.policy import Policy
@@ -53,7 +54,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
     put = put_checkpoint(
         files.place, source, "step-10", settings=_STRIPED, progress=lambda done, of: heard.append((done, of))
     )
-    assert put == Put("step-10", total, 5, 2, "step-10")
+    assert put == Put("step-10", total, 5, 2, "step-10", [])
     assert heard[-1] == (total, total)
     assert {info.path for info in files.list("step-10")} == {
         "step-10/model", "step-10/optimizer", "step-10/empty", "step-10/.metadata", "step-10/nothing",
@@ -67,7 +68,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
 
 def test_a_file_is_put_under_another_name(files: Files, job: Path, source: Path) -> None:
     put = put_checkpoint(files.place, source / "model", "step-3.pt", settings=_STRIPED)
-    assert put == Put("step-3.pt", 3 * _MIB + 7, 1, 1, "step-3.pt")
+    assert put == Put("step-3.pt", 3 * _MIB + 7, 1, 1, "step-3.pt", [])
     assert verify(files, "step-3.pt").problems == []
     put_checkpoint(files.place, source / ".metadata", "small.pt")
     assert files.place.read_bytes("small.pt", 10) == b"meta"
@@ -333,3 +334,36 @@ def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_writte
     assert list(job.iterdir()) == []
     put_checkpoint(place, source / "optimizer" / "12:30", "step-1")  # type: ignore[arg-type]
     assert (job / "step-1").read_bytes() == b"x"
+
+
+def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: Files, job: Path, source: Path) -> None:
+    def put(name: str, keep_last: int | None = None, *, dry_run: bool = False) -> list[str]:
+        settings = PutSettings(keep_last=keep_last, dry_run=dry_run)
+        return [name for name, _ in put_checkpoint(files.place, source, name, settings=settings).removed]
+
+    def there() -> set[str]:
+        return {one.name for one in checkpoints(files, "")}
+
+    others = {"best", "tokenizer-32", "step-3-ema"}
+    for name in (*others, "step-1", "step-2", "step-4", "step-10"):
+        put(name)
+    assert put("step-11", 3, dry_run=True) == ["step-1", "step-2"]
+    assert there() == {*others, "step-1", "step-2", "step-4", "step-10"}
+    assert put("step-11", 3) == ["step-1", "step-2"]
+    assert there() == {*others, "step-4", "step-10", "step-11"}
+    set_latest(files, "", "step-4")
+    with pytest.raises(UsageError, match="ends with no step"):
+        put("better", 1)
+    settings = PutSettings(keep_last=1, move_latest=False)
+    removed = put_checkpoint(files.place, source, "step-12", settings=settings).removed
+    assert removed == [("step-10", 5 * _MIB + 12), ("step-11", 5 * _MIB + 12)]  # and not what `latest` names
+    assert put("step-5", 1) == ["step-4"]  # and nothing that is newer
+    assert put("step-13", 2) == ["step-5"]
+    assert there() == {*others, "step-12", "step-13"}
+
+
+def test_a_job_is_no_checkpoint_that_a_newer_one_makes_needless(files: Files, job: Path, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", folder="exp-1")
+    put_checkpoint(files.place, source, "exp-2")
+    assert put_checkpoint(files.place, source, "exp-3", settings=PutSettings(keep_last=1)).removed[0][0] == "exp-2"
+    assert (job / "exp-1/step-1").is_dir()

@@ -10,9 +10,12 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 
 from bootseer.checkpoint.beside import OLD, beside, remove
@@ -23,6 +26,8 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 
 _PIECE_BYTES = 16 << 20
+_NEAR = 3
+"""File names that are told in place of one that is not there."""
 _AT_ONCE = 4
 """Pieces, or small files, that are read at the same time; `reading` reads each from several nodes."""
 
@@ -41,11 +46,14 @@ def get_checkpoint(
     path: str,
     target: Path,
     *,
+    only: Sequence[str] = (),
     replace: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Got:
-    """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`, and
-    `TransientError` when somebody changed the checkpoint meanwhile.
+    """Copy a checkpoint, or one file, to `target`; with `only`, those of its files that one of these patterns matches.
+
+    Raises `UsageError` for a name that is taken, unless `replace`, and for a pattern that matches nothing, and
+    `TransientError` when the checkpoint changes meanwhile.
     """
     target = _full(target)
     _check_free(target, replace)
@@ -53,21 +61,25 @@ def get_checkpoint(
         _check_harmless(files, target)
     info = files.stat(path)
     infos = list(walk(files, path))
+    if only and not info.is_folder:
+        raise UsageError(f"{files.place.uri}/{path} is a file", hint="--only chooses files of a folder")
+    infos = _chosen(infos, path, only) if only else infos
     with _local_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with beside(target) as own:
             copy = own / "copy"
             if info.is_folder:
                 copy.mkdir()
-                for folder in _folders(files, path):
-                    (copy / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
+                folders = [one.path.rpartition("/")[0] for one in infos] if only else _folders(files, path)
+                for folder in folders:
+                    (copy / _below(path, folder)).mkdir(parents=True, exist_ok=True)
             failed: BootseerError | None = None
             try:
                 _copy_all(reading, path, infos, copy, progress)
             except PermanentError as error:
                 failed = error
             # Each file is one version, but some may be of another checkpoint than others, or gone meanwhile.
-            if not _is_still(files, path, infos):
+            if not _is_still(files, path, infos, all_of_it=not only):
                 raise TransientError(
                     f"{files.place.uri}/{path} was changed while it was copied; get it again"
                 ) from failed
@@ -75,6 +87,27 @@ def get_checkpoint(
                 raise failed
             _take_place(copy, target, replace)
     return Got(sum(info.size_bytes for info in infos), len(infos))
+
+
+def _below(path: str, one: str) -> str:
+    return one[len(path) :].lstrip("/")
+
+
+def _chosen(infos: list[FileInfo], path: str, patterns: Sequence[str]) -> list[FileInfo]:
+    """The files that a pattern matches, or a folder that they lie in. Raises `UsageError` for one that matches none."""
+    names = {_below(path, info.path): info for info in infos}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {
+            name
+            for name in names
+            if any(fnmatchcase(part, pattern) for part in accumulate(name.split("/"), lambda one, two: f"{one}/{two}"))
+        }
+        if not found:
+            near = get_close_matches(pattern, names, _NEAR, cutoff=0.0)
+            raise UsageError(f"{pattern!r} matches no file of {path}", hint=f"the nearest are {', '.join(near)}")
+        chosen |= found
+    return [names[name] for name in sorted(chosen)]
 
 
 def _full(target: Path) -> Path:
@@ -101,13 +134,14 @@ def _folders(files: Files, path: str) -> Iterator[str]:
         folders += below
 
 
-def _is_still(files: Files, path: str, infos: Iterable[FileInfo]) -> bool:
-    """Whether a checkpoint is the one that was listed."""
+def _is_still(files: Files, path: str, infos: Iterable[FileInfo], *, all_of_it: bool) -> bool:
+    """Whether these are the files of a checkpoint as they were listed, or with `all_of_it` all that it has."""
     try:
-        now = list(walk(files, path))
-    except NotFoundError:  # at this moment somebody replaces it
+        now = _versions(walk(files, path))
+    except NotFoundError:  # at this moment it is being replaced
         return False
-    return _versions(now) == _versions(infos)
+    then = _versions(infos)
+    return now == then if all_of_it else then.items() <= now.items()
 
 
 def _versions(infos: Iterable[FileInfo]) -> dict[str, str]:
@@ -147,7 +181,7 @@ def _copy_all(
 
     def copy_file(info: FileInfo, threads: ThreadPoolExecutor | None) -> None:
         if not stopped.is_set():
-            _copy_file(reading, info, temporary / info.path[len(path) :].lstrip("/"), threads, copy)
+            _copy_file(reading, info, temporary / _below(path, info.path), threads, copy)
 
     with ThreadPoolExecutor(_AT_ONCE, "bootseer-get") as threads:
         try:

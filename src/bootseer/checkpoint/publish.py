@@ -9,23 +9,24 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
-from bootseer.checkpoint.catalog import is_job, missing_parts, walk
+from bootseer.checkpoint.catalog import is_job, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest
-from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NoSpaceNowError, Place, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
+from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4
 """Files that are written side by side; their parts share the threads of the `Writing`."""
@@ -40,6 +41,10 @@ class PutSettings:
     policy: Policy | None = None
     """How its files are striped; None: as the folder's policy says."""
     move_latest: bool = True
+    keep_last: int | None = None
+    """Remove older checkpoints than so many of the same kind afterwards, see `catalog.superseded`; None: none."""
+    dry_run: bool = False
+    """Check what can be checked, and write and remove nothing."""
     read_back: bool = False
     """Read all that was written before it is shown, not only its lengths."""
     lease_s: float = LEASE_S
@@ -56,6 +61,8 @@ class Put:
     num_striped: int
     latest: str | None
     """What `latest` names now: another one when that has a higher step; None when it was not to be moved."""
+    removed: Sequence[tuple[str, int]]
+    """Names and bytes of the older checkpoints that were removed."""
 
 
 def put_checkpoint(
@@ -80,11 +87,14 @@ def put_checkpoint(
     _check_apart(place, source)
     found = _files_of(source, name)
     _check_names(place, name, found)
-    place.make_folder(folder, parents=True)
-    collect(place, folder, lease_s=settings.lease_s)
-    _check_free(files, target, found, settings.replace)
+    if not settings.dry_run:
+        place.make_folder(folder, parents=True)
+        collect(place, folder, lease_s=settings.lease_s)
     policy = settings.policy or files.policy(folder)
-    with Attempt(place, target, lease_s=settings.lease_s) as attempt:
+    planned = _planned(files, folder, name, found, policy, settings)
+    if settings.dry_run:
+        return planned
+    with _room(place, target, found, policy), Attempt(place, target, lease_s=settings.lease_s) as attempt:
         inside = Files(place, within=attempt.path)
         _write_all(inside, attempt.path, found, policy, settings, progress)
         num_striped = _compare(inside, attempt.path, found)
@@ -100,7 +110,29 @@ def put_checkpoint(
             raise PermanentError(
                 f"{place.uri}/{target} is published, but `latest` does not name it: {error}"
             ) from error
-    return Put(target, sum(file.size_bytes for file in found.files), len(found.files), num_striped, latest)
+    removed = []
+    try:
+        for old in superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []:
+            with suppress(NotFoundError):  # another writer was faster
+                removed.append((old.name, remove(files, folder, old.name)))
+    except BootseerError as error:
+        raise PermanentError(
+            f"{place.uri}/{target} is published, but older ones are not all removed: {error}"
+        ) from error
+    return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed)
+
+
+def _planned(files: Files, folder: str, name: str, source: _Source, policy: Policy, settings: PutSettings) -> Put:
+    """What would be done."""
+    target = f"{folder}/{name}" if folder else name
+    _check_free(files, target, source, settings.replace)
+    try:
+        old = superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []
+    except NotFoundError:  # the job is not there yet
+        old = []
+    num_striped = sum(policy.is_striped(file.size_bytes) for file in source.files)
+    removed = [(one.name, one.size_bytes) for one in old]
+    return Put(target, source.size_bytes, len(source.files), num_striped, None, removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +152,24 @@ class _Source:
     files: Sequence[_File]
     folders: Sequence[tuple[str, int]]
     """Paths below the source and their modes, parents first."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@contextmanager
+def _room(place: Place, target: str, source: _Source, policy: Policy) -> Iterator[None]:
+    """What does not fit says how much it needs; what cannot fit is not begun."""
+    needed = source.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
+    what = f"{place.uri}/{target} needs {format_bytes(needed)}"
+    # Local file systems may compress what they store.
+    if place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
+        raise NoSpaceError(f"{what}: no space, {format_bytes(free)} are free on all DataNodes together")
+    try:
+        yield
+    except (NoSpaceError, NoSpaceNowError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _check_apart(place: Place, source: Path) -> None:
@@ -224,7 +274,7 @@ def _write_all(
     for path, mode in source.folders:
         # Not what the owner may not write into yet: modes of folders come last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
-    total = sum(file.size_bytes for file in source.files)
+    total = source.size_bytes
     done = 0
     lock = threading.Lock()
     stopped = threading.Event()
