@@ -135,13 +135,11 @@ def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoi
     """The checkpoints that are older than the `keep` newest ones, of which `name` is or will be one; the oldest first.
 
     Only those whose names differ from it in their numbers alone, and have a lower step: other things in the folder are
-    none of its kind. Not what `latest` names, nor a job.
+    none of its kind. Not what `latest` names, nor a job, and none at all for a name without a step.
     """
     step, kind = step_of(name), _NUMBER.sub("#", name)
     if step is None:
-        raise UsageError(
-            f"{name!r} ends with no step: which checkpoints are older is not known", hint="--name step-100"
-        )
+        return []
     alike = [one for one in checkpoints(files, folder) if one.name != name and _NUMBER.sub("#", one.name) == kind]
     older = [one for one in alike if one.step is not None and one.step < step]
     num_kept = max(keep - 1 - (len(alike) - len(older)), 0)

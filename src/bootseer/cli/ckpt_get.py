@@ -30,6 +30,7 @@ SCHEMA = "bootseer.checkpoint-got/1"
 def command(checkpoint: str, target: str | None, only: tuple[str, ...], replace: bool, as_json: bool) -> None:
     """Copy the checkpoint or file SRC to DST, by default under its name in this folder. DST appears when it is whole.
 
+    A get that was interrupted goes on where it stopped when it is repeated.
     JOB/latest is the checkpoint that the job's `latest` names. A file goes to standard output when DST is -.
 
     \b
@@ -73,6 +74,7 @@ def command(checkpoint: str, target: str | None, only: tuple[str, ...], replace:
                 "checkpoint": uri,
                 "target": str(local.absolute()),
                 "size_bytes": got.size_bytes,
+                "kept_bytes": got.kept_bytes,
                 "files": got.num_files,
                 "seconds": round(took_s, 3),
                 "fallback": fallback,
@@ -80,6 +82,8 @@ def command(checkpoint: str, target: str | None, only: tuple[str, ...], replace:
         )
         return
     amount = f"{number_of_files(got.num_files)}, {format_bytes(got.size_bytes)}"
+    if got.kept_bytes:
+        amount += f" ({format_bytes(got.kept_bytes)} of an earlier, interrupted get)"
     rate = f", {format_bytes(got.size_bytes / took_s)}/s" if took_s > 0 else ""
     with terminal() as console:
         console.print(

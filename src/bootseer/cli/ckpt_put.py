@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "bootseer.checkpoint-put/1"
 _PATIENCE_S = 2.0
-_RESTS = "what was written and not published is removed by later writers or by `bootseer ckpt remove`"
+_RESTS = "what was written is used by the same put again, and removed by later writers or by `bootseer ckpt remove`"
 
 
 @click.command("put", short_help="Copy a checkpoint into the storage, and publish it.")
@@ -94,6 +94,7 @@ def command(
                 "schema": SCHEMA,
                 "checkpoint": uri,
                 "size_bytes": put.size_bytes,
+                "kept_bytes": put.kept_bytes,
                 "files": put.num_files,
                 "striped_files": put.num_striped,
                 "latest": put.latest,
@@ -104,10 +105,11 @@ def command(
             }
         )
         return
+    kept = f" ({format_bytes(put.kept_bytes)} of an earlier, interrupted put)" if put.kept_bytes else ""
     with terminal() as console:
         console.print(
             f"{'would write ' if dry_run else ''}{uri}: {number_of_files(put.num_files)}, {put.num_striped} striped, "
-            f"{format_bytes(put.size_bytes)}{'' if dry_run else f', in {format_seconds(took_s)}'}",
+            f"{format_bytes(put.size_bytes)}{kept}{'' if dry_run else f', in {format_seconds(took_s)}'}",
             soft_wrap=True,
         )
         for old, size_bytes in put.removed:
