@@ -167,7 +167,7 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
         told = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
         node = known_nodes.get(told)
         if node is None:
-            node = known_nodes[told] = _node(Message(told))
+            node = known_nodes[told] = parse_node(Message(told))
         nodes.append(node)
     start, length = message.number(2), block.number(4, 0)
     if start > 1 << 62 or length > MAX_BLOCK_BYTES:
@@ -175,8 +175,8 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     return Block(start, length, block.text(1), block.number(2), block.number(3), message.data(5), tuple(nodes))
 
 
-def _node(message: Message) -> Node:
-    """A `DatanodeIDProto`."""
+def parse_node(message: Message) -> Node:
+    """A `DatanodeIDProto`. Raises `MalformedError`."""
     port, ipc_port = message.number(4), message.number(6, 0)
     if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
         raise MalformedError(f"a DataNode at port {port}")

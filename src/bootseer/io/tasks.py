@@ -84,13 +84,13 @@ class Count:
         self._total = total
         self._progress = progress or (lambda done, total: None)
         self._lock = threading.Lock()
-        self._done = 0
+        self.done = 0
         self._is_telling = False
 
     def add(self, amount: int) -> None:
         """So much more is done. Raises what the callback raises."""
         with self._lock:
-            self._done += amount
+            self.done += amount
         told = -1
         while (done := self._next(told)) is not None:
             try:
@@ -102,7 +102,7 @@ class Count:
     def _next(self, told: int) -> int | None:
         """What to tell after this, unless another thread does or nothing has come that matters."""
         with self._lock:
-            done = min(self._done, self._total)
+            done = min(self.done, self._total)
             if self._is_telling or done == told or (told >= 0 and done < self._total):
                 return None
             self._is_telling = True

@@ -353,24 +353,36 @@ class Content:
                 self._node.info = info
                 self._is_dirty = False
 
-    def end_writing(self) -> None:
-        """Publish, and let the place say again what the name leads to. After an error what was written is gone."""
+    def end_writing(self) -> bool:
+        """Publish, and let the place say again what the name leads to: whether there was anything to publish. After an
+        error what was written is gone.
+        """
         with self.changing():
-            writer = self._writer
+            writer, was_dirty = self._writer, self.is_dirty
             if writer is None:
-                return
+                return False
             try:
                 while not self._ended(writer):
                     self._publish_once(writer)
             except BaseException:
-                self._detach(self._node)
-                with self.lock:
-                    self._writer = None
-                    self._is_dirty = False
-                    self._num_changes += 1
+                self._drop(writer)
                 raise
-            finally:
-                writer.abort()
+            writer.abort()
+            return was_dirty
+
+    def give_up(self) -> None:
+        """Drop what was written: the name leads to what the place has."""
+        with self.changing():
+            if self._writer is not None:
+                self._drop(self._writer)
+
+    def _drop(self, writer: Writer) -> None:
+        self._detach(self._node)
+        with self.lock:
+            self._writer = None
+            self._is_dirty = False
+            self._num_changes += 1
+        writer.abort()
 
     def _ended(self, writer: Writer) -> bool:
         """End the writing, if nothing is left to be published."""
