@@ -32,9 +32,7 @@ def test_a_range_over_several_blocks_is_read_from_their_nodes() -> None:
 def test_what_one_node_gives_makes_no_thread_look_for_work_at_the_others() -> None:
     played = Played(("a:1", "b:1", "c:1"))
     played.read(0, 10)
-    assert played.schedule.num_ready
-    assert played.take() is not None
-    assert played.schedule.num_ready == 0
+    assert played.take() is not None and played.schedule.num_ready == 0
 
 
 def test_neighbours_are_read_by_one_request_and_end_one_by_one() -> None:
