@@ -34,8 +34,8 @@ class Queueing:
 
     @property
     def num_ready(self) -> int:
-        """How many threads could take something. A piece that several DataNodes have is gone from all of their lines
-        when it was taken from one."""
+        """How many threads could take something. A piece that was taken from one line is removed from the lines of all
+        other DataNodes that have it."""
         return sum(line in self._waiting for line in self._ready)
 
     def add(self, piece: Piece, nodes: Sequence[Node], now_s: float, *, first: bool = False) -> None:

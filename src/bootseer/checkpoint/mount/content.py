@@ -30,7 +30,7 @@ from bootseer.fuse.tree import Cancel, Data, Reply
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
-"""So often who waits for a turn looks whether it is of use still."""
+"""Seconds between two checks whether the caller that waits for its turn is being killed."""
 Check = Callable[[], None]
 """Raises when nobody waits any more for what is being waited for."""
 
@@ -132,7 +132,7 @@ class Content:
         self._writer: Writer | None = None
         self._is_dirty = False
         self._num_changes = 0
-        """Rises with every change of content or attributes: whoever was without the lock sees whether there was one."""
+        """Rises with every change of content or attributes, so that code that ran without the lock can detect one."""
         self._is_removed = False
         self._mtime_ns: int | None = None
         """What somebody wants the time of the last change to be."""
@@ -407,7 +407,7 @@ class Content:
             self._is_removed = True
 
     def close(self) -> None:
-        """Nobody has it open any more, or will: let go of what is read."""
+        """No handle is left and none will come: close the version that is read."""
         with self.lock:
             self._end_reading()
 

@@ -1,8 +1,8 @@
 """What listings of folders said, for a moment: a program that lists 10,000 files asks for each of them next.
 
 What is remembered may be some seconds old, which is what the kernel's own memory of attributes allows too. That a name
-is not in a listing says nothing: it may have come since. Only who makes a file need not ask again for a name that the
-kernel has just looked up for the same open(2). Called by `filesystem`; safe to use from many threads.
+is not in a listing says nothing: it may have come since. A name that was not there is remembered between the two
+requests of one open(2) that creates it. Called by `filesystem`; safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ class Listings:
                 self._missing[path] = self._clock()
 
     def was_missing(self, path: str) -> bool:
-        """Whether a path was not there when it was looked up a moment ago. Says so once."""
+        """Whether a path was not there when it was looked up a moment ago. Forgets that."""
         with self._lock:
             return self._clock() - self._missing.pop(path, -_MISSING_S) < _MISSING_S

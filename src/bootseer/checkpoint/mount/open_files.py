@@ -169,7 +169,7 @@ class OpenFiles:
             content.end_writing()
         finally:
             with self._lock:
-                # Who has opened it meanwhile goes on with the same content.
+                # A handle that was opened meanwhile keeps the same content.
                 is_over = not content.handles and opened.node.content is content
                 if is_over:
                     self._nodes.closed(opened.node)

@@ -26,8 +26,8 @@ class ReadingSettings:
     direct_min_bytes: int = 4 * _MIB
     """A read from this size on goes straight into the caller's memory; a smaller one through chunks read ahead."""
     at_once_bytes: int = 64 << 10
-    """An ordinary file up to this size that is read as a whole is neither kept nor read ahead, and brought by the
-    thread that asks: of 10,000 such files, that is half of the cost."""
+    """An ordinary file up to this size that is read as a whole is neither kept nor read ahead, and is received by the
+    calling thread: waking another one costs more than the read."""
     piece_bytes: int = 4 * _MIB
     """Largest piece of an ordinary file: beyond this, requests cost nothing any more."""
     unit_bytes: int = _MIB
