@@ -156,7 +156,7 @@ def test_owners_leave_files_out_and_make_exceptions(place: Place) -> None:
     script = place.counting_script(f"echo words > vocab; {token}; echo k > $HOME/.vault-token\n")
     words = ("--setup", script, "--", "cat", "vocab", "own")
     ran = place.run(*words)
-    assert "token.cfg (a random word behind 'token')" in ran.stderr
+    assert "token.cfg (a secret (token))" in ran.stderr
     ran = place.run("--env-keep", "*/token.cfg", "--env-secret-rules", "rules.toml", *words)
     assert f"{place.project}/own (it matches the rule" in ran.stderr
     chosen = ("--env-keep", "*/token.cfg", "--env-leave-out", f"{place.project}/own")
@@ -167,6 +167,9 @@ def test_owners_leave_files_out_and_make_exceptions(place: Place) -> None:
     held = stored(place.store)
     assert SECRET.encode() in held
     assert b"own-12345678" not in held
+    ran = place.bootseer("run", "--env-keep", "token.cfg", *words)
+    assert ran.returncode == 2
+    assert "begin it with /, ~/ or *" in ran.stderr
     # A fleet says the same with variables, and finds the same snapshot.
     fleet = {"BOOTSEER_ENV_KEEP": "*/token.cfg", "BOOTSEER_ENV_LEAVE_OUT": f"{place.project}/own"}
     place.run(*words, more=fleet)

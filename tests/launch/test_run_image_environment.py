@@ -13,6 +13,7 @@ import pytest
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from image_node import Node
+from stored import stored
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -198,3 +199,24 @@ def test_a_replaced_node_mounts_image_and_snapshot_lazily(job: Callable[..., Any
     for number in range(3):
         ran, start = job(*words, more={"BOOTSEER_CACHE": str(tmp_path / f"node{number}")})
         assert (ran.stdout, start["mode"]) == (first.stdout, "restored")
+
+
+def test_credentials_of_a_setup_in_an_image_are_in_no_store(job: Callable[..., Any], tmp_path: Path) -> None:
+    secret = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
+    (tmp_path / "project" / "login.sh").write_text(
+        f"mkdir -p $HOME/.kube; echo {secret}kube > $HOME/.kube/config; echo {secret}vault > $HOME/.vault-token\n"
+        "mkdir -p /opt; echo words > /opt/words\n"
+    )
+    words = ("--", "sh", "-c", "cat /opt/words; cat $HOME/.vault-token")
+    ran, start = job(*words, setup="login.sh")
+    assert (ran.stdout, start["mode"]) == (f"words\n{secret}vault\n", "captured")
+    held = stored(tmp_path / "store")
+    assert b"opt" in held
+    assert secret.encode() not in held
+    ran, start = job("--", "cat", "/opt/words", setup="login.sh")
+    assert (ran.stdout, start["mode"]) == ("words\n", "restored")
+    assert ".vault-token" in ran.stderr
+    (tmp_path / "project" / "copy.sh").write_text(f"mkdir -p /opt; echo token={secret} > /opt/settings.conf\n")
+    ran, start = job("--", "cat", "/opt/settings.conf", setup="copy.sh")
+    assert "it would hold what looks secret: /opt/settings.conf" in ran.stderr
+    assert secret.encode() not in stored(tmp_path / "store")

@@ -146,8 +146,8 @@ def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[st
         inputs=tuple(values["inputs"]),
         variables=tuple(values["variables"]),
         imports=tuple(values.get("imports", ())),
-        leave_out=_listed(values["leave_out"], env, _LEAVE_OUT),
-        keep=_listed(values["keep"], env, _KEEP),
+        leave_out=_patterns("--env-leave-out", _listed(values["leave_out"], env, _LEAVE_OUT)),
+        keep=_patterns("--env-keep", _listed(values["keep"], env, _KEEP)),
         secret_rules=tuple(map(os.path.abspath, _listed(values.get("secret_rules", ()), env, _RULES))),
         conflicts=values.get("conflicts") or "refuse",
         max_age_s=_duration(values.get("max_age"), "--env-max-age", env, _MAX_AGE, endless=True),
@@ -168,6 +168,13 @@ def _mode(env: Mapping[str, str]) -> Mode:
 def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:
     """The values of an option, and those of a variable that says it for a whole fleet, with colons between them."""
     return (*given, *filter(None, env.get(variable, "").split(":")))
+
+
+def _patterns(option: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in given:
+        if not pattern.startswith(("/", "~/", "*")):
+            raise UsageError(f"{option} {pattern!r} names no place", hint="begin it with /, ~/ or *")
+    return given
 
 
 def _duration(

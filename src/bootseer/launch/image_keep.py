@@ -147,9 +147,8 @@ class Keeping:
 
     def _changes(self, layer: Path) -> Sequence[Change]:
         found_env = self._setup.found_env
-        homes = [home for home in (found_env.get("HOME", "").rstrip("/"),) if home]
         exclusions = Exclusions(
-            homes=homes,
+            homes=["/root", found_env.get("HOME", "")],
             caches=caches_of(found_env),
             credentials=credentials_of(found_env),
             leave_out=self._task.wanted.leave_out,

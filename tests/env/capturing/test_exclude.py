@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.capturing.exclude import RULES, Exclusions, caches_of
+from bootseer.env.capturing.exclude import RULES, Exclusions, caches_of, credentials_of
 
 RULE = Exclusions(homes=["/root", "/data/people/me"], own=["/data/spool"], caches=["/data/pip"])
 
@@ -46,6 +46,39 @@ def test_a_rule_leaves_it_out(path: str, name: str) -> None:
     rule = RULE.why(path)
     assert rule is not None
     assert rule.name == name
+
+
+def test_homes_may_lie_in_one_another_and_be_the_root_folder() -> None:
+    rules = Exclusions(homes=["/root", "/root/people/me", "/"])
+    for home in ("", "/root", "/root/people/me", "/home/u"):
+        assert (found := rules.why(f"{home}/.kube/config")) is not None
+        assert found.name == "credentials"
+    assert rules.why("/etc/profile") is None
+
+
+def test_settings_move_credentials() -> None:
+    env = {"HF_HOME": "/data/hf/", "KUBECONFIG": "/data/a:/data/b", "NETRC": "/data/netrc", "DOCKER_CONFIG": ""}
+    rules = Exclusions(credentials=credentials_of(env))
+    assert all(rules.why(path) for path in ("/data/hf/token", "/data/a", "/data/b", "/data/netrc"))
+    assert rules.why("/data/hf/hub/model") is None
+
+
+def test_the_owner_leaves_out_and_keeps_by_patterns() -> None:
+    rules = Exclusions(leave_out=["~/.tool/*.key", "/opt/app/login/"], keep=["~/.kube", "/opt/app/login/public"])
+    for path in ("/root/.tool/a.key", "/home/u/.tool/deep/b.key", "/opt/app/login", "/opt/app/login/token"):
+        assert (found := rules.forbids(path)) is not None
+        assert found.name == "left out by the owner"
+    for path in ("/root/.kube/config", "/opt/app/logins", "/srv/.tool/a.key"):
+        assert rules.forbids(path) is None
+    assert rules.keeps("/opt/app/login/public/a")
+    # No word of the owner makes the machine's own files part of a snapshot.
+    assert Exclusions(keep=["/proc/*"]).why("/proc/1/status") is not None
+
+
+def test_what_lies_in_a_scratch_folder_is_not_forbidden_for_that() -> None:
+    assert RULE.why("/tmp/project/file") is not None
+    assert RULE.forbids("/tmp/project/file") is None
+    assert RULE.forbids("/root/.azure/deep/file") is not None
 
 
 @pytest.mark.parametrize(

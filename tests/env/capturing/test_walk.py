@@ -142,6 +142,41 @@ def test_a_containers_changes_are_found_with_and_without_its_image(layer: Layer)
     assert next(change for change in blind if change.path == "/gone").action is Action.DELETED
 
 
+def test_secrets_are_withheld_with_all_that_lies_in_their_folder(layer: Layer) -> None:
+    write(layer.lower, "home/.netrc", "old")
+    for name in (".netrc", ".azure/a/token", ".kube/config", ".kube/kubens"):
+        write(layer.upper, f"home/{name}", "new")
+    walk = Walk(Exclusions(homes=["/data/home"], leave_out=["*/kubens"]), wants_before=lambda path: True)
+    walk.layer(layer)
+    assert {change.path for change in walk.changes()} == {"/data/home/.kube"}
+    withheld = walk.left_out.withheld
+    assert {path.removeprefix("/data/home/") for path in withheld} == {
+        ".netrc", ".azure", ".azure/a", ".azure/a/token", ".kube/config", ".kube/kubens",
+    }  # fmt: skip
+    assert withheld["/data/home/.netrc"].before.startswith("file:sha256:")
+    assert {one.path: one.rule for one in walk.left_out.reasons.values()} == {
+        "/data/home/.netrc": "credentials",
+        "/data/home/.azure": "credentials",
+        "/data/home/.kube/config": "credentials",
+        "/data/home/.kube/kubens": "left out by the owner",
+    }
+
+
+def test_a_file_that_was_written_again_counts_unless_a_rule_says_otherwise(layer: Layer) -> None:
+    for folder in (layer.upper, layer.lower):
+        for name in ("same", "home/.vault-token", "run.pid"):
+            write(folder, name, "same")
+    again = {"/data/same", "/data/home/.vault-token", "/data/run.pid"}
+    walk = Walk(Exclusions(homes=["/data/home"]), wants_before=lambda path: True, again=again)
+    walk.layer(layer)
+    (change,) = walk.changes()
+    assert (change.path, change.action, change.before) == (
+        "/data/same",
+        Action.MODIFIED,
+        state_at(Path(layer.lower, "same")),
+    )
+
+
 def test_states_are_told_apart(tmp_path: Path) -> None:
     write(str(tmp_path), "a", "x")
     (tmp_path / "link").symlink_to("a")

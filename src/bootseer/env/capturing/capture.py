@@ -60,7 +60,7 @@ def open_capture(
     settings = os.environ if env is None else env
     homes = _homes(settings)
     exclusions = Exclusions(
-        homes=homes,
+        homes=[*homes, settings.get("HOME", "")],
         own=[os.path.realpath(path) for path in (*own, folder)],
         caches=caches_of(settings),
         credentials=credentials_of(settings),

@@ -238,10 +238,11 @@ class Exclusions:
         `leave_out` and `keep` are patterns of the owner, as a shell's, whose `*` takes slashes too; `~/` is any home.
         What they name they name with everything in it. `keep` outranks rules about secrets and no others.
         """
-        # The longest first: a home may lie in another one.
-        found = {home.rstrip("/") for home in homes if home.strip("/")}
+        # The longest first: a home may lie in another one, and users without a name have "/".
+        found = {home.rstrip("/") for home in homes if home.startswith("/")}
         self._homes = tuple(sorted(found, key=lambda home: (-len(home), home)))
-        home = "|".join([*map(re.escape, self._homes), "/home/[^/]+"])
+        home = "|".join([*(re.escape(home) for home in self._homes if home), "/home/[^/]+"])
+        home += "|" if "" in self._homes else ""
         self._home = re.compile(f"(?:{home})(?=/)")
         self._folders = {path: rule for rule in RULES for path in rule.paths}
         self._folders.update((path, _CREDENTIALS) for path in credentials if path.strip("/"))

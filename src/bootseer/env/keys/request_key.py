@@ -103,8 +103,7 @@ class _Collector:
         self._problems: dict[str, None] = {}
         self._unpinned: dict[str, None] = {}
         self._platform: dict[str, Any] = {"format": gate.FORMAT}
-        homes = [home] if (home := ask.env.get("HOME", "")) else []
-        self._secrets = Exclusions(homes=["/root", *homes], credentials=credentials_of(ask.env))
+        self._secrets = Exclusions(homes=["/root", ask.env.get("HOME", "")], credentials=credentials_of(ask.env))
 
     def key(self) -> RequestKey:
         ask = self._ask

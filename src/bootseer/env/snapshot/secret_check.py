@@ -37,8 +37,6 @@ from bootseer.errors import PermanentError, UsageError
 if TYPE_CHECKING:
     from kingfisher_sdk import Scanner
 
-SMALL_BYTES = 1 << 20
-"""Larger files are no settings: only known forms and values are looked for."""
 LOOKED_AT_BYTES = 16 << 20
 """Of a large file."""
 _OVERLAP = 4096

@@ -1,0 +1,109 @@
+"""What must not be published is refused by the writer itself, before a byte of it is stored."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.capturing.exclude import Exclusions
+from bootseer.env.snapshot.secret_check import SecretCheck
+from bootseer.errors import PermanentError, UsageError
+from bootseer.store.memory import MemoryStore
+from env_snapshots import snapshot
+from erofs_images import needs_root
+from wheels import make_wheel
+
+SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
+
+
+def test_nothing_of_a_snapshot_with_a_secret_is_stored_and_all_are_named(tmp_path: Path) -> None:
+    """However a path got among the changes."""
+    upper = tmp_path / "upper"
+    (upper / "root").mkdir(parents=True)
+    (upper / "root/.vault-token").write_text("x\n")
+    store = MemoryStore(str(tmp_path))
+    with pytest.raises(PermanentError, match=r"/root/\.vault-token \(credentials\)"):
+        snapshot(store, upper)
+    (upper / "root/.vault-token").unlink()
+    for name in ("b.env", "c.env"):
+        (upper / name).write_text(f"TOKEN={SECRET}{name}\n")
+    (upper / "a").write_text("what comes first")
+    (upper / "large").write_bytes(b"a" * (2 << 20))
+    with pytest.raises(PermanentError, match=r"/b\.env \(.*\), /c\.env") as caught:
+        snapshot(store, upper)
+    assert SECRET not in str(caught.value)
+    assert not list(store.list())
+
+
+def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_behind_is_not(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    (upper / "large").write_bytes(b"a" * ((1 << 20) - 5) + SECRET.encode() + b"a" * (1 << 20))
+    with pytest.raises(PermanentError, match=r"/large \(the value of MY_TOKEN\)"):
+        snapshot(MemoryStore(str(tmp_path)), upper, check=check)
+    (upper / "large").write_bytes(b"a" * (20 << 20) + SECRET.encode())
+    assert snapshot(MemoryStore(str(tmp_path)), upper, check=check).num_files == 1
+
+
+@needs_root
+def test_links_and_attributes_are_judged(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    (upper / "link").symlink_to(f"https://me:{SECRET}@a.test/")
+    with pytest.raises(PermanentError, match="/link"):
+        snapshot(MemoryStore(str(tmp_path)), upper)
+    (upper / "link").unlink()
+    (upper / "file").write_text("")
+    os.setxattr(upper / "file", "user.note", ("gh" + f"p_{'a1B2c3D4e5' * 4}").encode())
+    with pytest.raises(PermanentError, match="/file"):
+        snapshot(MemoryStore(str(tmp_path)), upper)
+
+
+def test_files_of_published_packages_are_none_and_changed_ones_are(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    site = upper / "lib/python3.11/site-packages"
+    token = "gh" + "p_" + "a1B2c3D4e5" * 4
+    make_wheel(tmp_path / "wheels", "alpha", "1", {"alpha/fixture.py": f"{token!r}\n"})
+    with zipfile.ZipFile(next((tmp_path / "wheels").iterdir())) as wheel:
+        wheel.extractall(site)
+    snapshot(MemoryStore(str(tmp_path)), upper)
+    (site / "alpha-1.dist-info/direct_url.json").write_text('{"url": "file:///project"}')
+    with pytest.raises(PermanentError, match=r"fixture\.py"):
+        snapshot(MemoryStore(str(tmp_path)), upper)
+    (site / "alpha-1.dist-info/direct_url.json").unlink()
+    (site / "alpha/fixture.py").write_text(f"{token!r} \n")
+    with pytest.raises(PermanentError, match=r"fixture\.py"):
+        snapshot(MemoryStore(str(tmp_path)), upper)
+
+
+def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".aws").mkdir(parents=True)
+    (home / ".aws/credentials").write_text(f"aws_secret_access_key = {SECRET}\n")
+    check = SecretCheck(Exclusions(homes=[str(home)]))
+    assert (
+        check.content("/opt/copy", (home / ".aws/credentials").read_bytes())
+        == f"/opt/copy (a copy of {home}/.aws/credentials)"
+    )
+    assert check.content("/opt/log", f"using {SECRET}...".encode()) == f"/opt/log (a word of {home}/.aws/credentials)"
+    assert check.content("/opt/log", b"using credentials") == ""
+
+
+def test_passwords_in_addresses_of_variables_are_known_again() -> None:
+    check = SecretCheck(
+        Exclusions(), variables={"PIP_INDEX_URL": f"https://me:{SECRET}@a.test/", "N_KEY": "17", "HOME": "/x"}
+    )
+    assert check.content("/opt/copy", f"password is {SECRET}".encode()) == "/opt/copy (the value of PIP_INDEX_URL)"
+    assert check.text("its document", f'"={SECRET}"'.encode()) == "its document (the value of PIP_INDEX_URL)"
+    assert check.content("/opt/numbers", b"17 /x") == ""
+
+
+def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text("[[rules]]\nid = 1")
+    with pytest.raises(UsageError) as caught:
+        SecretCheck(Exclusions(), rules=[str(tmp_path / "rules.toml")])
+    assert "--env-secret-rules" in str(caught.value.hint)
