@@ -21,6 +21,22 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that would wait for ever, for example for the other end of a pipe."""
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 pytest_plugins = ["conftest_launch", "conftest_ran", "image_node"]
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
