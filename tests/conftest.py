@@ -23,6 +23,22 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that would wait for ever, for example for the other end of a pipe."""
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it: then `kill -INT` in a
 # test would end nothing. The tests say what is ignored, not the shell that happened to start them.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -173,6 +173,7 @@ def test_a_folder_of_the_runtime_that_others_can_change_is_not_used(place: Path,
         Runtime(place / "run")
 
 
+@pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("what", ["folder", "file", "link", "pipe"])
 def test_a_record_that_another_user_wrote_is_no_mount(place: Path, what: str) -> None:
     runtime = Runtime(place / "run")

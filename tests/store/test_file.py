@@ -273,6 +273,7 @@ def test_links_are_not_followed_to_objects_or_folders(tmp_path: Path, name: str)
     assert [path.stat() for path in sorted(tmp_path.rglob("outside*/**"))] == before
 
 
+@pytest.mark.usefixtures("alarm")
 def test_a_pipe_in_the_place_of_an_object_holds_nothing_up(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     (tmp_path / "images").mkdir()

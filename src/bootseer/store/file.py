@@ -188,6 +188,10 @@ class FileStore:
     def _mapped(self, error: OSError, name: str) -> BootseerError:
         if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             return NotFoundError(f"{self._uri} has no object {name}")
+        if error.errno == errno.EACCES:
+            return AccessError(
+                f"{self._uri}: {name}: {error.strerror}; objects are for the store's group ({STORE_GROUP})"
+            )
         return mapped(error, self._uri, name)
 
 

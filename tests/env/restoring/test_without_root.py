@@ -58,6 +58,8 @@ def test_a_user_without_rights_gets_the_environment_at_its_place(setup: Setup, t
         os.chown(path, UID, UID)
     changes = setup.changes(venv, deleted=[venv / "lib" / "gone.py"], opaque=[venv / "data"])
     (tmp_path / "document").write_bytes(setup.document(changes, [venv]).encode())
+    for path in ((tmp_path / "store"), *(tmp_path / "store").rglob("*")):
+        os.chown(path, 0, UID)  # a store is for its group
     script = (
         f"cd {venv}; find . -type f | sort; id -u; stat -c %u lib/new.py; cat lib/new.py;"
         "echo changed > lib/new.py; echo 42 > result; rm data/fresh"
