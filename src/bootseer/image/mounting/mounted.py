@@ -38,7 +38,7 @@ class MountedImage(Brought):
         daemon: Daemon | None,
         say: Callable[[str], None],
         *,
-        lifeline: bool,
+        lifeline: bool = False,
     ) -> None:
         """`lifeline`: it serves one command, and is of no use when that has ended."""
         super().__init__("the image", facts, daemon, say)
