@@ -103,7 +103,8 @@ class Container:
         """What to start in the place of the user's command. Its own environment is `PATH` alone."""
         folder = str(self._folder)
         bare = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
-        shim = (sys.executable, "-I", "-S", str(_SCRIPTS / "shim.py"), "own" if self._own_pids else "host", folder)
+        pids = ("own" if is_host() else "try") if self._own_pids else "host"
+        shim = (sys.executable, "-I", "-S", str(_SCRIPTS / "shim.py"), pids, folder)
         start = ("run", "--detach", "--pid-file", f"{folder}/pid", "--bundle", folder, self._id)
         return (*bare, *shim, *self._program, *start)
 

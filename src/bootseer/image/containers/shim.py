@@ -4,12 +4,14 @@
 read ahead. Detached, it passes the streams on but does not wait. This script starts it detached, adopts the container's
 process, passes signals on to its process group and ends as it does. Run with `-I -S` and a bare environment:
 
-    shim.py own|host FOLDER WORD...
+    shim.py own|try|host FOLDER WORD...
 
 FOLDER has the container's `config.json` and receives the file `pid`, WORD... is the runtime's command line. With `own`
 the container has process ids of its own. Their number 1 is a process of this script: the kernel ignores SIGTERM for the
 first process of a namespace, so the program must not be it, and all other processes are killed with it. It reaps
-orphans, has an empty root, no rights and no open files, and is killed when this script ends, however that happens.
+orphans, has an empty root, no rights and no open files, and is killed when this script ends, however that happens. With
+`try` the container has the host's process ids where that fails: without root the kernel refuses a view of new processes
+where parts of the present one are covered, as in most containers.
 
 The exit code is the runtime's when that fails, else the program's: 128 + N after signal N.
 """
@@ -29,6 +31,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _NEWNS, _NEWPID = 0x0002_0000, 0x2000_0000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _MOVE, _REC, _PRIVATE = 1, 2, 4, 8, 1 << 13, 1 << 14, 1 << 18
 _CAPABILITY_VERSION_3 = 0x2008_0522
+_CANNOT = 125
 _START_S = 30.0
 _END_S = 30.0
 _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
@@ -46,9 +49,15 @@ def main() -> int:
     awaited = (set(signal.valid_signals()) - _OWN) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     _called(libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0), "adopt processes")
-    first = _own_process_ids() if pids == "own" else None
-    if first is not None:
-        _join(f"{folder}/config.json", first)
+    first = None
+    if pids != "host":
+        first, why = _own_process_ids()
+        if first is not None:
+            _join(f"{folder}/config.json", first)
+        elif pids == "own":
+            return _say(f"the container cannot have process ids of its own: {why}\nhint: --pid host")
+        else:
+            _say(f"the container sees the processes of this machine: {why}")
     started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid()))
     if started.returncode:
         return started.returncode
@@ -99,12 +108,13 @@ def _pass_on(pid: int, number: int) -> None:
 # -- process ids -------------------------------------------------------------------------------------------------------
 
 
-def _own_process_ids() -> int | None:
-    """Make a namespace of process ids; returns its first process, or None, after a line that says why.
+def _say(text: str) -> int:
+    os.write(2, f"bootseer: {text}\n".encode("utf-8", "replace"))
+    return _CANNOT
 
-    Without root the kernel refuses a view of the new processes where parts of the present one are covered, as in most
-    containers.
-    """
+
+def _own_process_ids() -> tuple[int | None, str]:
+    """Make a namespace of process ids; returns its first process, or None and why there is none."""
     told, tell = os.pipe2(os.O_CLOEXEC)
     stay, go = os.pipe2(os.O_CLOEXEC)
     middle = os.fork()
@@ -115,18 +125,16 @@ def _own_process_ids() -> int | None:
     os.close(stay)
     try:
         first = _heard(told)
+        if not first.isdecimal():
+            return None, first
         os.waitpid(middle, 0)
-        if first.isdecimal():
+        with contextlib.suppress(BrokenPipeError):  # it has died, which the next message tells
             os.write(go, b"g")  # its parent is this process now, so that it can ask to end with it
-            why = _heard(told)
-            if not why:
-                return int(first)
-            os.waitpid(int(first), 0)
-        else:
-            why = first
-        text = f"bootseer: the container sees the processes of this machine: {why or 'the first one died'}\n"
-        os.write(2, text.encode("utf-8", "replace"))
-        return None
+        why = _heard(told)
+        if why:
+            _end(int(first))
+            return None, why
+        return int(first), ""
     finally:
         os.close(told)
         os.close(go)

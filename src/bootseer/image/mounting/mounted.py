@@ -39,7 +39,7 @@ class MountedImage(Brought):
         say: Callable[[str], None],
         cache: Path,
         *,
-        lifeline: bool,
+        lifeline: bool = False,
     ) -> None:
         """`lifeline`: it serves one command, and is of no use when that has ended."""
         super().__init__("the image", facts, daemon, say)
