@@ -130,7 +130,7 @@ class TestSigned:
             assert known.load(WORKLOAD) is not None
             assert said == []
 
-    def test_a_set_without_a_signature_is_ignored_with_a_word(self, tmp_path: Path, strict: Signatures) -> None:
+    def test_a_set_without_a_signature_is_ignored_with_a_note(self, tmp_path: Path, strict: Signatures) -> None:
         store = FileStore(tmp_path / "store")
         sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
         known, said = sets(tmp_path, store, "n1", strict)

@@ -1,4 +1,4 @@
-"""Signed objects: who is believed, and what else an object may be."""
+"""Signed objects: which signatures count, and what else an object may be."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def changed(data: bytes, **changes: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def test_what_a_trusted_key_signed_is_believed(folder: Path, strict: Signatures) -> None:
+def test_what_a_trusted_key_signed_is_accepted(folder: Path, strict: Signatures) -> None:
     data = sealed(folder, "a")
     assert strict.open(NAME, data, "s") == PAYLOAD == UNSIGNED.open(NAME, data, "s")
     assert len(data) <= stored_limit(len(PAYLOAD))
@@ -143,7 +143,7 @@ def test_a_signature_of_another_length_does_not_match(folder: Path, strict: Sign
         strict.open(NAME, changed(sealed(folder, "a"), signatures=[row]), "s")
 
 
-def test_a_cut_or_damaged_envelope_is_never_believed(folder: Path, strict: Signatures) -> None:
+def test_a_cut_or_damaged_envelope_is_never_accepted(folder: Path, strict: Signatures) -> None:
     data = sealed(folder, "a")
     for end in range(len(data)):
         with pytest.raises((CorruptError, SignatureError)):
@@ -235,7 +235,7 @@ class TestKeys:
             assert str(path) in str(caught.value)
             assert caught.value.hint
 
-    def test_a_file_without_trusted_keys_trusts_nobody(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_file_without_trusted_keys_is_an_error(self, folder: Path, tmp_path: Path) -> None:
         empty = tmp_path / "empty"
         empty.mkdir()
         rsa = make_key(tmp_path / "rsa", "rsa")
@@ -252,5 +252,5 @@ class TestKeys:
         trusted = str(folder / "trusted")
         Signatures((str(folder / "a"),), trusted).check()
         Signatures((str(folder / "b"), str(folder / "a")), trusted).check()
-        with pytest.raises(UsageError, match="would not be believed"):
+        with pytest.raises(UsageError, match="would not be accepted"):
             Signatures((str(folder / "b"),), trusted).check()

@@ -1,5 +1,4 @@
-"""What somebody who may write into a store can make a node run: documents are forged there, with a real registry and
-real mounts."""
+"""What a writer of the store can make a node run: documents are forged there, with a real registry and real mounts."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def document(uri: str, digest: str) -> dict[str, Any]:
 
 
 def put(uri: str, name: str, data: bytes) -> None:
-    """What only somebody with the right to write into the store can do."""
+    """Overwrite an object, as every writer of the store can."""
     with closing(open_store(uri)) as store:
         upload = store.upload()
         upload.write(data)
@@ -235,8 +234,8 @@ class TestSigned:
         mounted.close()
         with pytest.raises(SignatureError, match="is not signed"):
             look(node.digest)
-        thief = make_key(node.folder / "thief")
-        data = Signatures((str(thief),)).seal(document_name(node.digest), json.dumps(forged).encode())
+        attacker = make_key(node.folder / "attacker")
+        data = Signatures((str(attacker),)).seal(document_name(node.digest), json.dumps(forged).encode())
         put(uri, document_name(node.digest), data)
         with pytest.raises(SignatureError, match="a key that is not trusted"):
             look(node.digest)
@@ -269,7 +268,7 @@ class TestSigned:
         with pytest.raises(PermanentError, match="sha256-"):
             look(node.digest)
 
-    def test_a_conversion_that_is_signed_believes_no_layer_that_is_not(
+    def test_a_signed_conversion_uses_no_unsigned_layer_documents(
         self, node: Node, key: Path, evil: str, look: Callable[..., bool]
     ) -> None:
         """Layers are converted once for all images: who forges what a store remembers of one gets it signed."""

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from bootseer.bring.places import unpacked_folder
-from bootseer.bring.unpacked import release_unpacked
+from bootseer.bring.unpacked import name_of, release_unpacked
 from bootseer.errors import UsageError
 from bootseer.image.mounting import ways
+from bootseer.image.mounting.metadata import read_document
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
 from bootseer.mounts.ladder import Facts, Way
 from bootseer.mounts.table import mount_table
+from bootseer.store.open import open_store
 from oci_images import (
     device,
     directory,
@@ -150,13 +152,20 @@ def test_what_fails_in_spite_of_its_promise_is_left_for_the_next_way(image: Imag
     mounted.close()
 
 
+def tree_name(image: Image) -> str:
+    """What the written out tree of the image is called: after its block files."""
+    request = image.request()
+    document = read_document(open_store(str(request.store)), image.digest)
+    return name_of(list(dict.fromkeys(layer.file.identity for layer in document.layers)))
+
+
 def test_written_out_trees_go_when_nobody_used_them_for_long(image: Image) -> None:
     mounted = mount_image(image.request(), image.folder / "mnt", facts=WAYS[Way.UNPACK])
     cache = image.request().cache
     assert release_unpacked(cache, image.runtime, idle_s=0) == []
     mounted.close()
     assert release_unpacked(cache, image.runtime, idle_s=1000) == []
-    assert release_unpacked(cache, image.runtime, idle_s=0) == [image.digest.replace(":", "-")]
+    assert release_unpacked(cache, image.runtime, idle_s=0) == [tree_name(image)]
     assert list(unpacked_folder(cache).iterdir()) == []
 
 
@@ -170,7 +179,7 @@ def test_a_written_out_tree_is_left_alone_while_somebody_is_mounting(image: Imag
 
 def test_a_tree_that_was_not_finished_is_written_anew(image: Image) -> None:
     cache = image.request().cache
-    leaving = unpacked_folder(cache) / f"{image.digest.replace(':', '-')}.new"
+    leaving = unpacked_folder(cache) / f"{tree_name(image)}.new"
     (leaving / "closed").mkdir(parents=True)
     (leaving / "closed" / "file").touch()
     (leaving / "closed").chmod(0)

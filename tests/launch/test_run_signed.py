@@ -108,14 +108,14 @@ class TestEnvironments:
         place.run("--setup", other, "--", "true", more=signing)
         Path(evil).unlink()  # a loose file: the start that made it wrote it to its place
         (forged,) = set(place.store.glob("environments/*/document")) - {document}
-        thief = Signatures((str(make_key(tmp_path / "thief")),))
+        attacker = Signatures((str(make_key(tmp_path / "attacker")),))
         name = str(document.relative_to(place.store))
         value = json.loads(Signatures().open(str(forged.relative_to(place.store)), forged.read_bytes(), "store"))
         renamed = json.dumps({**value, "key": document.parent.name}, sort_keys=True, separators=(",", ":")).encode()
         for data, why in (
             (forged.read_bytes(), "is not what was signed"),
             (renamed, "is not signed"),
-            (thief.seal(name, renamed), "a key that is not trusted"),
+            (attacker.seal(name, renamed), "a key that is not trusted"),
         ):
             document.write_bytes(data)
             words = ("--trusted-keys", trusted, "--setup", good, "--", "test", "!", "-e", evil)
@@ -167,7 +167,7 @@ class TestImages:
         shown = json.loads(run("image", "hotset", "show", node.reference, "--json", more=fresh).stdout)
         assert [row["workload"] for row in shown["hotsets"]] == ["w"]
 
-    def test_a_hot_set_without_a_signature_is_ignored_with_a_word(
+    def test_a_hot_set_without_a_signature_is_ignored_with_a_note(
         self, run: Run, node: Node, key: Path, trusted: str, tmp_path: Path
     ) -> None:
         assert run("image", "convert", node.reference, "--sign", str(key)).returncode == 0
@@ -219,7 +219,7 @@ class TestImages:
             assert "Traceback" not in ran.stderr
         assert len(node.requests()) == requests
 
-    def test_without_the_library_nothing_is_believed(
+    def test_without_the_library_a_required_signature_is_an_error(
         self, run: Run, node: Node, key: Path, trusted: str, tmp_path: Path
     ) -> None:
         assert run("image", "convert", node.reference, "--sign", str(key)).returncode == 0

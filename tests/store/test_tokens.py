@@ -286,15 +286,15 @@ class TestWhoGetsTheLogin:
     def test_an_address_that_two_parsers_read_differently_gets_no_login(
         self, tokens: TokenServer, docker_config: Path
     ) -> None:
-        """`http://thief:1\\@registry:2/` has the host `registry` for urllib and `thief` for urllib3."""
-        with FaultProxy("", lambda _: Fault(status=200, body=b"{}")) as thief, FaultProxy("") as registry:
+        """`http://attacker:1\\@registry:2/` has the host `registry` for urllib and `attacker` for urllib3."""
+        with FaultProxy("", lambda _: Fault(status=200, body=b"{}")) as attacker, FaultProxy("") as registry:
             host = registry.host.replace("127.0.0.1", "localhost")
-            realm = f"http://{thief.host}" + r"\\@" + f"{host}/token"
+            realm = f"http://{attacker.host}" + r"\\@" + f"{host}/token"
             registry.plan = lambda _: Fault(status=401, headers={"WWW-Authenticate": f'Bearer realm="{realm}"'})
             log_in(docker_config, host)
             with closing(open_store(f"oci://{host}/a/b")) as store, pytest.raises((AccessError, PermanentError)):
                 store.stat(sha256(DATA))
-            assert not thief.requests
+            assert not attacker.requests
 
     @pytest.mark.parametrize("kind", ["Basic", "Bearer"])
     def test_no_login_is_sent_unencrypted(self, tokens: TokenServer, docker_config: Path, kind: str) -> None:
@@ -312,13 +312,13 @@ class TestWhoGetsTheLogin:
         assert tokens.asked == []
 
     def test_a_token_server_may_not_be_asked_unencrypted(self, docker_config: Path) -> None:
-        with FaultProxy("", lambda _: Fault(status=200, body=b'{"token": "x"}')) as thief, FaultProxy("") as proxy:
-            realm = f"http://{thief.host.replace('127.0.0.1', '127.1')}/token"
+        with FaultProxy("", lambda _: Fault(status=200, body=b'{"token": "x"}')) as attacker, FaultProxy("") as proxy:
+            realm = f"http://{attacker.host.replace('127.0.0.1', '127.1')}/token"
             proxy.plan = lambda _: Fault(status=401, headers={"WWW-Authenticate": f'Bearer realm="{realm}"'})
             log_in(docker_config, proxy.host)
             with closing(open_store(f"oci://{proxy.host}/a/b")) as store, pytest.raises(AccessError):
                 store.stat(sha256(DATA))
-            assert not thief.requests
+            assert not attacker.requests
 
     @pytest.mark.parametrize(
         ("registry", "realm", "allowed"),
@@ -328,9 +328,9 @@ class TestWhoGetsTheLogin:
             ("registry.gitlab.com", "https://gitlab.com/jwt/auth", True),
             ("registry.example", "https://auth.docker.io/token", False),
             ("registry.example:5000", "https://REGISTRY.example/token", True),
-            ("registry.example", "https://registry.example.thief.net/token", False),
-            ("registry.example", "https://thief-registry.example/token", False),
-            ("registry.example", "https://registry.example@thief.net/token", False),
+            ("registry.example", "https://registry.example.attacker.net/token", False),
+            ("registry.example", "https://attacker-registry.example/token", False),
+            ("registry.example", "https://registry.example@attacker.net/token", False),
             ("registry.example", "http://registry.example/token", False),
             ("[::1]:5000", "http://[::1]:5001/token", True),
         ],

@@ -23,4 +23,4 @@ def test_an_origin_has_the_port_that_is_meant(url: str, port: int) -> None:
 
 def test_an_origin_is_the_host_that_is_connected_to() -> None:
     # urllib takes what stands behind the @ for the host, urllib3 connects to what stands before the backslash.
-    assert Origin.of("http://thief:1\\@registry:2/token") == Origin("http", "thief", 1)
+    assert Origin.of("http://attacker:1\\@registry:2/token") == Origin("http", "attacker", 1)

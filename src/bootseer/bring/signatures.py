@@ -1,11 +1,11 @@
-"""Signatures of documents and hot sets in stores: made when they are written, verified before they are believed.
+"""Signatures of documents and hot sets in stores: made when they are written, verified before they are used.
 
 A signed object is a DSSE envelope: payload and signatures (ed25519) in one object, so that both are replaced in one
 step. What is signed is the payload with the object's name, so that no signed object can stand for another one. The
 format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0027-signatures.md.
 
 Keys are files in PEM, as `openssl genpkey -algorithm ed25519` makes them. They are read when they are needed, also in
-child processes, so that no secret is held or passed on. Called by whoever reads or writes documents and hot sets.
+child processes, so that no secret is held or passed on. Called by all that read or write documents and hot sets.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Signatures:
         return bool(self.signing) or not self.trusted
 
     def check(self) -> None:
-        """Raise `UsageError` unless all keys can be used, and what is signed here would be believed here."""
+        """Raise `UsageError` unless all keys can be used, and what is signed here would be accepted here."""
         trusted = _public_keys(self.trusted) if self.trusted else {}
         own = {key_id(_private_key(path).public_key()) for path in self.signing}
         if trusted and own and own.isdisjoint(trusted):
             raise UsageError(
-                f"{self.signing[0]}: what it signs would not be believed, it is none of the keys in {self.trusted}",
+                f"{self.signing[0]}: what it signs would not be accepted, it is none of the keys in {self.trusted}",
                 hint=f"openssl pkey -in {self.signing[0]} -pubout prints its public key",
             )
 
@@ -91,7 +91,7 @@ class Signatures:
             return data
         payload, kind, rows = _parse(data, f"{where}: {name}")
         if kind != TYPE + name:
-            raise SignatureError(f"{where}: {name} is not what was signed: that is {kind.removeprefix(TYPE)!r}")
+            raise SignatureError(f"{where}: {name} is not what was signed: that is {kind.removeprefix(TYPE)[:200]!r}")
         if required:
             keys = _public_keys(self.trusted) if self.trusted else {}
             if reuse:

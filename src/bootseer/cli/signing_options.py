@@ -31,13 +31,14 @@ TRUST = (
         metavar="PATH",
     ),
 )
-"""Whose word is needed for what comes from a store."""
+"""Which signatures are required of what comes from a store."""
 
 
 def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence[str] = ()) -> Signatures:
     """What is required and what is signed; `keys` are files of private keys, before those of the environment.
 
-    Named keys are required: who names them cannot forget to. Raises `UsageError` for keys that cannot be used.
+    Naming trusted keys requires signatures, so that the switch cannot be forgotten. Raises `UsageError` for keys that
+    cannot be used.
     """
     from bootseer.bring.signatures import Signatures
 
