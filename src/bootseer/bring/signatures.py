@@ -2,7 +2,7 @@
 
 A signed object is a DSSE envelope: payload and signatures (ed25519) in one object, so that both are replaced in one
 step. What is signed is the payload with the object's name, so that no signed object can stand for another one. The
-format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0027-signatures.md.
+format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0029-signatures.md.
 
 Keys are files in PEM, as `openssl genpkey -algorithm ed25519` makes them. They are read when they are needed, also in
 child processes, so that no secret is held or passed on. Called by all that read or write documents and hot sets.
