@@ -269,8 +269,11 @@ class Serving:
             on_silence=lambda silent_s: self._judge(run, silent_s),
         )
         while length := read.next_bytes():
-            with self.schedule() as schedule:
-                views = schedule.claim(run, length)
+            with self._lock:
+                views = self._schedule.claim(run, length)
+                if self._schedule.ended:  # else there is no more to do than before
+                    with suppress(TransientError):
+                        self._wake()
             if views is None:
                 return False
             read.receive(views)
