@@ -139,7 +139,7 @@ class Attempt:
             # One that has taken away what it was to replace needs its lease.
             if not entry.is_folder or lease is None or name + _OLD in entries or path == self.path:
                 continue
-            with contextlib.suppress(NotFoundError, TakenError, AccessError, CorruptError):
+            with contextlib.suppress(PermanentError):  # another one was faster, or it belongs to another user
                 if self._is_left(path, lease):
                     inside = f"{self.path}/{TEMPORARY}{secrets.token_hex(8)}"
                     # In one step: of two that want it one gets it, and a writer that wakes up cannot publish.

@@ -101,10 +101,15 @@ def put_checkpoint(
     place.make_folder(folder, parents=True)
     policy = settings.policy or files.policy(folder)
     how = encode_policy(policy).decode()
-    with _room(place, target, found, policy), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
+    needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
+    what = f"{place.uri}/{target} needs {format_bytes(needed)}"
+    with _telling_room(what), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
         left = attempt.take_over()
         collect(place, folder, lease_s=settings.lease_s)
         _check_free(files, target, found, settings.replace)
+        # What cannot fit is not begun. Local file systems may compress what they store.
+        if not left and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
+            raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
         kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, left)
         for rest in left:
@@ -172,13 +177,8 @@ class _Source:
 
 
 @contextmanager
-def _room(place: Place, target: str, source: _Source, policy: Policy) -> Iterator[None]:
-    """What does not fit says how much it needs; what cannot fit is not begun."""
-    needed = source.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
-    what = f"{place.uri}/{target} needs {format_bytes(needed)}"
-    # Local file systems may compress what they store.
-    if place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
-        raise NoSpaceError(f"{what}: no space, {format_bytes(free)} are free on all DataNodes together")
+def _telling_room(what: str) -> Iterator[None]:
+    """Errors of places without room say how much is needed."""
     try:
         yield
     except (NoSpaceError, NoSpaceNowError) as error:
