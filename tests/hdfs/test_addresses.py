@@ -110,12 +110,12 @@ def test_nodes_are_called_by_name_when_the_settings_say_so(tmp_path: Path) -> No
 
 
 def test_the_default_file_system_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no fs\.defaultFS"):
-        default_authority()
+    with pytest.raises(UsageError, match=r"^hdfs:// names no file system: there is no fs\.defaultFS"):
+        default_authority("hdfs://")
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     for named, authority in (("hdfs://nn:9000/", "nn:9000"), ("hdfs://service", "service")):
         write(tmp_path, "core-site.xml", fs_defaultFS=named)
-        assert default_authority() == authority
+        assert default_authority("hdfs:///a") == authority
     write(tmp_path, "core-site.xml", fs_defaultFS="s3a://bucket")
     with pytest.raises(UsageError, match="s3a"):
-        default_authority()
+        default_authority("hdfs:///a")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.answers import TakenError
+from bootseer.hdfs.answers import NoRoomError, TakenError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.lease import Lease, NoNodesError, ask_defaults
 from bootseer.hdfs.namenode import NameNode
+from bootseer.hdfs.protobuf import field
+from bootseer.hdfs.rpc import RemoteError
+from hdfs.peers import node
 
 pytestmark = needs_hdfs
 
@@ -88,6 +92,51 @@ def test_excluded_nodes_get_no_block_and_when_all_are_nobody_does(
             told += new.told
             lease.abandon(new.block)
     assert seen == set(cluster.nodes)
+
+
+class _Answering(NameNode):
+    """A NameNode that gives some answers, or errors, which a real one would give in another state."""
+
+    def __init__(self, cluster: Cluster, answers: dict[str, bytes | Exception]) -> None:
+        super().__init__(cluster)
+        self._answers = answers
+
+    def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
+        if method not in self._answers:
+            return super().ask(method, request, path, timeout_s)
+        answer = self._answers[method]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_nodes_without_room_are_told_apart_from_nodes_that_are_busy(namenode: NameNode, folder: str) -> None:
+    said = (
+        "File /a could only be written to 0 of the 1 minReplication nodes. There are 2 datanode(s) running and 2 "
+        "node(s) are excluded in this operation."
+    )
+    refused = TransientError(said)
+    refused.__cause__ = RemoteError("java.io.IOException", said)
+
+    def raised(most: int, *, may_ask: bool = True) -> BootseerError:
+        nodes = [field(1, node(port)) + field(4, room) for port, room in ((1, most), (2, most // 2))]
+        report = b"".join(field(1, told) for told in nodes) if may_ask else AccessError("superuser privilege")
+        stats = field(1, 1 << 40) + field(2, 0) + field(3, 2 * most)
+        with closing(_Answering(namenode.cluster, {"getDatanodeReport": report, "getFsStats": stats})) as full:
+            lease = begin(full, f"{folder}/{secrets.token_hex(4)}")
+            full._answers["addBlock"] = refused
+            with pytest.raises(BootseerError) as caught:
+                lease.add_block([])
+        return caught.value
+
+    full = raised(3 << 20)
+    assert isinstance(full, NoRoomError)
+    assert str(full).endswith("for a block of 4.0 MiB; free: 127.0.0.1:1 3.0 MiB, 127.0.0.1:2 1.5 MiB")
+    assert "free: 3.0 MiB on each DataNode" in str(raised(3 << 20, may_ask=False))
+    short, busy = raised(8 << 20), raised(8 << 30)
+    assert isinstance(short, NoNodesError)
+    assert isinstance(busy, NoNodesError)
+    assert (short.is_short, busy.is_short) == (True, False)
 
 
 def test_a_block_that_no_node_has_confirmed_does_not_end_the_file(namenode: NameNode, folder: str) -> None:

@@ -87,7 +87,7 @@ def umount(folder: Path, force: bool, as_json: bool) -> None:
     from bootseer.launch.interrupt import interruptible
 
     found = find_checkpoint(_runtime(), folder.absolute())
-    with interruptible(), Progress(f"sending what was written to {found.state.what}", line=not as_json) as progress:
+    with interruptible(), Progress(found.ending(), line=not as_json) as progress:
         said = found.unmount(force=force, waiting=progress.wait)
     published, lost = said.get("published", []), said.get("lost", [])
     if as_json:

@@ -48,15 +48,16 @@ class Cluster:
         return self.settings.get("dfs.client.use.datanode.hostname", "").lower() == "true"
 
 
-def default_authority() -> str:
-    """What `hdfs:///` stands for: the authority of `fs.defaultFS`. Raises `UsageError` where that is no HDFS."""
+def default_authority(uri: str) -> str:
+    """What an address without one stands for: the authority of `fs.defaultFS`. Raises `UsageError` where that is no
+    HDFS."""
     named = _settings(_conf_dir()).get("fs.defaultFS", "")
     scheme, _, rest = named.partition("://")
     authority = rest.partition("/")[0]
     if scheme != "hdfs" or not authority:
         why = f"fs.defaultFS is {named}" if named else "there is no fs.defaultFS"
         raise UsageError(
-            f"hdfs:/// names no file system: {why}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
+            f"{uri} names no file system: {why}", hint="write hdfs://host:port/dir, or set HADOOP_CONF_DIR"
         )
     return authority
 

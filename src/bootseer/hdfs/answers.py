@@ -13,7 +13,11 @@ class TakenError(PermanentError):
     """There is something of this name already."""
 
 
-class QuotaError(PermanentError):
+class NoRoomError(PermanentError):
+    """No DataNode has room for a block."""
+
+
+class QuotaError(NoRoomError):
     """A folder may not have so much: a quota of it, or of one above it, is exceeded."""
 
 

@@ -17,13 +17,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from bootseer.errors import BootseerError, TransientError
-from bootseer.hdfs.answers import TakenError
+from bootseer.errors import AccessError, BootseerError, TransientError
+from bootseer.hdfs.answers import NoRoomError, TakenError
 from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.located import Block, parse_block
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError
+from bootseer.units import format_bytes
 
 _CREATE, _OVERWRITE = 1, 2
 _RENEW_S: Final = 20.0
@@ -35,12 +36,18 @@ _FIRST_PAUSE_S: Final = 0.002
 _MAX_PAUSE_S: Final = 0.2
 _MAX_CHUNK_BYTES: Final = 64 * 1024
 _NO_NODES = ("could only be written to", "could only be replicated to", "is out of space")
+_MANY_BLOCKS: Final = 20
+"""The NameNode takes off the room of blocks that are being written, and of failed ones for 20 minutes."""
+_MAX_SHOWN: Final = 4
 _RUNNING = re.compile(r"There are (\d{1,9}) datanode\(s\) running")
 _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is trying to recreate")
 
 
 class NoNodesError(TransientError):
     """The NameNode finds no DataNode for a block, at least none that was not excluded."""
+
+    is_short = False
+    """Whether the DataNodes have little room, which blocks that are being written may need."""
 
     @property
     def num_running(self) -> int:
@@ -107,6 +114,7 @@ class Lease:
         `NotSpokenError`, after removing it, for one whose bytes need a translation."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
+        self._block_size = block_size
         self._namenode = namenode
         self._file_id = 0
         self._renewed_s = time.monotonic()
@@ -130,19 +138,24 @@ class Lease:
 
     def add_block(self, exclude: Iterable[bytes], previous: Block | None = None) -> NewBlock:
         """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
-        nodes. Raises `NoNodesError` when there are no others.
+        nodes. Raises `NoNodesError` when there are no others, and `NoRoomError` when no node at all has room for it.
 
         Waits for DataNodes that have not told the NameNode yet of the blocks before, as busy ones do seconds late.
         """
         request = field(1, self.path) + field(2, self.holder) + field(5, self._file_id)
         if previous is not None:
             request += field(3, identity(previous))
-        request += b"".join(field(4, node) for node in exclude)
+        excluded = b"".join(field(4, node) for node in exclude)
+        request += excluded
         until = time.monotonic() + _REPORTED_S
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return self._added(request)
+            except NoNodesError as error:
+                if excluded:
+                    raise
+                raise self.explained(error) from error
             except _NotReportedError:
                 if time.monotonic() + pause_s >= until:
                     raise
@@ -164,6 +177,29 @@ class Lease:
         if not block.nodes:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
         return NewBlock(block, told, kinds, ids)
+
+    def explained(self, error: NoNodesError) -> BootseerError:
+        """Why the NameNode has no node: a `NoRoomError` when all are full, and one with `is_short` when blocks that are
+        being written may need what is left. The error itself when room is not the reason.
+        """
+        try:
+            rooms = self._namenode.rooms()
+            most = max(rooms.values(), default=0)
+        except AccessError:  # of all nodes together: what each has is less
+            rooms, most = {}, self._namenode.space()[1] // max(error.num_running, 1)
+        except BootseerError:
+            return error
+        if not error.num_running or most >= _MANY_BLOCKS * self._block_size:
+            return error
+        shown = [f"{node} {format_bytes(rooms[node])}" for node in sorted(rooms, key=rooms.__getitem__, reverse=True)]
+        more = [f"{len(shown) - _MAX_SHOWN} others less"] if len(shown) > _MAX_SHOWN else []
+        where = ", ".join(shown[:_MAX_SHOWN] + more) if rooms else f"{format_bytes(most)} on each DataNode"
+        said = f"no space on hdfs://{self._namenode.cluster.authority} for a block of {format_bytes(self._block_size)}"
+        if most < self._block_size:
+            return NoRoomError(f"{said}; free: {where}")
+        short = NoNodesError(f"{said} beside those that are being written; free: {where}")
+        short.is_short = True
+        return short
 
     def abandon(self, block: Block) -> None:
         """Give a block back that has no data."""

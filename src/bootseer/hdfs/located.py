@@ -164,7 +164,7 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     for replica in replicas:
         node = known_nodes.get(replica)
         if node is None:
-            node = known_nodes[replica] = _node(Message(replica).message(1))
+            node = known_nodes[replica] = parse_node(Message(replica).message(1))
         nodes.append(node)
     start, length = message.number(2), block.number(4, 0)
     if start > 1 << 62 or length > MAX_BLOCK_BYTES:
@@ -172,8 +172,8 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     return Block(start, length, block.text(1), block.number(2), block.number(3), message.data(5), tuple(nodes))
 
 
-def _node(message: Message) -> Node:
-    """A `DatanodeIDProto`."""
+def parse_node(message: Message) -> Node:
+    """A `DatanodeIDProto`. Raises `MalformedError`."""
     port, ipc_port = message.number(4), message.number(6, 0)
     if not 0 < port < 1 << 16 or not 0 <= ipc_port < 1 << 16:
         raise MalformedError(f"a DataNode at port {port}")

@@ -19,7 +19,7 @@ from typing import Final
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.answers import kind_of_error
-from bootseer.hdfs.located import LocatedFile, parse_located
+from bootseer.hdfs.located import LocatedFile, parse_located, parse_node
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection, UnreachableError, connect
 
@@ -36,6 +36,7 @@ _FIRST_S: Final = 0.5
 _LATER = frozenset({"StandbyException", "RetriableException", "ObserverRetryOnActiveException", "SafeModeException"})
 """Another NameNode may answer, or the same one when it has come up."""
 _EVERYTHING: Final = (1 << 63) - 1
+_LIVE: Final = 2
 
 
 class NameNode:
@@ -117,6 +118,15 @@ class NameNode:
         try:
             message = Message(answer)
             return message.number(1), message.number(3)
+        except MalformedError as error:
+            raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
+
+    def rooms(self) -> dict[str, int]:
+        """Bytes free on each live DataNode, by `host:port`. Raises `AccessError` where only an operator may ask."""
+        answer = self.ask("getDatanodeReport", field(1, _LIVE), "/", None)
+        try:
+            nodes = [Message(node) for node in Message(answer).every(1)]
+            return {parse_node(node.message(1)).host_port: node.number(4, 0) for node in nodes}
         except MalformedError as error:
             raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
 

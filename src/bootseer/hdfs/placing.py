@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.hdfs.answers import NoRoomError
 from bootseer.hdfs.bad_nodes import BadNodes, Nodes, begin_block
 from bootseer.hdfs.block_writer import BlockWriter, PipelineError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
@@ -106,11 +107,7 @@ class Apart:
                     if spare:
                         spare = spare[(len(spare) + 1) // 2 :]
                     elif error.num_running > len(told) and self.bad.may_wait:
-                        busy_until = busy_until or time.monotonic() + BUSY_S
-                        # Siblings may draw meanwhile, and end: then the node of one is free.
-                        self._change.wait(_BUSY_PAUSE_S)
-                        if time.monotonic() >= busy_until:
-                            self.bad.waited_in_vain()
+                        busy_until = self._wait_for_busy(lease, error, busy_until)
                         continue
                     elif share <= len(others):
                         share += 1
@@ -129,6 +126,20 @@ class Apart:
                 if draw % _DRAWS_PER_SHARE == 0:
                     share += 1
                 draw += 1
+
+    def _wait_for_busy(self, lease: Lease, error: NoNodesError, until: float | None) -> float:
+        """Wait a moment for nodes that the NameNode did not choose: at most until what is returned."""
+        if until is None:
+            why = lease.explained(error)
+            if isinstance(why, NoRoomError):
+                raise why from error
+            # Those that are nearly full are not waited for.
+            until = time.monotonic() + (BUSY_S if why is error else 0.0)
+        # Siblings may draw meanwhile, and end: then the node of one is free.
+        self._change.wait(min(_BUSY_PAUSE_S, max(until - time.monotonic(), 0.0)))
+        if time.monotonic() >= until:
+            self.bad.waited_in_vain()
+        return until
 
     def give_back(self, path: str) -> None:
         """This file is not written any more."""

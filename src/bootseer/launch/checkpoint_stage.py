@@ -101,7 +101,7 @@ class CheckpointStart:
         uri = self._wanted.uri
         with harmless("the checkpoint was not unmounted"):
             try:
-                with interruptible(), self._show(f"sending what was written to {uri}", "") as heard:
+                with interruptible(), self._show(mounted.ending(), "") as heard:
                     mounted.unmount(waiting=lambda: heard(0, 0))
             except TransientError as busy:
                 say(f"{busy}; it is taken away now all the same, and what still uses it gets errors")

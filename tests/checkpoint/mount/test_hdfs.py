@@ -8,13 +8,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
+from bootseer.checkpoint.places.open import open_place
+from bootseer.checkpoint.places.place import NoSpaceError, NoSpaceNowError
+from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from checkpoint.mounted_place import MIB, number_of, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
+from hdfs_links import links_missing
 
 pytestmark = [*needs_hdfs, pytest.mark.fuse]
 
@@ -31,6 +37,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
 
 @pytest.fixture
 def mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]:
+    with _mounted(tmp_path, cluster) as found:
+        yield found
+
+
+@contextmanager
+def _mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
     target, runtime = tmp_path / "m", tmp_path / "run"
@@ -39,8 +51,10 @@ def mounted(tmp_path: Path, cluster: HdfsCluster) -> Iterator[MountedCheckpoint]
     said = json.loads(subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True).stdout)
     assert said["target"] == str(target), said
     found = find_checkpoint(runtime_of(runtime), target)
-    yield found
-    found.unmount(force=True)
+    try:
+        yield found
+    finally:
+        found.unmount(force=True)
 
 
 def test_a_tree_is_made_read_renamed_and_removed(mounted: MountedCheckpoint, tmp_path: Path) -> None:
@@ -119,3 +133,30 @@ def test_names_that_hdfs_does_not_take_are_refused_before_anything_is_written(mo
     assert number_of(lambda: (root / "f").rename(root / "12:30")) == errno.EINVAL
     assert not (root / "step-12:30").exists()
     assert (root / "f").read_text() == "f"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(links_missing()), reason=links_missing())
+def test_full_datanodes_are_no_space_and_leave_no_name(tmp_path: Path) -> None:
+    with (
+        HdfsCluster(tmp_path, num_datanodes=2, disk_mib={0: 40, 1: 40}, fast_detection=True) as cluster,
+        _mounted(tmp_path, cluster) as mounted,
+    ):
+        (mounted.target / "before").write_bytes(b"small")
+        assert number_of(lambda: (mounted.target / "large").write_bytes(os.urandom(100 * MIB))) == errno.ENOSPC
+        assert [path.name for path in mounted.target.iterdir()] == ["before"]
+        source = tmp_path / "source"
+        source.write_bytes(bytes(50 * MIB))
+        with closing(open_place(cluster.uri)) as place:
+            with pytest.raises(NoSpaceError, match=r"/step-1 needs 150\.0 MiB: no space, .* are free on all DataN"):
+                put_checkpoint(place, source, "step-1", settings=PutSettings(policy=Policy(replication=3)))
+            with pytest.raises((NoSpaceError, NoSpaceNowError)) as refused:
+                put_checkpoint(place, source, "step-1", settings=PutSettings(policy=Policy(stripes=1)))
+            assert "/step-1 needs 50.0 MiB: no space on hdfs://" in str(refused.value)
+            assert all(f"{node} " in str(refused.value) for node in cluster.nodes)
+        for number in (0, 1):
+            cluster.fill(number)
+        assert number_of(lambda: (mounted.target / "small").write_bytes(b"1")) == errno.ENOSPC
+        assert number_of(lambda: (mounted.target / "before").write_bytes(b"2")) == errno.ENOSPC
+        assert [path.read_bytes() for path in mounted.target.iterdir()] == [b"small"]
+        assert mounted.status()["lost"] == []

@@ -109,6 +109,16 @@ def test_a_mount_in_use_is_left_alone_and_says_what_is_being_written(runtime: Ru
     the(runtime, target).unmount()
 
 
+def test_an_unmount_says_what_it_waits_for(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    target = Path(start()["target"])
+    (target / "sent").write_bytes(b"1")
+    assert the(runtime, target).ending() == f"unmounting {target}"
+    with (target / "f").open("wb") as file:
+        file.write(b"1")
+        file.flush()
+        assert the(runtime, target).ending() == f"sending what was written to {tmp_path / 'place'}"
+
+
 def test_a_forced_end_publishes_what_was_written(tmp_path: Path, runtime: Runtime, start: Start) -> None:
     target = Path(start()["target"])
     data = os.urandom(LARGE)

@@ -7,7 +7,14 @@ import errno
 from collections.abc import Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.places.place import (
+    IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    NotEmptyError,
+    NotFolderError,
+    TakenError,
+)
 from bootseer.checkpoint.writing.budget import TooLargeError
 from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
 
@@ -20,6 +27,7 @@ _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (NotEmptyError, errno.ENOTEMPTY),
     (TakenError, errno.EEXIST),
     (NoSpaceError, errno.ENOSPC),
+    (NoSpaceNowError, errno.ENOSPC),
     (TooLargeError, errno.EFBIG),
     (UsageError, errno.EINVAL),
 )

@@ -294,25 +294,35 @@ class Content:
                 self._settle()
                 self._is_dirty = False
 
-    def end_writing(self) -> None:
-        """Publish, and let the place say again what the name leads to. After an error what was written is gone."""
+    def end_writing(self) -> bool:
+        """Publish, and let the place say again what the name leads to: whether there was anything to publish. After an
+        error what was written is gone.
+        """
         with self.lock:
-            writer, node = self._writer, self._node
+            writer, was_dirty = self._writer, self.is_dirty
             if writer is None:
-                return
+                return False
             try:
-                if self.is_dirty:
+                if was_dirty:
                     writer.commit()
                     self._settle()
             except BaseException:
-                self._detach(node)
+                self.give_up()
                 raise
-            finally:
-                self._writer = None
-                self._is_dirty = False
-                writer.abort()
+            self._writer = None
+            self._is_dirty = False
+            writer.abort()
             # What was written is in the kernel's pages. What is read from now on comes from where others read it.
-            node.pages_of = ""
+            self._node.pages_of = ""
+            return was_dirty
+
+    def give_up(self) -> None:
+        """Drop what was written: the name leads to what the place has."""
+        with self.lock:
+            writer, self._writer, self._is_dirty = self._writer, None, False
+            if writer is not None:
+                self._detach(self._node)
+                writer.abort()
 
     def renamed(self, path: str) -> None:
         """The file, which was published, has another name in the same folder."""

@@ -420,8 +420,8 @@ class CheckpointFiles:
             content = node.content
             if content is not None and content.is_dirty:
                 try:
-                    content.end_writing()
-                    done.append(node.info.path)
+                    if content.end_writing():
+                        done.append(node.info.path)
                 except (BootseerError, OSError) as error:
                     self._sources.on_error(f"{node.info.path} was not published: {error}")
                     self._lost.append(node.info.path)

@@ -55,6 +55,11 @@ class MountedCheckpoint:
                 return daemon.status()
         return {}
 
+    def ending(self) -> str:
+        """What an unmount will wait for, in words."""
+        is_writing = self.status().get("unpublished")
+        return f"sending what was written to {self.state.what}" if is_writing else f"unmounting {self.target}"
+
     def began(self) -> dict[str, Any]:
         """The startup is over: what was read until now is what the next one reads. Returns the daemon's status."""
         daemon = self._daemon()

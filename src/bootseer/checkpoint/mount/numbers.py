@@ -11,7 +11,14 @@ import os
 from collections.abc import Callable, Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.places.place import (
+    IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    NotEmptyError,
+    NotFolderError,
+    TakenError,
+)
 from bootseer.checkpoint.writing.budget import TooLargeError
 from bootseer.errors import AccessError, BootseerError, NotFoundError
 
@@ -22,6 +29,7 @@ _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (IsFolderError, errno.EISDIR),
     (NotFolderError, errno.ENOTDIR),
     (NoSpaceError, errno.ENOSPC),
+    (NoSpaceNowError, errno.ENOSPC),
     (TooLargeError, errno.EFBIG),
     (NotFoundError, errno.ENOENT),
     (AccessError, errno.EACCES),

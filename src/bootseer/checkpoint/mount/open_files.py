@@ -16,6 +16,7 @@ from bootseer.checkpoint.mount.content import Check, Content, Sources, no_check
 from bootseer.checkpoint.mount.holders import num_writing, process_of, was_killed
 from bootseer.checkpoint.mount.nodes import Node, Nodes
 from bootseer.checkpoint.mount.numbers import bad_handle
+from bootseer.errors import BootseerError
 from bootseer.fuse.filesystem import Opened
 from bootseer.fuse.tree import Cancel, Reply
 
@@ -128,7 +129,11 @@ class OpenFiles:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return
             opened.is_done = True
-            self._publish_if_last(opened.content, check)
+            try:
+                self._publish_if_last(opened.content, check)
+            except BootseerError:
+                opened.content.give_up()  # the program was told, and has nothing left to try again with
+                raise
 
     def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
         """Whether these have more descriptors that can write to the file than its other open handles explain."""

@@ -8,10 +8,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
+from bootseer.checkpoint.places.place import (
+    IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    NotEmptyError,
+    NotFolderError,
+    TakenError,
+)
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hdfs.answers import QuotaError
+from bootseer.hdfs.answers import NoRoomError
 from bootseer.hdfs.answers import TakenError as NameTakenError
+from bootseer.hdfs.lease import NoNodesError
 
 _KINDS: dict[str, type[PermanentError]] = {
     "PathIsNotEmptyDirectoryException": NotEmptyError,
@@ -28,6 +36,10 @@ def place_errors() -> Iterator[None]:
     """Errors that pass through here become more exact, where HDFS says it only in words."""
     try:
         yield
+    except NoNodesError as error:
+        if not error.is_short:
+            raise
+        raise NoSpaceNowError(str(error)) from error
     except PermanentError as error:
         exact = _exact(error)
         if exact is error:
@@ -37,7 +49,7 @@ def place_errors() -> Iterator[None]:
 
 def _exact(error: PermanentError) -> BootseerError:
     text = str(error)
-    if isinstance(error, QuotaError):
+    if isinstance(error, NoRoomError):
         return NoSpaceError(text)
     for part, kind in _KINDS.items():
         if part in text:

@@ -52,4 +52,6 @@ def _open_hdfs(uri: str, rest: str) -> Place:
     except ImportError as error:
         missing = error.name or "hdfs-native"
         raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error
-    return HdfsPlace(HdfsClient(authority or default_authority()), "/".join(name for name in path.split("/") if name))
+    return HdfsPlace(
+        HdfsClient(authority or default_authority(uri)), "/".join(name for name in path.split("/") if name)
+    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from bootseer.checkpoint.head import is_head_size
-from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 
 TEMPORARY = ".attempts-"
 """Names of files on their way begin so. Whoever shows names to people leaves these out (`head.is_hidden`)."""
@@ -42,6 +42,10 @@ class NotFolderError(NotFoundError):
 
 class NoSpaceError(PermanentError):
     """No room, or more than a quota allows (ENOSPC)."""
+
+
+class NoSpaceNowError(TransientError):
+    """No room, though what is being written may give some back (ENOSPC)."""
 
 
 def names_of(path: str) -> list[str]:
