@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.beside import FRONT, OLD, beside
+from bootseer.errors import Interrupted, TransientError
 
 
 def killed_in(parent: Path) -> Path:
     """What a process leaves that was killed while it worked there."""
     pid = os.fork()
     if pid == 0:
-        with beside(parent / "target") as folder:
+        with beside(parent / "target", "what") as folder:
             (folder / "copy").mkdir()
             (folder / "copy" / "file").write_bytes(b"x" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -27,10 +28,10 @@ def killed_in(parent: Path) -> Path:
 
 
 def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
-    with beside(tmp_path / "target") as folder:
+    with beside(tmp_path / "target", "what") as folder:
         (folder / "copy").write_bytes(b"x")
         assert folder.parent == tmp_path
-    with pytest.raises(ValueError, match="bad"), beside(tmp_path / "target") as folder:
+    with pytest.raises(ValueError, match="bad"), beside(tmp_path / "target", "what") as folder:
         (folder / "copy").write_bytes(b"x")
         raise ValueError("bad")
     assert list(tmp_path.iterdir()) == []
@@ -38,12 +39,23 @@ def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
-    with beside(tmp_path / "another"):
+    with beside(tmp_path / "another", "other"):
         assert not left.exists()
 
 
+def test_what_was_interrupted_is_gone_on_with(tmp_path: Path) -> None:
+    left = killed_in(tmp_path)
+    for error in (TransientError("away"), Interrupted(2, "SIGINT")):
+        with pytest.raises(type(error)), beside(tmp_path / "target", "what") as folder:
+            assert folder == left
+            raise error
+    with beside(tmp_path / "target", "what") as folder:
+        assert (folder / "copy" / "file").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
-    with beside(tmp_path / "target") as first, beside(tmp_path / "target") as second:
+    with beside(tmp_path / "target", "what") as first, beside(tmp_path / "target", "what") as second:
         assert first.exists()
         assert second.exists()
 
@@ -51,7 +63,7 @@ def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
 def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     (left / OLD).write_bytes(b"the only one")
-    with beside(tmp_path / "target"):
+    with beside(tmp_path / "target", "what"):
         pass
     assert (left / OLD).read_bytes() == b"the only one"
 
@@ -61,6 +73,6 @@ def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
     other.mkdir()
     link = tmp_path / f"{FRONT}{platform.node()}-0123"
     link.symlink_to(tmp_path)
-    with beside(tmp_path / "target"):
+    with beside(tmp_path / "target", "what"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, link.name])

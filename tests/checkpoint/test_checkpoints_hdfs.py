@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
+from bootseer.errors import NotFoundError
+from checkpoint.mounted_place import until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs
@@ -122,3 +125,57 @@ def test_modes_of_parts_follow_the_file(files: Files, source: Path) -> None:
     files.set_mode("step-1/model", 0o600)
     parts = files.place.list(f"step-1/.stripes/{anatomy(files, 'step-1/model').id}")
     assert {entry.mode for entry in parts} == {0o600}
+
+
+def _killed(work: Callable[[], None], is_far: Callable[[], bool]) -> None:
+    """Run `work` in a process of its own, and kill it when it has come so far."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=work)
+    process.start()
+    until(lambda: is_far() or process.exitcode is not None, "so far")
+    assert process.exitcode is None, "it was too quick to be killed"
+    process.kill()
+    process.join()
+
+
+def test_what_was_killed_goes_on_where_it_stopped(cluster: HdfsCluster, files: Files, tmp_path: Path) -> None:
+    source = tmp_path / "shards"
+    source.mkdir()
+    for number in range(12):
+        (source / f"shard{number}").write_bytes(os.urandom(24 * _MIB))
+
+    def heads() -> int:
+        """Files that are complete in attempts."""
+        with contextlib.suppress(NotFoundError):
+            folders = [entry.path for entry in files.place.list(".attempts") if entry.is_folder]
+            return sum(entry.maybe_head for folder in folders for entry in files.place.list(folder))
+        return 0
+
+    def put() -> None:
+        place = open_place(files.place.uri)
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)
+
+    _killed(put, lambda: heads() >= 3)
+    left = heads()
+    data = bytearray((source / "shard0").read_bytes())
+    data[20 * _MIB] ^= 1
+    (source / "shard0").write_bytes(data)
+    assert put_checkpoint(files.place, source, "step-1", settings=_STRIPED).kept_bytes >= (left - 1) * 24 * _MIB
+    assert verify(files, "step-1").problems == []
+    assert list(files.place.list(".attempts")) == []
+
+    def whole() -> int:
+        return sum(path.stat().st_blocks * 512 for path in tmp_path.glob(".bootseer-get-*/copy/*"))
+
+    def get() -> None:
+        opened = Files(open_place(files.place.uri))
+        with contextlib.closing(Reading(opened.place)) as reading:
+            get_checkpoint(opened, reading, "step-1", tmp_path / "out")
+
+    _killed(get, lambda: whole() >= 60 * _MIB)
+    with contextlib.closing(Reading(files.place)) as reading:
+        got = get_checkpoint(files, reading, "step-1", tmp_path / "out")
+    assert got.kept_bytes >= 24 * _MIB
+    for path in source.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert list(tmp_path.glob(".bootseer-get-*")) == []

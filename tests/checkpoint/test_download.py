@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,29 @@ def test_a_folder_is_copied_with_all_that_it_has(files: Files, reading: Reading,
     assert (target / "nothing").read_bytes() == b""
     assert (target / "empty/below").is_dir()
     assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+def test_only_files_that_a_pattern_matches_are_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
+    for name in ("rank-0/a", "rank-0/b/c", "rank-1/a", "config.json", "sub/more.json"):
+        files.place.make_folder(f"step-1/{name}".rpartition("/")[0], parents=True)
+        files.place.write_bytes(f"step-1/{name}", name.encode())
+
+    def got(target: str, *only: str) -> list[str]:
+        get_checkpoint(files, reading, "step-1", tmp_path / target, only=only)
+        found = [path for path in (tmp_path / target).rglob("*") if path.is_file()]
+        assert all(path.read_text() == path.relative_to(tmp_path / target).as_posix() for path in found)
+        return sorted(path.relative_to(tmp_path / target).as_posix() for path in found)
+
+    assert got("one", "rank-0*", "*.json") == ["config.json", "rank-0/a", "rank-0/b/c", "sub/more.json"]
+    assert got("two", "rank-?") == ["rank-0/a", "rank-0/b/c", "rank-1/a"]
+    assert [path.name for path in (tmp_path / "two").iterdir()] != []
+    assert not (tmp_path / "two/sub").exists()
+    with pytest.raises(UsageError, match="matches no file") as refused:
+        got("three", "rank-*", "confg.json")
+    assert refused.value.hint.startswith("the nearest are config.json")
+    with pytest.raises(UsageError, match="is a file"):
+        get_checkpoint(files, reading, "step-1/config.json", tmp_path / "four", only=["*"])
+    assert not (tmp_path / "three").exists()
 
 
 def test_a_file_is_copied(files: Files, reading: Reading, tmp_path: Path) -> None:
@@ -144,11 +168,72 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_copied_by_halve
     with contextlib.closing(Reading(place)) as reading:  # type: ignore[arg-type]
         with pytest.raises(TransientError, match="was changed while it was copied"):
             get_checkpoint(files, reading, "old", tmp_path / "out")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["job"]
+        assert not (tmp_path / "out").exists()
         if not is_there:
             (job / "new").rename(job / "old")
         get_checkpoint(files, reading, "old", tmp_path / "out")
     assert {path.read_text() for path in (tmp_path / "out/below").iterdir()} == {"new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
+
+
+def test_a_copy_that_was_interrupted_goes_on_where_it_stopped(files: Files, job: Path, tmp_path: Path) -> None:
+    for name, size in (("a", 40 * _MIB), ("b", 20 * _MIB), ("c", 18 * _MIB)):
+        put_striped(files.place, f"step/{name}", content_of(size), stripes=2)
+    for name in ("d", "e"):
+        (job / "step" / name).write_bytes(content_of(17 * _MIB))
+    place = StepwisePlace(files.place)
+    read: set[str] = set()
+    is_cut = False
+
+    def cut(step: str, path: str) -> None:
+        if step == "open":
+            read.add(path)
+            if is_cut and path == "step/e":
+                raise TransientError("no answer")
+
+    place.before = cut
+    with contextlib.closing(Reading(place)) as reading:  # type: ignore[arg-type]
+        is_cut = True
+        with pytest.raises(TransientError, match="no answer"):
+            get_checkpoint(files, reading, "step", tmp_path / "out")
+        is_cut = False
+        (left,) = tmp_path.glob(".bootseer-get-*")
+        with (left / "copy/b").open("r+b") as file:  # as if the disk had lost it
+            file.seek(17 * _MIB + 5)
+            file.write(b"lost")
+        os.truncate(left / "copy/c", 5)
+        with (left / "copy/d").open("r+b") as file:  # as if it had not been complete
+            file.truncate(17 * _MIB - 1)
+        again = files.stat("step/a").entry.mtime_ns
+        put_striped(files.place, "step/a", content_of(40 * _MIB, 1), stripes=2)  # another one of the same size
+        files.set_mtime("step/a", again)
+        read.clear()
+        got = get_checkpoint(files, reading, "step", tmp_path / "out")
+    assert got.kept_bytes == 16 * _MIB  # the first piece of b
+    for name in "abcde":
+        wanted = content_of(files.stat(f"step/{name}").size_bytes, 1 if name == "a" else 0)
+        assert (tmp_path / "out" / name).read_bytes() == wanted, name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
+
+
+def test_what_is_whole_is_not_read_again(files: Files, job: Path, tmp_path: Path) -> None:
+    put_striped(files.place, "step/a", content_of(18 * _MIB), stripes=2)
+    (job / "step/b").write_bytes(content_of(17 * _MIB))
+    (job / "step/c").write_bytes(b"small")
+    place = StepwisePlace(files.place)
+
+    def cut(step: str, path: str) -> None:
+        if (step, path) == ("open", "step/c"):
+            raise TransientError("no answer")
+
+    place.before = cut
+    with contextlib.closing(Reading(place)) as reading:  # type: ignore[arg-type]
+        with pytest.raises(TransientError, match="no answer"):
+            get_checkpoint(files, reading, "step", tmp_path / "out")
+        place.before = lambda step, path: None
+        assert get_checkpoint(files, reading, "step", tmp_path / "out").kept_bytes == 35 * _MIB
+    assert (tmp_path / "out/a").read_bytes() == content_of(18 * _MIB)
+    assert (tmp_path / "out/b").read_bytes() == content_of(17 * _MIB)
 
 
 def test_large_and_small_files_are_copied_side_by_side(files: Files, reading: Reading, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,14 +14,18 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.attempts import collect
+from bootseer.checkpoint.catalog import checkpoints, remove, walk
+from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.latest import read_latest, set_latest
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError, TakenError
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import BootseerError, PermanentError, UsageError
+from killed_steps import is_killed
 from stepwise_place import StepwisePlace
 
 _TESTS = Path(__file__).parents[1]
@@ -53,7 +59,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
     put = put_checkpoint(
         files.place, source, "step-10", settings=_STRIPED, progress=lambda done, of: heard.append((done, of))
     )
-    assert put == Put("step-10", total, 5, 2, "step-10")
+    assert put == Put("step-10", total, 5, 2, "step-10", [])
     assert heard[-1] == (total, total)
     assert {info.path for info in files.list("step-10")} == {
         "step-10/model", "step-10/optimizer", "step-10/empty", "step-10/.metadata", "step-10/nothing",
@@ -67,7 +73,7 @@ def test_a_folder_is_put_with_all_that_it_has(files: Files, job: Path, source: P
 
 def test_a_file_is_put_under_another_name(files: Files, job: Path, source: Path) -> None:
     put = put_checkpoint(files.place, source / "model", "step-3.pt", settings=_STRIPED)
-    assert put == Put("step-3.pt", 3 * _MIB + 7, 1, 1, "step-3.pt")
+    assert put == Put("step-3.pt", 3 * _MIB + 7, 1, 1, "step-3.pt", [])
     assert verify(files, "step-3.pt").problems == []
     put_checkpoint(files.place, source / ".metadata", "small.pt")
     assert files.place.read_bytes("small.pt", 10) == b"meta"
@@ -333,3 +339,110 @@ def test_a_name_that_the_place_cannot_store_is_refused_before_anything_is_writte
     assert list(job.iterdir()) == []
     put_checkpoint(place, source / "optimizer" / "12:30", "step-1")  # type: ignore[arg-type]
     assert (job / "step-1").read_bytes() == b"x"
+
+
+def test_older_checkpoints_of_its_kind_are_removed_when_it_is_published(files: Files, job: Path, source: Path) -> None:
+    def put(name: str, keep_last: int | None = None, *, dry_run: bool = False) -> list[str]:
+        settings = PutSettings(keep_last=keep_last, dry_run=dry_run)
+        return [name for name, _ in put_checkpoint(files.place, source, name, settings=settings).removed]
+
+    def there() -> set[str]:
+        return {one.name for one in checkpoints(files, "")}
+
+    others = {"best", "tokenizer-32", "step-3-ema"}
+    for name in (*others, "step-1", "step-2", "step-4", "step-10"):
+        put(name)
+    assert put("step-11", 3, dry_run=True) == ["step-1", "step-2"]
+    assert there() == {*others, "step-1", "step-2", "step-4", "step-10"}
+    assert put("step-11", 3) == ["step-1", "step-2"]
+    assert there() == {*others, "step-4", "step-10", "step-11"}
+    set_latest(files, "", "step-4")
+    with pytest.raises(UsageError, match="ends with no step"):
+        put("better", 1)
+    settings = PutSettings(keep_last=1, move_latest=False)
+    removed = put_checkpoint(files.place, source, "step-12", settings=settings).removed
+    assert removed == [("step-10", 5 * _MIB + 12), ("step-11", 5 * _MIB + 12)]  # and not what `latest` names
+    assert put("step-5", 1) == ["step-4"]  # and nothing that is newer
+    assert put("step-13", 2) == ["step-5"]
+    assert there() == {*others, "step-12", "step-13"}
+
+
+def test_a_job_is_no_checkpoint_that_a_newer_one_makes_needless(files: Files, job: Path, source: Path) -> None:
+    put_checkpoint(files.place, source, "step-1", folder="exp-1")
+    put_checkpoint(files.place, source, "exp-2")
+    assert put_checkpoint(files.place, source, "exp-3", settings=PutSettings(keep_last=1)).removed[0][0] == "exp-2"
+    assert (job / "exp-1/step-1").is_dir()
+
+
+def _left_by_a_killed_put(job: Path, source: Path, *, after: int) -> None:
+    """Let a process of its own put `source`, and be killed when so many of its files are complete."""
+
+    def put() -> None:
+        place = StepwisePlace(FolderPlace(job))
+        heads = 0
+
+        def kill(step: str, path: str) -> None:
+            nonlocal heads
+            heads += step == "write_bytes" and path.rpartition("/")[2].startswith("shard")
+            if heads > after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        place.before = kill
+        put_checkpoint(place, source, "step-1", settings=_STRIPED)  # type: ignore[arg-type]
+
+    assert is_killed(put)
+
+
+def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Path, tmp_path: Path) -> None:
+    source = tmp_path / "shards"
+    (source / "sub").mkdir(parents=True)
+    for number in range(8):
+        (source / ("sub" if number % 2 else ".") / f"shard{number}").write_bytes(os.urandom(2 * _MIB + number))
+    _left_by_a_killed_put(job, source, after=5)
+    first = {path.name for path in (job / ".attempts").rglob("shard*")}
+    _left_by_a_killed_put(job, source, after=0)  # and again, when some of it was taken over
+    kept = {path.name for path in (job / ".attempts").rglob("shard*")}
+    assert kept >= first
+    assert len(first) > 1
+    # The source has changed meanwhile: what is published is what it has now.
+    changed = next(path for path in sorted(source.rglob("shard*")) if path.name in kept)
+    data = bytearray(changed.read_bytes())
+    data[_MIB + 5] ^= 1
+    changed.write_bytes(data)
+    changed.chmod(0o600)
+    put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+    kept.remove(changed.name)
+    assert put.kept_bytes == sum(path.stat().st_size for path in source.rglob("shard*") if path.name in kept)
+    assert put.kept_bytes > 0
+    assert verify(files, "step-1").problems == []
+    with contextlib.closing(Reading(files.place)) as reading:
+        get_checkpoint(files, reading, "step-1", tmp_path / "out")
+    for path in source.rglob("shard*"):
+        copy = tmp_path / "out" / path.relative_to(source)
+        assert copy.read_bytes() == path.read_bytes()
+        assert copy.stat().st_mode == path.stat().st_mode
+    assert hidden(job) == []
+    in_it = {path.name for path in (job / "step-1").iterdir()}
+    assert not [name for name in in_it if name.startswith(".attempts")]
+    heads_there = [files.head(info.path) for info in walk(files, "step-1")]
+    parts = {path.parent.name for path in (job / "step-1").rglob(".stripes/*/*")}
+    assert parts == {head.id for head in heads_there if head is not None}
+
+
+def test_what_a_writer_that_lives_or_another_policy_wrote_is_left_alone(files: Files, job: Path, source: Path) -> None:
+    attempts = []
+
+    def meet(done: int, total: int) -> None:
+        if not attempts:
+            attempts.append(1)
+            put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
+            assert put.kept_bytes == 0
+
+    with pytest.raises(TakenError):
+        put_checkpoint(files.place, source, "step-1", settings=_STRIPED, progress=meet)
+    (source / "shard1").write_bytes(os.urandom(2 * _MIB))
+    (source / "shard2").write_bytes(os.urandom(2 * _MIB))
+    remove(files, "", "step-1", force=True)
+    _left_by_a_killed_put(job, source, after=1)
+    other = PutSettings(policy=Policy(stripes=2, min_bytes_per_stripe=_MIB))
+    assert put_checkpoint(files.place, source, "step-1", settings=other).kept_bytes == 0

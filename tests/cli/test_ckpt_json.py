@@ -41,6 +41,7 @@ def job(run: Run, tmp_path: Path) -> Path:
     source.mkdir()
     (source / "model").write_bytes(os.urandom(9 << 20))
     job = tmp_path / "jobs"
+    assert run("ckpt", "put", str(source), str(job), "--name", "step-9").returncode == 0
     assert run("ckpt", "put", str(source), str(job)).returncode == 0
     return job
 
@@ -54,7 +55,7 @@ def damage(job: Path) -> None:
 def calls(job: Path, tmp_path: Path) -> dict[str, list[str]]:
     """Each verb that needs no mount, in an order in which all of them work."""
     return {
-        "put": ["put", str(tmp_path / "step-10"), str(job), "--name", "step-11"],
+        "put": ["put", str(tmp_path / "step-10"), str(job), "--name", "step-11", "--keep-last", "2"],
         "get": ["get", f"{job}/step-10", str(tmp_path / "copy")],
         "list": ["list", str(job)],
         "latest": ["latest", str(job)],

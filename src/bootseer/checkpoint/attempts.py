@@ -5,6 +5,9 @@
     <folder>/.attempts/<id>.old     what a replacing attempt has taken away, until it is replaced
     <folder>/.attempts/<id>.gone    what is being deleted
 
+A writer that was killed or interrupted leaves all of it. The next one of the same checkpoint takes that over
+(`Attempt.take_over`): at once when it ran on this machine, otherwise when its lease is old.
+
 The writer writes its lease again every minute. One that is older than ten minutes by the place's own clock belongs to
 nobody, and `collect` removes what it stood for; a writer that was stopped for so long notices when it publishes. No
 clock of any node matters.
@@ -23,13 +26,23 @@ import platform
 import secrets
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from bootseer.checkpoint.files import GONE, Files
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
 from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, make_alike
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    CorruptError,
+    Interrupted,
+    NotFoundError,
+    PermanentError,
+    TransientError,
+)
+from bootseer.mounts.process import ProcessId
 
 LEASE_S = 600.0
 """A lease that was not renewed for so long belongs to nobody."""
@@ -46,21 +59,49 @@ _TRIES = 8
 """How often others may replace a name between two steps of ours."""
 
 
-def lease_bytes(target: str) -> bytes:
-    """A lease for what is to become `target`: whom to ask, for people."""
-    return json.dumps({"schema": _SCHEMA, "host": platform.node(), "pid": os.getpid(), "target": target}).encode()
+def lease_bytes(target: str, how: str = "") -> bytes:
+    """A lease for what is to become `target`, written as `how` says: whom to ask, for people."""
+    ours = {"host": platform.node(), "pid": os.getpid(), "process": _process(), "target": target, "how": how}
+    return json.dumps({"schema": _SCHEMA, **ours}).encode()
+
+
+def _process() -> str:
+    """This process, among all of all machines; "" where that cannot be told."""
+    own = ProcessId.of(os.getpid())
+    try:
+        return f"{_machine()} {own.pid} {own.started}" if own is not None else ""
+    except OSError:
+        return ""
+
+
+def _machine() -> str:
+    """This boot of this machine, and the numbers that processes have here."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def _has_ended(process: object) -> bool:
+    """Whether a process of this machine, as a lease names it, does not run any more."""
+    try:
+        machine, pid, started = str(process).rsplit(" ", 2)
+        return machine == _machine() and not ProcessId(int(pid), int(started)).alive
+    except (OSError, ValueError):
+        return False
 
 
 class Attempt:
     """A hidden folder, `path`, that becomes the checkpoint `target` when it is published. Use it in a `with`."""
 
-    def __init__(self, place: Place, target: str, *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, place: Place, target: str, *, how: str = "", lease_s: float = LEASE_S) -> None:
+        """`how` it is written: only what was written in the same way is taken over."""
         self._place = place
         self._target = target
+        self._how = how
         self._lease_s = lease_s
         attempts = _join(_folder(target), ATTEMPTS)
         self.path = f"{attempts}/{secrets.token_hex(8)}"
         self._over = threading.Event()
+        self.has_whole_files = False
+        """Whether another try could go on with something."""
         self._has_taken = False
         """Whether what had the target's name may lie in our `.old`."""
         make_alike(place, attempts)
@@ -75,16 +116,50 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove what was not published."""
+        """Remove what was not published; whole files stay for another try after an interrupt or `TransientError`."""
         self._over.set()
         # A place that does not answer holds it up; what it writes then is a lease that nobody renews.
         self._thread.join(_END_S)
+        if self.has_whole_files and isinstance(error, (TransientError, Interrupted)):
+            return
         if self._has_taken:
             return  # it could not be put back: `collect` will do it, and needs the lease to know its name
         with contextlib.suppress(TransientError):  # who does not answer once is not asked again
             for rest in (self.path, self.path + _LEASE):
                 with contextlib.suppress(PermanentError):
                     self._place.delete(rest, recursive=True)
+
+    def take_over(self) -> list[str]:
+        """Take what dead writers of the same target have written: hidden folders in this attempt, to be removed."""
+        attempts, found = _folder(self.path), []
+        entries = {_name(entry): entry for entry in _listed(self._place, attempts)}
+        for name, entry in entries.items():
+            path, lease = f"{attempts}/{name}", entries.get(name + _LEASE)
+            # One that has taken away what it was to replace needs its lease.
+            if not entry.is_folder or lease is None or name + _OLD in entries or path == self.path:
+                continue
+            with contextlib.suppress(PermanentError):  # another one was faster, or it belongs to another user
+                if self._is_left(path, lease):
+                    inside = f"{self.path}/{TEMPORARY}{secrets.token_hex(8)}"
+                    # In one step: of two that want it one gets it, and a writer that wakes up cannot publish.
+                    self._place.rename(path, inside, replace=False)
+                    _delete(self._place, path + _LEASE)
+                    found.append(inside)
+        for folder in found:  # and what that writer had taken over; the list grows meanwhile
+            below = _listed(self._place, folder)
+            found += [entry.path for entry in below if entry.is_folder and _name(entry).startswith(TEMPORARY)]
+        return found
+
+    def _is_left(self, path: str, lease: Entry) -> bool:
+        try:
+            said = json.loads(self._place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))
+            target, how, process = said["target"], said["how"], said["process"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        # The name alone: that writer's place may have had its root in another folder.
+        if how != self._how or str(target).rpartition("/")[2] != self._target.rpartition("/")[2]:
+            return False
+        return _has_ended(process) or self._place.now_s() - lease.mtime_ns / 1e9 > self._lease_s
 
     def publish(self, *, replace: bool = False) -> None:
         """Show the folder as the target. Raises `TakenError` when there is something of this name.
@@ -178,7 +253,7 @@ class Attempt:
                 self._renew()
 
     def _renew(self) -> None:
-        self._place.write_bytes(self.path + _LEASE, lease_bytes(self._target))
+        self._place.write_bytes(self.path + _LEASE, lease_bytes(self._target, self._how))
 
     def _check_lease(self) -> None:
         """A writer that was stopped for long may have been taken for dead."""

@@ -7,6 +7,7 @@ or that `latest` names. Trees that were written without BootSeer are listed as w
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ _ENDINGS = (
     ".onnx", ".gguf", ".msgpack", ".zip", ".gz", ".zst",
 )  # fmt: skip
 _OTHERS = ("README", "LICENSE", "NOTICE", "Makefile", "Dockerfile")
+_NUMBER = re.compile(r"\d+")
 _AT_ONCE = 4
 """Checkpoints that are looked at side by side; each asks for its own files side by side."""
 
@@ -127,6 +129,25 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
         files.remove(path)
     collect(files.place, folder)
     return found.size_bytes
+
+
+def superseded(files: Files, folder: str, name: str, keep: int) -> list[Checkpoint]:
+    """The checkpoints that are older than the `keep` newest ones, of which `name` is or will be one; the oldest first.
+
+    Only those whose names differ from it in their numbers alone, and have a lower step: other things in the folder are
+    none of its kind. Not what `latest` names, nor a job, and none at all for a name without a step.
+    """
+    step, kind = step_of(name), _NUMBER.sub("#", name)
+    if step is None:
+        return []
+    alike = [one for one in checkpoints(files, folder) if one.name != name and _NUMBER.sub("#", one.name) == kind]
+    older = [one for one in alike if one.step is not None and one.step < step]
+    num_kept = max(keep - 1 - (len(alike) - len(older)), 0)
+    return [
+        one
+        for one in older[: len(older) - num_kept]
+        if not one.is_latest and not (one.is_folder and is_job(files, one.path))
+    ]
 
 
 def is_job(files: Files, path: str) -> bool:

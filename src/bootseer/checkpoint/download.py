@@ -2,27 +2,39 @@
 
 It is written beside its name and renamed when every byte of it has been verified as far as it can be, and is on the
 disk. A name that is taken is taken away only then.
+
+A copy that was interrupted is gone on with: of files of the same version, chunks of striped ones that match their
+digests, and ordinary ones that were complete. A file gets its time of change when all of it is on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 
+from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.beside import OLD, beside, remove
 from bootseer.checkpoint.catalog import walk
 from bootseer.checkpoint.files import FileInfo, Files
+from bootseer.checkpoint.head import Head
+from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 
 _PIECE_BYTES = 16 << 20
+_NEAR = 3
+"""File names that are told in place of one that is not there."""
 _AT_ONCE = 4
 """Pieces, or small files, that are read at the same time; `reading` reads each from several nodes."""
 
@@ -33,6 +45,8 @@ class Got:
 
     size_bytes: int
     num_files: int
+    kept_bytes: int = 0
+    """Of these, what an earlier copy that was interrupted had brought."""
 
 
 def get_checkpoint(
@@ -41,40 +55,88 @@ def get_checkpoint(
     path: str,
     target: Path,
     *,
+    only: Sequence[str] = (),
     replace: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Got:
-    """Copy a checkpoint, or one file, to `target`. Raises `UsageError` for a name that is taken, unless `replace`, and
-    `TransientError` when somebody changed the checkpoint meanwhile.
+    """Copy a checkpoint, or one file, to `target`; with `only`, those of its files that one of these patterns matches.
+
+    Raises `UsageError` for a name that is taken, unless `replace`, and for a pattern that matches nothing, and
+    `TransientError` when the checkpoint changes meanwhile.
     """
     target = _full(target)
     _check_free(target, replace)
     if replace and target.is_dir():
         _check_harmless(files, target)
     info = files.stat(path)
-    infos = list(walk(files, path))
+    infos = sorted(walk(files, path), key=lambda info: info.path)
+    if only and not info.is_folder:
+        raise UsageError(f"{files.place.uri}/{path} is a file", hint="--only chooses files of a folder")
+    infos = _chosen(infos, path, only) if only else infos
     with _local_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with beside(target) as own:
+        with beside(target, json.dumps([files.place.uri, path, target.name, sorted(only)])) as own:
             copy = own / "copy"
+            _drop_others(own, copy, path, infos, is_folder=info.is_folder)
             if info.is_folder:
-                copy.mkdir()
-                for folder in _folders(files, path):
-                    (copy / folder[len(path) :].lstrip("/")).mkdir(parents=True, exist_ok=True)
+                copy.mkdir(exist_ok=True)
+                folders = [one.path.rpartition("/")[0] for one in infos] if only else _folders(files, path)
+                for folder in folders:
+                    (copy / _below(path, folder)).mkdir(parents=True, exist_ok=True)
             failed: BootseerError | None = None
             try:
-                _copy_all(reading, path, infos, copy, progress)
+                kept_bytes = _copy_all(files, reading, path, infos, copy, progress)
             except PermanentError as error:
                 failed = error
             # Each file is one version, but some may be of another checkpoint than others, or gone meanwhile.
-            if not _is_still(files, path, infos):
+            if not _is_still(files, path, infos, all_of_it=not only):
                 raise TransientError(
                     f"{files.place.uri}/{path} was changed while it was copied; get it again"
                 ) from failed
             if failed is not None:
                 raise failed
             _take_place(copy, target, replace)
-    return Got(sum(info.size_bytes for info in infos), len(infos))
+    return Got(sum(info.size_bytes for info in infos), len(infos), kept_bytes)
+
+
+def _drop_others(own: Path, copy: Path, path: str, infos: Iterable[FileInfo], *, is_folder: bool) -> None:
+    """Remove what an earlier copy has of other versions, and note which versions this one is of."""
+    noted, now = own / "versions", {_below(path, info.path): info.entry.version for info in infos}
+    try:
+        before = json.loads(noted.read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    if copy.is_dir() != is_folder:
+        remove(copy)
+    for local in sorted(copy.rglob("*"), reverse=True) if is_folder else [copy]:
+        name = local.relative_to(copy).as_posix() if is_folder else ""
+        with contextlib.suppress(OSError):  # a folder that is not empty
+            if local.is_dir():
+                local.rmdir()
+            elif name not in now or before.get(name) != now[name]:
+                local.unlink()
+    noted.write_text(json.dumps(now))
+
+
+def _below(path: str, one: str) -> str:
+    return one[len(path) :].lstrip("/")
+
+
+def _chosen(infos: list[FileInfo], path: str, patterns: Sequence[str]) -> list[FileInfo]:
+    """The files that a pattern matches, or a folder that they lie in. Raises `UsageError` for one that matches none."""
+    names = {_below(path, info.path): info for info in infos}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {
+            name
+            for name in names
+            if any(fnmatchcase(part, pattern) for part in accumulate(name.split("/"), lambda one, two: f"{one}/{two}"))
+        }
+        if not found:
+            near = get_close_matches(pattern, names, _NEAR, cutoff=0.0)
+            raise UsageError(f"{pattern!r} matches no file of {path}", hint=f"the nearest are {', '.join(near)}")
+        chosen |= found
+    return [names[name] for name in sorted(chosen)]
 
 
 def _full(target: Path) -> Path:
@@ -101,13 +163,14 @@ def _folders(files: Files, path: str) -> Iterator[str]:
         folders += below
 
 
-def _is_still(files: Files, path: str, infos: Iterable[FileInfo]) -> bool:
-    """Whether a checkpoint is the one that was listed."""
+def _is_still(files: Files, path: str, infos: Iterable[FileInfo], *, all_of_it: bool) -> bool:
+    """Whether these are the files of a checkpoint as they were listed, or with `all_of_it` all that it has."""
     try:
-        now = list(walk(files, path))
-    except NotFoundError:  # at this moment somebody replaces it
+        now = _versions(walk(files, path))
+    except NotFoundError:  # at this moment it is being replaced
         return False
-    return _versions(now) == _versions(infos)
+    then = _versions(infos)
+    return now == then if all_of_it else then.items() <= now.items()
 
 
 def _versions(infos: Iterable[FileInfo]) -> dict[str, str]:
@@ -115,39 +178,53 @@ def _versions(infos: Iterable[FileInfo]) -> dict[str, str]:
 
 
 def _copy_all(
+    files: Files,
     reading: Reading,
     path: str,
     infos: list[FileInfo],
     temporary: Path,
     progress: Callable[[int, int], None] | None,
-) -> None:
+) -> int:
+    """Returns how many bytes were there already."""
     total = sum(info.size_bytes for info in infos)
-    done = 0
+    done = kept = 0
     lock = threading.Lock()
     stopped = threading.Event()
     own = threading.local()
 
-    def copy(file: CheckpointFile, descriptor: int, offset: int, length: int) -> None:
-        nonlocal done
+    def count(length: int, *, is_kept: bool) -> None:
+        nonlocal done, kept
+        with lock:
+            done += length
+            kept += length if is_kept else 0
+            if progress is not None:
+                progress(done, total)
+
+    def copy(file: CheckpointFile, head: Head | None, descriptor: int, offset: int, length: int) -> None:
         if stopped.is_set():
             return
         if not hasattr(own, "buffer"):  # used again: what is freed in such pieces is not given back to the system
             own.buffer = bytearray(_PIECE_BYTES)
         view = memoryview(own.buffer)[:length]
-        count = file.readinto(offset, view)
-        if count != length:
-            raise PermanentError(f"{file.path}: {count} bytes instead of {length}; it was changed while it was read")
+        if head is not None and os.preadv(descriptor, [view], offset) == length and _is_right(head, offset, view):
+            count(length, is_kept=True)
+            return
+        read = file.readinto(offset, view)
+        if read != length:
+            raise PermanentError(f"{file.path}: {read} bytes instead of {length}; it was changed while it was read")
         while view:
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
-        with lock:
-            done += length
-            if progress is not None:
-                progress(done, total)
+        count(length, is_kept=False)
 
     def copy_file(info: FileInfo, threads: ThreadPoolExecutor | None) -> None:
-        if not stopped.is_set():
-            _copy_file(reading, info, temporary / info.path[len(path) :].lstrip("/"), threads, copy)
+        if stopped.is_set():
+            return
+        local = temporary / _below(path, info.path)
+        if info.is_striped or not _is_complete(info, local):
+            _copy_file(files, reading, info, local, threads, copy)
+        else:
+            count(info.size_bytes, is_kept=True)
 
     with ThreadPoolExecutor(_AT_ONCE, "bootseer-get") as threads:
         try:
@@ -157,27 +234,56 @@ def _copy_all(
             _wait_for([threads.submit(copy_file, info, None) for info in infos if info.size_bytes <= _PIECE_BYTES])
         finally:
             stopped.set()
+    return kept
+
+
+def _is_complete(info: FileInfo, local: Path) -> bool:
+    """Whether an earlier copy has come to the end of an ordinary file of this version."""
+    try:
+        found = local.stat()
+    except FileNotFoundError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (info.size_bytes, info.entry.mtime_ns)
+
+
+def _is_right(head: Head, offset: int, data: memoryview) -> bool:
+    """Whether these are the bytes of a striped file from the beginning of a chunk on, by their digests."""
+    while data:
+        segment = head.segments[head.segment_at(offset)]
+        chunk = (offset - segment.start) // CHUNK_BYTES
+        length = segment.index.length(chunk)
+        if digest_of(data[:length]) != segment.index.digest(chunk):
+            return False
+        offset, data = offset + length, data[length:]
+    return True
 
 
 def _copy_file(
+    files: Files,
     reading: Reading,
     info: FileInfo,
     local: Path,
     threads: ThreadPoolExecutor | None,
-    copy: Callable[[CheckpointFile, int, int, int], None],
+    copy: Callable[[CheckpointFile, Head | None, int, int, int], None],
 ) -> None:
     """Copy a file, by these threads or in this one."""
-    descriptor = os.open(local, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    head = files.head(info.path) if info.is_striped and local.exists() else None
+    if head is None:
+        local.unlink(missing_ok=True)
+    else:
+        local.chmod(0o600)
+    descriptor = os.open(local, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.closing(reading.open(info.path)) as file:
             pieces = []
             for offset in range(0, file.size_bytes, _PIECE_BYTES):
                 length = min(_PIECE_BYTES, file.size_bytes - offset)
                 if threads is None:
-                    copy(file, descriptor, offset, length)
+                    copy(file, head, descriptor, offset, length)
                 else:
-                    pieces.append(threads.submit(copy, file, descriptor, offset, length))
+                    pieces.append(threads.submit(copy, file, head, descriptor, offset, length))
             _wait_for(pieces)
+        os.fsync(descriptor)
         os.fchmod(descriptor, info.entry.mode & 0o777)
         os.utime(descriptor, ns=(info.entry.mtime_ns, info.entry.mtime_ns))
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
 """Putting a checkpoint from a local disk into a place: hidden until it is whole, then shown at once.
 
-Killed at any step, it harms nothing that is published, and readers see nothing of it; a later put into the same folder
-removes the rests. `latest` moves last. Called by `bootseer ckpt put`.
+Killed at any step, it harms nothing that is published, and readers see nothing of it. The next put of the same name
+goes on with the striped files that were complete, if they have what the source has now; another later put into the
+same folder removes the rests. `latest` moves last. Called by `bootseer ckpt put`.
 """
 
 from __future__ import annotations
@@ -9,23 +10,25 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.attempts import LEASE_S, Attempt, collect
-from bootseer.checkpoint.catalog import is_job, missing_parts, walk
+from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remove, superseded, walk
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, peek
-from bootseer.checkpoint.latest import can_be_checkpoint, move_latest
-from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError
-from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_folder, peek
+from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
+from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NoSpaceNowError, Place, TakenError, make_alike
+from bootseer.checkpoint.policy import Policy, encode_policy
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, UsageError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4
 """Files that are written side by side; their parts share the threads of the `Writing`."""
@@ -40,6 +43,10 @@ class PutSettings:
     policy: Policy | None = None
     """How its files are striped; None: as the folder's policy says."""
     move_latest: bool = True
+    keep_last: int | None = None
+    """Remove older checkpoints than so many of the same kind afterwards, see `catalog.superseded`; None: none."""
+    dry_run: bool = False
+    """Check what can be checked, and write and remove nothing."""
     read_back: bool = False
     """Read all that was written before it is shown, not only its lengths."""
     lease_s: float = LEASE_S
@@ -56,6 +63,10 @@ class Put:
     num_striped: int
     latest: str | None
     """What `latest` names now: another one when that has a higher step; None when it was not to be moved."""
+    removed: Sequence[tuple[str, int]]
+    """Names and bytes of the older checkpoints that were removed."""
+    kept_bytes: int = 0
+    """What an earlier put that was interrupted had written."""
 
 
 def put_checkpoint(
@@ -77,16 +88,32 @@ def put_checkpoint(
     target = f"{folder}/{name}" if folder else name
     if not can_be_checkpoint(name):
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
+    if settings.keep_last is not None and step_of(name) is None:
+        raise UsageError(
+            f"{name!r} ends with no step: which checkpoints are older is not known", hint="--name step-100"
+        )
     _check_apart(place, source)
     found = _files_of(source, name)
     _check_names(place, name, found)
+    if settings.dry_run:
+        return _planned(files, folder, name, found, settings.policy or files.policy(folder), settings)
     place.make_folder(folder, parents=True)
-    collect(place, folder, lease_s=settings.lease_s)
-    _check_free(files, target, found, settings.replace)
     policy = settings.policy or files.policy(folder)
-    with Attempt(place, target, lease_s=settings.lease_s) as attempt:
+    how = encode_policy(policy).decode()
+    needed = found.size_bytes * (policy.replication or 1) * (policy.stripes + policy.parity) // policy.stripes
+    what = f"{place.uri}/{target} needs {format_bytes(needed)}"
+    with _telling_room(what), Attempt(place, target, how=how, lease_s=settings.lease_s) as attempt:
+        left = attempt.take_over()
+        collect(place, folder, lease_s=settings.lease_s)
+        _check_free(files, target, found, settings.replace)
+        # What cannot fit is not begun. Local file systems may compress what they store.
+        if not left and place.uri.startswith("hdfs://") and needed > (free := place.space()[1]):
+            raise NoSpaceError(f"no space, {format_bytes(free)} are free on all DataNodes together")
         inside = Files(place, within=attempt.path)
-        _write_all(inside, attempt.path, found, policy, settings, progress)
+        kept_bytes = _write_all(inside, attempt, found, policy, settings, progress, left)
+        for rest in left:
+            with suppress(NotFoundError):  # it lay in another one
+                place.delete(rest, recursive=True)
         num_striped = _compare(inside, attempt.path, found)
         if found.is_file:
             attempt.publish_file(found.files[0].name, replace=settings.replace)
@@ -100,7 +127,29 @@ def put_checkpoint(
             raise PermanentError(
                 f"{place.uri}/{target} is published, but `latest` does not name it: {error}"
             ) from error
-    return Put(target, sum(file.size_bytes for file in found.files), len(found.files), num_striped, latest)
+    removed = []
+    try:
+        for old in superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []:
+            with suppress(NotFoundError):  # another writer was faster
+                removed.append((old.name, remove(files, folder, old.name)))
+    except BootseerError as error:
+        raise PermanentError(
+            f"{place.uri}/{target} is published, but older ones are not all removed: {error}"
+        ) from error
+    return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed, kept_bytes)
+
+
+def _planned(files: Files, folder: str, name: str, source: _Source, policy: Policy, settings: PutSettings) -> Put:
+    """What would be done."""
+    target = f"{folder}/{name}" if folder else name
+    _check_free(files, target, source, settings.replace)
+    try:
+        old = superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []
+    except NotFoundError:  # the job is not there yet
+        old = []
+    num_striped = sum(policy.is_striped(file.size_bytes) for file in source.files)
+    removed = [(one.name, one.size_bytes) for one in old]
+    return Put(target, source.size_bytes, len(source.files), num_striped, None, removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +169,19 @@ class _Source:
     files: Sequence[_File]
     folders: Sequence[tuple[str, int]]
     """Paths below the source and their modes, parents first."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+@contextmanager
+def _telling_room(what: str) -> Iterator[None]:
+    """Errors of places without room say how much is needed."""
+    try:
+        yield
+    except (NoSpaceError, NoSpaceNowError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _check_apart(place: Place, source: Path) -> None:
@@ -215,22 +277,26 @@ def _check_free(files: Files, target: str, source: _Source, replace: bool) -> No
 
 def _write_all(
     files: Files,
-    root: str,
+    attempt: Attempt,
     source: _Source,
     policy: Policy,
     settings: PutSettings,
     progress: Callable[[int, int], None] | None,
-) -> None:
+    left: Sequence[str],
+) -> int:
+    """Returns how many bytes were there already, in what is left of other attempts."""
+    root = attempt.path
     for path, mode in source.folders:
         # Not what the owner may not write into yet: modes of folders come last.
         files.place.make_folder(f"{root}/{path}", mode=mode | 0o700)
-    total = sum(file.size_bytes for file in source.files)
-    done = 0
+    total = source.size_bytes
+    done = kept = 0
     lock = threading.Lock()
     stopped = threading.Event()
     verify: Verify = "read" if settings.read_back else "length"
 
     def write(file: _File) -> None:
+        nonlocal kept
         before = 0
 
         def heard(count: int, _: int) -> None:
@@ -247,9 +313,17 @@ def _write_all(
                 raise PermanentError(
                     f"{file.local} is the head of a striped file, not its content; bootseer ckpt get reads that"
                 )
-            writing.write_file(
-                f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=heard
-            )
+            # What is to be read back is written now.
+            if not settings.read_back and any(_moved(files, rest, root, file, opened) for rest in left):
+                heard(file.size_bytes, file.size_bytes)
+                attempt.has_whole_files = True
+                with lock:
+                    kept += file.size_bytes
+            else:
+                written = writing.write_file(
+                    f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=heard
+                )
+                attempt.has_whole_files |= written.is_striped
         if _file(file.name, file.local) != file:
             raise PermanentError(f"{file.local} was changed while it was written; put it again when it is complete")
 
@@ -271,6 +345,30 @@ def _write_all(
         raise PermanentError(f"{source.root} was changed while it was written; put it again when it is complete")
     for path, mode in reversed(source.folders):
         files.set_mode(f"{root}/{path}", mode)
+    return kept
+
+
+def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) -> bool:
+    """Move a file from what is left of another attempt, if it is striped, whole and has the bytes of the source."""
+    old, new = f"{rest}/{file.name}", f"{root}/{file.name}"
+    theirs = Files(files.place, within=rest)
+    try:
+        head = theirs.head(old)
+        if head is None or head.size_bytes != file.size_bytes or lost_parts(theirs, old, head):
+            return False
+        for segment in head.segments:
+            index = segment.index
+            for chunk in range(index.num_blocks):
+                data = source.read(segment.start + chunk * index.block_size, index.length(chunk))
+                if digest_of(data) != index.digest(chunk):
+                    return False
+        theirs.set_mode(old, file.mode)
+        make_alike(files.place, parts_folder(new, head.id).rpartition("/")[0])
+        files.place.rename(parts_folder(old, head.id), parts_folder(new, head.id), replace=False)
+        files.place.rename(old, new, replace=False)
+    except (NotFoundError, CorruptError, AccessError):
+        return False
+    return True
 
 
 def _compare(files: Files, root: str, source: _Source) -> int:

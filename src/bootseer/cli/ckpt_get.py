@@ -19,15 +19,23 @@ SCHEMA = "bootseer.checkpoint-got/1"
 @click.command("get", short_help="Copy a checkpoint to a local folder.")
 @click.argument("checkpoint", metavar="SRC")
 @click.argument("target", metavar="[DST]", required=False, type=click.Path())
+@click.option(
+    "--only",
+    metavar="PATTERN",
+    multiple=True,
+    help="Only files whose path in SRC matches, or a folder of theirs; repeatable. * matches / too.",
+)
 @click.option("--replace", is_flag=True, help="Take the place of what DST is.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
-def command(checkpoint: str, target: str | None, replace: bool, as_json: bool) -> None:
+def command(checkpoint: str, target: str | None, only: tuple[str, ...], replace: bool, as_json: bool) -> None:
     """Copy the checkpoint or file SRC to DST, by default under its name in this folder. DST appears when it is whole.
 
+    A get that was interrupted goes on where it stopped when it is repeated.
     JOB/latest is the checkpoint that the job's `latest` names. A file goes to standard output when DST is -.
 
     \b
     bootseer ckpt get hdfs://namenode/jobs/moe/latest ./resume
+    bootseer ckpt get hdfs://namenode/jobs/moe/step-1000 --only 'rank-0*' --only '*.json'
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/.metadata
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/config.json - | jq .
     """
@@ -47,14 +55,16 @@ def command(checkpoint: str, target: str | None, replace: bool, as_json: bool) -
     with interruptible(), files_at(folder) as files, Progress("reading") as progress:
         name = resolved(files, name)
         if target == "-":
-            if as_json or replace:
-                raise UsageError("the file itself goes to standard output", hint="leave out --json and --replace")
+            if as_json or replace or only:
+                raise UsageError(
+                    "the file itself goes to standard output", hint="leave out --json, --replace and --only"
+                )
             _print(files, name)
             tell_fallback(files.place.facts())
             return
         local = Path(target or name)
         with closing(Reading(files.place)) as reading:
-            got = get_checkpoint(files, reading, name, local, replace=replace, progress=progress.show_bytes)
+            got = get_checkpoint(files, reading, name, local, only=only, replace=replace, progress=progress.show_bytes)
         uri, fallback = f"{files.place.uri}/{name}", tell_fallback(files.place.facts())
     took_s = time.monotonic() - began_s
     if as_json:
@@ -64,6 +74,7 @@ def command(checkpoint: str, target: str | None, replace: bool, as_json: bool) -
                 "checkpoint": uri,
                 "target": str(local.absolute()),
                 "size_bytes": got.size_bytes,
+                "kept_bytes": got.kept_bytes,
                 "files": got.num_files,
                 "seconds": round(took_s, 3),
                 "fallback": fallback,
@@ -71,6 +82,8 @@ def command(checkpoint: str, target: str | None, replace: bool, as_json: bool) -
         )
         return
     amount = f"{number_of_files(got.num_files)}, {format_bytes(got.size_bytes)}"
+    if got.kept_bytes:
+        amount += f" ({format_bytes(got.kept_bytes)} of an earlier, interrupted get)"
     rate = f", {format_bytes(got.size_bytes / took_s)}/s" if took_s > 0 else ""
     with terminal() as console:
         console.print(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "bootseer.checkpoint-put/1"
 _PATIENCE_S = 2.0
-_RESTS = "what was written and not published is removed by later writers or by `bootseer ckpt remove`"
+_RESTS = "what was written is used by the same put again, and removed by later writers or by `bootseer ckpt remove`"
 
 
 @click.command("put", short_help="Copy a checkpoint into the storage, and publish it.")
@@ -24,6 +24,13 @@ _RESTS = "what was written and not published is removed by later writers or by `
 @click.option("--name", metavar="NAME", help="Of the checkpoint (default: that of SRC).")
 @click.option("--replace", is_flag=True, help="Take the place of a checkpoint of this name.")
 @click.option("--latest/--no-latest", default=True, help="Let `latest` name it unless that has a later one.")
+@click.option(
+    "--keep-last",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Then remove older checkpoints than the N newest, of names that differ in numbers alone; never the latest.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be written and removed, and do nothing.")
 @click.option("--read-back", is_flag=True, help="Read all of it before it is published.")
 @with_options(STRIPES)
 @click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
@@ -33,6 +40,8 @@ def command(
     name: str | None,
     replace: bool,
     latest: bool,
+    keep_last: int | None,
+    dry_run: bool,
     read_back: bool,
     as_json: bool,
     **stripes: object,
@@ -40,11 +49,13 @@ def command(
     """Copy the folder or file SRC into the folder JOB. It appears there when all of it is durable, and then `latest`
     names it.
 
+    A put that was interrupted goes on where it stopped when it is repeated on the same machine.
     Its files are striped as the folder's policy says, or as said here.
 
     \b
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe
     bootseer ckpt put model.pt hdfs://namenode/jobs/moe --name step-1000.pt --stripes 8 --parity
+    bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe --keep-last 3 --dry-run
     """
     from pathlib import Path
 
@@ -61,7 +72,14 @@ def command(
     began_s = time.monotonic()
     with interruptible(_PATIENCE_S, _RESTS), files_at(job) as files, Progress("writing") as progress:
         policy: Policy | None = changed(files.policy(""), stripes)
-        settings = PutSettings(replace=replace, policy=policy, move_latest=latest, read_back=read_back)
+        settings = PutSettings(
+            replace=replace,
+            policy=policy,
+            move_latest=latest,
+            read_back=read_back,
+            keep_last=keep_last,
+            dry_run=dry_run,
+        )
         try:
             put = put_checkpoint(
                 files.place, local, name or local.name, settings=settings, progress=progress.show_bytes
@@ -76,19 +94,27 @@ def command(
                 "schema": SCHEMA,
                 "checkpoint": uri,
                 "size_bytes": put.size_bytes,
+                "kept_bytes": put.kept_bytes,
                 "files": put.num_files,
                 "striped_files": put.num_striped,
                 "latest": put.latest,
+                "removed": [{"name": name, "size_bytes": size_bytes} for name, size_bytes in put.removed],
+                "dry_run": dry_run,
                 "seconds": round(took_s, 3),
                 "fallback": fallback,
             }
         )
         return
+    kept = f" ({format_bytes(put.kept_bytes)} of an earlier, interrupted put)" if put.kept_bytes else ""
     with terminal() as console:
         console.print(
-            f"{uri}: {number_of_files(put.num_files)}, {put.num_striped} striped, {format_bytes(put.size_bytes)}, "
-            f"in {format_seconds(took_s)}",
+            f"{'would write ' if dry_run else ''}{uri}: {number_of_files(put.num_files)}, {put.num_striped} striped, "
+            f"{format_bytes(put.size_bytes)}{kept}{'' if dry_run else f', in {format_seconds(took_s)}'}",
             soft_wrap=True,
         )
+        for old, size_bytes in put.removed:
+            console.print(
+                f"{'would remove' if dry_run else 'removed'} {old}, {format_bytes(size_bytes)}", soft_wrap=True
+            )
         if put.latest not in (None, put.path):
             console.print(f"latest stays at {put.latest}, which is later; `bootseer ckpt latest` sets it")
