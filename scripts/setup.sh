@@ -28,6 +28,7 @@ packages_needed() {
   cat <<'LIST'
 chromium chromium the test that opens the HTML report in a browser
 runc runc starting containers as Kubernetes nodes do
+crun crun the same, and images with other users without root
 mkfs.erofs erofs-utils making EROFS images
 fusermount3 fuse3 mounting FUSE file systems
 busybox busybox-static the small images of the tests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,14 @@ def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
     with beside(tmp_path / "target", "what"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, link.name])
+
+
+def test_copies_that_begin_at_once_do_not_remove_each_others_folders(tmp_path: Path) -> None:
+    def work(_: int) -> None:
+        for _ in range(100):
+            with beside(tmp_path / "target", "this") as folder:
+                (folder / "copy").write_bytes(b"x")
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    assert list(tmp_path.iterdir()) == []

@@ -276,7 +276,7 @@ def test_a_record_has_nothing_deleted_but_changes_in_the_cache(converted: Node, 
     (precious / "data").touch()
     runtime.write(replace(state, details={**state.details, "changes": str(precious)}))
     state = find_mount(runtime, mounted.root)
-    unmount_written(runtime, state, converted.cache, lambda: None)
+    unmount_written(runtime, state, converted.cache)
     assert (precious / "data").exists() == (where != "cache/containers/a")
 
 

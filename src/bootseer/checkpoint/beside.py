@@ -23,6 +23,7 @@ FRONT = ".bootseer-get-"
 OLD = "old"
 """In the folder: what had the name, until it is replaced. A folder that has one is left to people."""
 
+_NEW = ".bootseer-new-"
 _WHAT = "what"
 """In the folder: what is made there."""
 
@@ -34,12 +35,7 @@ def beside(target: Path, what: str) -> Iterator[Path]:
     Removed at the end, but left for another try after an interrupt and after a `TransientError`. Raises `OSError`.
     """
     front = f"{FRONT}{platform.node()}-"
-    folder, lock = _left(target.parent, front, what) or (target.with_name(f"{front}{secrets.token_hex(8)}"), -1)
-    if lock < 0:
-        folder.mkdir(mode=0o700)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _take(lock)
-        (folder / _WHAT).write_text(what)
+    folder, lock = _left(target.parent, front, what) or _made(target.with_name(f"{front}{secrets.token_hex(8)}"), what)
     try:
         yield folder
     except (TransientError, Interrupted):
@@ -51,6 +47,22 @@ def beside(target: Path, what: str) -> Iterator[Path]:
         _remove_unless_old(folder)
     finally:
         os.close(lock)
+
+
+def _made(folder: Path, what: str) -> tuple[Path, int]:
+    """A new folder, and its lock. It gets its name when it is locked: without a lock others would remove it."""
+    new = folder.with_name(f"{_NEW}{secrets.token_hex(8)}")
+    new.mkdir(mode=0o700)
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _take(lock)
+        (new / _WHAT).write_text(what)
+        new.rename(folder)
+    except BaseException:
+        remove(new)
+        os.close(lock)
+        raise
+    return folder, lock
 
 
 def _remove_unless_old(folder: Path) -> None:
