@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bootseer.bring.signatures import MAX_SIGNATURES, UNSIGNED, Signatures, is_signed, stored_limit
-from bootseer.errors import CorruptError, SignatureError, UsageError
+from bootseer.errors import AccessError, CorruptError, SignatureError, UsageError
 from signing_keys import make_key, trust
 
 NAME = "images/sha256-" + "ab" * 32
@@ -213,6 +213,19 @@ class TestKeys:
         opened.chmod(0o777)
         with pytest.raises(UsageError, match="may be written by others"):
             Signatures(trusted=str(opened)).check()
+
+    @pytest.mark.parametrize("is_folder", [True, False])
+    def test_trusted_keys_below_a_folder_that_others_can_change_are_refused(
+        self, folder: Path, tmp_path: Path, is_folder: bool
+    ) -> None:
+        above = tmp_path / "above"
+        keys = above / "keys"
+        keys.mkdir(parents=True)
+        path = Path(trust(keys / "a.pem", folder / "a"))
+        Signatures(trusted=str(keys if is_folder else path)).check()
+        above.chmod(0o777)
+        with pytest.raises(AccessError, match=f"{above} can be changed by other users"):
+            Signatures(trusted=str(keys if is_folder else path)).check()
 
     def test_other_files_are_named(self, folder: Path, tmp_path: Path) -> None:
         rsa, text, pipe = make_key(tmp_path / "rsa", "rsa"), tmp_path / "text", tmp_path / "pipe"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import CorruptError, SignatureError, UsageError
+from bootseer.io.trusted_folder import open_trusted
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -188,6 +189,9 @@ def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
     found = {}
     if path.is_dir() and path.stat().st_mode & 0o022:
         raise UsageError(f"{path}: this folder of keys may be written by others", hint=f"chmod go-w {path}")
+    if path.exists():  # else reading it says so
+        folder = path if path.is_dir() else path.parent
+        os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder", shared=True))
     for file in sorted(path.glob("*.pem")) if path.is_dir() else [path]:
         for block in _PUBLIC.findall(_read(file, 0o022, "may be written by others", "go-w")):
             try:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import islice
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
+from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
 _PAUSE_S = 0.05
@@ -108,8 +110,9 @@ class Prefetch:
 
     def _pause(self) -> None:
         if not self._pausing:
-            self._pausing = True
-            self._timer.after(_PAUSE_S, self._resume)
+            with suppress(TransientError):  # no thread can be started: the next read goes on
+                self._timer.after(_PAUSE_S, self._resume)
+                self._pausing = True
 
     def _resume(self) -> None:
         with self._lock:
