@@ -225,7 +225,6 @@ FORKS = """
     sys.path[:0] = {paths!r}
     from bootseer.hdfs.addresses import Cluster
     from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.outcome import ReadOutcome
     from bootseer.hdfs.reads import HdfsReads
     from hdfs.asking import Waiting, read
 

@@ -47,7 +47,7 @@ class Mounts:
         name = self._runtime.new_folder().name
         state = MountState(name, str(self.root), "image", self._runtime.boot, details={"changes": str(writable)})
         self._runtime.write(state)
-        return MountedImage(self.root, {}, {}, self._runtime, state, None, lambda line: None)
+        return MountedImage(self.root, {}, {}, self._runtime, state, None, lambda line: None, writable.parent)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
 def wait():
-    print("waits", flush=True)
     # No signal ends it, and no handler of Python runs meanwhile. One that comes before it ends the first of them.
     with contextlib.suppress(Interrupted):
+        print("waits", flush=True)
         libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
 """

@@ -14,7 +14,7 @@ from bootseer.launch import relay
 from bootseer.launch.relay import Relay
 
 
-def passed(output: bytes, pattern: bytes, found: Callable[[str], None]) -> bytes:
+def passed(output: bytes, pattern: bytes, found: Callable[[], None]) -> bytes:
     """What comes out of a relay when a command writes this."""
     read, write = os.pipe()
     between = Relay(write, re.compile(pattern), found)
@@ -41,7 +41,7 @@ def passed(output: bytes, pattern: bytes, found: Callable[[str], None]) -> bytes
 
 
 def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.CaptureFixture[str]) -> None:
-    def found(line: str) -> None:
+    def found() -> None:
         raise OSError("no space left")
 
     output = b"step 1\n" + b"x" * 300_000 + b"\n"
@@ -50,11 +50,11 @@ def test_an_error_behind_the_pattern_does_not_hold_up_the_output(capfd: pytest.C
 
 
 def test_of_a_long_line_the_end_is_searched() -> None:
-    found: list[str] = []
+    found: list[bool] = []
     output = b"begin " + b"x" * 100_000 + b" end\n"
-    assert passed(output, b"begin", found.append) == output
+    assert passed(output, b"begin", lambda: found.append(True)) == output
     assert found == []
-    assert passed(output, b"end", found.append) == output
+    assert passed(output, b"end", lambda: found.append(True)) == output
     assert len(found) == 1
 
 
@@ -62,8 +62,8 @@ def test_a_pattern_that_takes_long_is_given_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(relay, "_SLOW_S", 0.0)
-    found: list[str] = []
+    found: list[bool] = []
     output = b"other\nstep 1\n"
-    assert passed(output, b"step 1", found.append) == output
+    assert passed(output, b"step 1", lambda: found.append(True)) == output
     assert found == []
     assert "is not searched for any more" in capfd.readouterr().err
