@@ -145,3 +145,17 @@ def test_a_file_that_is_synced_is_read_and_published_again(held: Held) -> None:
     os.pwrite(writer, b"newer", 0)
     os.close(writer)
     assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "newer"
+
+
+def test_attributes_that_are_set_back_after_a_sync_are_those_of_the_published_file(one: MountedPlace) -> None:
+    with (one.target / "f").open("wb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(b"new")
+        file.flush()
+        os.fsync(file.fileno())
+        for mode in (0o600, 0o644):
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+            assert (one.root / "f").stat().st_mode & 0o777 == mode
+    assert (one.root / "f").stat().st_mode & 0o777 == 0o644
+    assert (one.target / "f").stat().st_mode & 0o777 == 0o644

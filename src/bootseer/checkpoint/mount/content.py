@@ -136,6 +136,8 @@ class Content:
         self._is_removed = False
         self._mtime_ns: int | None = None
         """What somebody wants the time of the last change to be."""
+        self._published: Published | None = None
+        """What was published last. A writer says the same again when nothing was written since."""
 
     @property
     def is_live(self) -> bool:
@@ -347,7 +349,9 @@ class Content:
     def _publish_once(self, writer: Writer, check: Check = no_check) -> None:
         """Publish all that is there now. Attributes may be set meanwhile, and then it is not all."""
         num_changes = self._num_changes
-        info = self._settled(writer.sync(check).entry)
+        before, self._published = self._published, writer.sync(check)
+        # What the place said before may not be so any more: attributes were set since, or the name is another one.
+        info = self._settled(None if self._published is before else self._published.entry)
         with self.lock:
             if num_changes == self._num_changes:
                 self._node.info = info
