@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.errors import BootseerError, PermanentError
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of
+from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of, until
 from stepwise_place import StepwisePlace
 
 pytestmark = pytest.mark.fuse
@@ -27,6 +28,8 @@ class Held:
     def __init__(self, mounts: Mounts, root: Path, path: str) -> None:
         self._path = path
         self._reached, self._may_go_on = threading.Event(), threading.Event()
+        self.error: BootseerError | None = None
+        """What the publishing ends with."""
         self._threads = ThreadPoolExecutor(2)
         place = StepwisePlace(FolderPlace(root))
         self.mounted: MountedPlace = mounts(place=place)
@@ -54,6 +57,40 @@ class Held:
         if step == "write_bytes" and path == self._path:
             self._reached.set()
             self._may_go_on.wait(DEADLINE_S)
+            if self.error is not None:
+                raise self.error
+
+
+class FairTurn:
+    """An `RLock` that goes to who has waited for it longest."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._waiting: list[int] = []
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self, timeout: float) -> bool:
+        me = threading.get_ident()
+        with self._change:
+            if self._owner != me:
+                self._waiting.append(me)
+                if not self._change.wait_for(lambda: self._owner is None and self._waiting[0] == me, DEADLINE_S):
+                    return False
+                self._waiting.remove(me)
+                self._owner = me
+            self._depth += 1
+            return True
+
+    def release(self) -> None:
+        with self._change:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._change.notify_all()
+
+    def has_waiter(self) -> bool:
+        return bool(self._waiting)
 
 
 @pytest.fixture
@@ -159,3 +196,26 @@ def test_attributes_that_are_set_back_after_a_sync_are_those_of_the_published_fi
             assert (one.root / "f").stat().st_mode & 0o777 == mode
     assert (one.root / "f").stat().st_mode & 0o777 == 0o644
     assert (one.target / "f").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_close_that_cannot_publish_drops_nothing_that_somebody_else_has_written(held: Held) -> None:
+    root = held.mounted.target
+    (root / "f").write_text("old")
+    writer = os.open(root / "f", os.O_RDWR)
+    turn = FairTurn()
+    node = held.mounted.shown._nodes.at("f")
+    assert node is not None and node.content is not None
+    node.content._turn = turn  # type: ignore[assignment]
+    os.write(writer, b"new")
+    closing = held.begin(lambda: number_of(lambda: os.close(writer)))
+    other = held.now(lambda: os.open(root / "f", os.O_RDWR))
+    writing = threading.Thread(target=os.pwrite, args=(other, b"NEW", 0))
+    writing.start()
+    until(turn.has_waiter, "it waits for its turn")
+    held.error = PermanentError("the place refuses it")
+    held.go_on()
+    assert closing.result(DEADLINE_S) is not None, "who closes is told"
+    writing.join(DEADLINE_S)
+    held.error = None
+    os.close(other)
+    assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "NEW"

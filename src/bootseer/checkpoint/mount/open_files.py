@@ -130,11 +130,7 @@ class OpenFiles:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
                 return
             opened.is_done = True
-        try:
-            self._publish_if_last(opened.content, check)
-        except BootseerError:
-            opened.content.give_up()  # the program was told, and has nothing left to try again with
-            raise
+        self._publish_if_last(opened.content, check, give_up=True)
 
     def _may_be_written(self, opened: _Handle, processes: set[int]) -> bool:
         """Whether these have more descriptors that can write to the file than its other open handles explain."""
@@ -149,9 +145,25 @@ class OpenFiles:
         with self._lock:
             return [self._handles[number] for number in content.handles]
 
-    def _publish_if_last(self, content: Content, check: Check = no_check) -> None:
-        if all(handle.is_done or not handle.writes for handle in self._handles_of(content)):
-            content.publish(check)
+    def _publish_if_last(self, content: Content, check: Check = no_check, *, give_up: bool = False) -> None:
+        """Publish, unless somebody may write still, whose closing publishes then. `give_up`: drop what cannot be
+        published, unless somebody may write by then."""
+        if self._has_writer(content):
+            return
+        # In one turn: what somebody writes who opens it meanwhile must not be dropped behind their back.
+        with content.changing(check):
+            if self._has_writer(content):
+                return
+            try:
+                content.publish(check)
+            except BootseerError:
+                # The program was told, and has nothing left to try again with.
+                if give_up and not self._has_writer(content):
+                    content.give_up()
+                raise
+
+    def _has_writer(self, content: Content) -> bool:
+        return any(handle.writes and not handle.is_done for handle in self._handles_of(content))
 
     def close(self, handle: int) -> None:
         """The last descriptor of a handle is gone; with the last one that writes, what was not published is."""
@@ -166,10 +178,13 @@ class OpenFiles:
                 self._publish_if_last(content)
             return
         try:
-            content.end_writing()
+            with content.changing():
+                if not content.handles:
+                    content.end_writing()
+                elif opened.writes:  # somebody has opened it meanwhile, and goes on with the same content
+                    self._publish_if_last(content)
         finally:
             with self._lock:
-                # A handle that was opened meanwhile keeps the same content.
                 is_over = not content.handles and opened.node.content is content
                 if is_over:
                     self._nodes.closed(opened.node)
