@@ -8,13 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("numpy")
 pytest.importorskip("google_crc32c")
 
-from bootseer.errors import PermanentError, TransientError
+from bootseer.errors import Interrupted, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
@@ -32,7 +33,7 @@ PATIENCE_S = 120.0
 class Gated:
     """One DataNode, which sends those packets that a test lets pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ReadSettings = SETTINGS) -> None:
         self._ends = contextlib.ExitStack()
         self._change = threading.Condition()
         self._passing = range(0)
@@ -43,7 +44,7 @@ class Gated:
         namenode.answers["getBlockLocations"] = lambda _: located(len(DATA), [block(0, 1, len(DATA), [node.port])])
         asked = NameNode(Cluster.of(f"127.0.0.1:{namenode.port}"), call_timeout_s=60.0)
         self._ends.callback(asked.close)
-        self.reads = HdfsReads(asked, SETTINGS)
+        self.reads = HdfsReads(asked, settings)
         self._ends.callback(self.reads.close)
         self._ends.callback(self.let, 0, len(DATA))
 
@@ -188,3 +189,72 @@ def test_a_callback_that_raises_keeps_nobody_else_from_being_told(
     for _ in range(2):
         assert both.acquire(timeout=PATIENCE_S)
     assert reported == [SystemExit] * 2
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), Interrupted(15, "SIGTERM")])
+def test_a_signal_while_this_thread_is_told_of_its_read_is_not_swallowed(
+    gated: Gated, interrupt: BaseException
+) -> None:
+    def interrupted(outcome: object) -> None:
+        raise interrupt
+
+    file = gated.reads.open("/gated")
+    gated.let(0, len(DATA))
+    with pytest.raises(type(interrupt)):
+        file.read_into(0, memoryview(bytearray(PACKET)), interrupted, here=True)
+    told = Waiting()
+    file.read_into(0, memoryview(bytearray(PACKET)), told)
+    assert told.wait()[0].error is None
+
+
+def test_a_signal_before_this_thread_begins_to_read_leaves_the_datanode_to_others(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    file = gated.reads.open("/gated")
+    gated.let(0, len(DATA))
+    first, told = Waiting(), Waiting()
+    with monkeypatch.context() as once:
+        once.setattr(gated.reads._serving, "_wake", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.read_into(0, memoryview(bytearray(PACKET)), first, here=True)
+    file.read_into(0, memoryview(bytearray(PACKET)), told)
+    assert told.wait(deadline_s=30.0)[0].error is None
+    assert first.outcomes == []
+
+
+def test_all_who_read_in_one_request_of_a_thread_that_asked_are_told_of_the_close() -> None:
+    settings = replace(SETTINGS, connections_per_node=2, max_threads=1)
+    with contextlib.closing(Gated(settings)) as gated:
+        file = gated.reads.open("/gated")
+        is_busy, may_go_on = threading.Event(), threading.Event()
+
+        def busy(outcome: object) -> None:
+            is_busy.set()
+            may_go_on.wait(PATIENCE_S)
+
+        gated.let(3 * MIB, 4 * MIB)
+        file.read_into(3 * MIB, memoryview(bytearray(PACKET)), busy)
+        assert is_busy.wait(PATIENCE_S), "the only thread of the pool"
+        gated.let(0, 0)
+        told, behind = Waiting(), Waiting()
+        file.read_into(0, memoryview(bytearray(5 * PACKET)), told)
+        file.read_into(PIECE, memoryview(bytearray(2 * MIB)), behind)
+        data = memoryview(bytearray(5 * PACKET))
+        asking = threading.Thread(target=lambda: file.read_into(5 * PACKET, data, told, here=True))
+        asking.start()
+        gated.wait_for_packet(0)
+        gated.let(0, 5 * PACKET)
+        until = time.monotonic() + PATIENCE_S
+        # The next reception is for both of them.
+        while not any(run.received == 4 * PACKET and run.claimed for run in list(gated.reads._serving._schedule.runs)):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        gated.reads.close()
+        try:
+            asking.join(PATIENCE_S)
+            assert len(told.wait(2, deadline_s=10.0)) == 2
+        finally:
+            may_go_on.set()

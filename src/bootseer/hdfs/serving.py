@@ -105,6 +105,8 @@ class Serving:
                     self._wake()
             except BaseException:
                 # No thread has seen it: the lock was held all the time.
+                if run is not None:
+                    self._schedule.finished(run, None, time.monotonic())
                 self._schedule.fail(ticket, TransientError("it was not begun"), at_once=True)
                 with suppress(ValueError):
                     self._schedule.ended.remove(ticket)
@@ -114,6 +116,8 @@ class Serving:
                 self._carry_out(run)
             except Exception:
                 report_exception()
+            while self._closed and (job := self._untold()) is not None:  # perhaps there is no other thread any more
+                job()
 
     def close(self) -> None:
         """End all reads, threads and connections. Not to be called from a `done`."""
@@ -336,9 +340,9 @@ class Serving:
 
 
 def _tell(ticket: Ticket) -> None:
-    run_reported(partial(ticket.done, ReadOutcome(ticket.error, ticket.node)))
     # The caller keeps its ticket; what `done` refers to may be large.
-    ticket.done = _told
+    done, ticket.done = ticket.done, _told
+    run_reported(partial(done, ReadOutcome(ticket.error, ticket.node)))
 
 
 def _told(outcome: ReadOutcome) -> None:

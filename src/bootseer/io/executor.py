@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
-from bootseer.errors import TransientError
+from bootseer.errors import Interrupted, TransientError
 from bootseer.io.fork import in_each_process
 
 Job = Callable[[], object]
@@ -147,11 +147,18 @@ class Executor:
 
 
 def run_reported(job: Job) -> None:
-    """Run it; what it raises goes to `threading.excepthook`, as of a thread that ends by it."""
+    """Run it; what it raises goes to `threading.excepthook`, as of a thread that ends by it. Signals, which come to the
+    main thread alone, are not swallowed."""
     try:
         job()
-    except BaseException:  # panics of Rust code are no Exceptions
+    except BaseException as error:  # panics of Rust code are no Exceptions
+        if isinstance(error, (KeyboardInterrupt, Interrupted)) and _is_main():
+            raise
         report_exception()
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def report_exception() -> None:
