@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD
 from checkpoint.striped_files import content_of, put_striped
@@ -122,4 +124,32 @@ def test_what_is_to_be_brought_is_not_listed_before_there_is_room_for_it():
     run.go_on()
     assert 3 <= len(listed) < 20
     run.cancel()
+    timer.close()
+
+
+def test_a_prefetch_without_memory_that_no_thread_can_wait_for_ends():
+    class NoThread(Timer):
+        def after(self, delay_s, call):
+            raise TransientError("the system refuses to start a thread")
+
+    timer, over = Timer(), []
+    buffer = ChunkBuffer(8 * MIB, 60.0, timer, Facts())
+    assert buffer.take(8 * MIB, demand=True)
+    run = Prefetch(
+        iter([Ask(Key(1, 0), 0, MIB)]),
+        buffer=buffer,
+        timer=NoThread(),
+        load=lambda pieces, urgent: None,
+        is_wanted=lambda ask: True,
+        has_room=lambda num_bytes: True,
+        max_bytes=3 * MIB,
+        spent=True,
+        ended=over.append,
+    )
+    going = threading.Thread(target=run.go_on, daemon=True)
+    going.start()
+    going.join(10)
+    run.cancel()
+    assert not going.is_alive()
+    assert over == [run]
     timer.close()

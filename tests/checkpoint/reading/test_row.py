@@ -109,3 +109,47 @@ def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before(
     assert job.into == CHUNK
     assert buffer.wait_empty(120)
     timer.close()
+
+
+class Refused(LateChunk):
+    """A chunk that could not be begun, so that it is rebuilt."""
+
+    started_s = None
+
+    def is_right(self, data):
+        return data == CHUNK
+
+
+def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_memory_taken():
+    segment, timer, facts = OneChunk(), Timer(), Facts()
+    buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
+    means = Means("file", segment, ReadingSettings(), facts, timer, buffer, None)
+    row = Row(means, range(1))
+    job = Refused(row, segment)
+    row.add(job)
+    row.own_ended(job, job.problem, keep=False)
+    assert job.ends == [None]
+    assert job.into == CHUNK
+    assert buffer.taken_bytes == 0
+    timer.close()
+
+
+def test_a_reader_that_fails_when_it_is_told_leaves_no_memory_taken(monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
+    segment, timer, facts = OneChunk(), Timer(), Facts()
+    buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
+    means = Means("file", segment, ReadingSettings(look_s=0.01), facts, timer, buffer, None)
+    row = Row(means, range(1))
+    job = Refused(row, segment)
+
+    def broken(error, *, keep=True):
+        raise ValueError("the reader")
+
+    job.finish = broken
+    row.add(job)
+    row.begin(job)
+    row.own_ended(job, job.problem, keep=False)
+    assert buffer.wait_empty(30)
+    assert reported == [ValueError]
+    timer.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import islice
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
@@ -110,9 +109,12 @@ class Prefetch:
 
     def _pause(self) -> None:
         if not self._pausing:
-            with suppress(TransientError):  # no thread can be started: the next read goes on
+            try:
                 self._timer.after(_PAUSE_S, self._resume)
                 self._pausing = True
+            except TransientError:  # no thread can be started, and nobody would go on: readers bring what they want
+                self._coming = iter(())
+                self._left.clear()
 
     def _resume(self) -> None:
         with self._lock:

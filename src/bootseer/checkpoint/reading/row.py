@@ -77,11 +77,7 @@ class Row:
         segment = job.segment
         with self._lock:
             first = not self._begun
-            self._begun.add(job.chunk)
-            self._num_active += 1
-            if self._segment is None:
-                self._segment = segment
-                self._means.segments.hold(segment)
+            self._enter(job)
             if first:
                 self._chosen = self._choose(segment)
             if self._chosen == job.chunk:
@@ -94,6 +90,13 @@ class Row:
         else:
             job.read_own()
 
+    def _enter(self, job: ChunkRead) -> None:
+        self._begun.add(job.chunk)
+        self._num_active += 1
+        if self._segment is None:
+            self._segment = job.segment
+            self._means.segments.hold(job.segment)
+
     def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
         """A chunk's own read has ended, and nobody writes into its memory any more."""
         chunk = job.chunk
@@ -105,6 +108,10 @@ class Row:
                 self._have[chunk] = job.into
             elif data is None:
                 self._lost.add(chunk)
+                if (
+                    chunk not in self._begun
+                ):  # it went wrong before `begin`: the memory of the rebuilding must come back
+                    self._enter(job)
                 if self._rebuilding != chunk:  # else who rebuilds it also ends it
                     self._asked[chunk] = job
         if error is not None and data is not None:
@@ -362,11 +369,13 @@ class Row:
         with self._lock:
             if error is None:
                 self._have[job.chunk] = job.into
-        job.finish(error, keep=keep)
-        with self._lock:
-            self._num_finished += 1
-            if job.chunk in self._begun:
-                self._num_active -= 1
+        try:
+            job.finish(error, keep=keep)
+        finally:
+            with self._lock:
+                self._num_finished += 1
+                if job.chunk in self._begun:
+                    self._num_active -= 1
 
     def _tidy(self) -> None:
         """When no chunk is under way: end what is read for the rebuilding, and then give its memory back. What comes
