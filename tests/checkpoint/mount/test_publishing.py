@@ -219,3 +219,33 @@ def test_a_close_that_cannot_publish_drops_nothing_that_somebody_else_has_writte
     held.error = None
     os.close(other)
     assert (held.mounted.root / "f").read_text() == (root / "f").read_text() == "NEW"
+
+
+def test_of_two_who_close_at_once_both_hear_that_nothing_was_published(held: Held) -> None:
+    """Both are the last ones: each has seen that the other one is done."""
+    root = held.mounted.target
+    (root / "f").write_text("old")
+    writer = os.open(root / "f", os.O_RDWR)
+    os.write(writer, b"new")
+    held.error = PermanentError("the place refuses it")
+    node = held.mounted.shown._nodes.at("f")
+    assert node is not None and node.content is not None
+    turn = FairTurn()
+    node.content._turn = turn  # type: ignore[assignment]
+    told: list[BootseerError] = []
+
+    def publish() -> None:
+        try:
+            held.mounted.shown._open._publish_if_last(node.content, give_up=True)
+        except BootseerError as error:
+            told.append(error)
+
+    closing = held.begin(lambda: number_of(lambda: os.close(writer)))
+    other = threading.Thread(target=publish)
+    other.start()
+    until(turn.has_waiter, "it waits for its turn")
+    held.go_on()
+    assert closing.result(DEADLINE_S) is not None
+    other.join(DEADLINE_S)
+    assert told == [held.error]
+    assert (root / "f").read_text() == "old"

@@ -136,6 +136,7 @@ class Content:
         self._is_removed = False
         self._mtime_ns: int | None = None
         """What somebody wants the time of the last change to be."""
+        self._given_up: BootseerError | None = None
         self._published: Published | None = None
         """What was published last. A writer says the same again when nothing was written since."""
 
@@ -342,6 +343,8 @@ class Content:
     def publish(self, check: Check = no_check) -> None:
         """Make what was written durable, verified, and visible to all. After an error it may be tried again."""
         with self.changing(check):
+            if self._given_up is not None:  # others have written to it, too
+                raise self._given_up
             writer = self._writer
             while self.is_dirty and writer is not None:
                 self._publish_once(writer, check)
@@ -374,10 +377,11 @@ class Content:
             writer.abort()
             return was_dirty
 
-    def give_up(self) -> None:
-        """Drop what was written: the name leads to what the place has."""
+    def give_up(self, why: BootseerError) -> None:
+        """Drop what was written: the name leads to what the place has. Whoever publishes it later hears why."""
         with self.changing():
             if self._writer is not None:
+                self._given_up = why
                 self._drop(self._writer)
 
     def _drop(self, writer: Writer) -> None:

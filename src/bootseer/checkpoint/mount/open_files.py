@@ -156,10 +156,10 @@ class OpenFiles:
                 return
             try:
                 content.publish(check)
-            except BootseerError:
+            except BootseerError as error:
                 # The program was told, and has nothing left to try again with.
                 if give_up and not self._has_writer(content):
-                    content.give_up()
+                    content.give_up(error)
                 raise
 
     def _has_writer(self, content: Content) -> bool:
