@@ -235,4 +235,6 @@ def _is_private_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    # Whose first group it is does not stand among its members.
+    members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == gid)}
+    return user.pw_gid == gid and group.gr_name == user.pw_name and members == {user.pw_name}
