@@ -166,6 +166,17 @@ class TestSigned:
         assert found is not None
         assert len(found.records) == 2
 
+    def test_runs_without_a_signature_are_not_signed_with_ours(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        """A node that signs and requires nothing: what anybody wrote into the store would get its signature."""
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n1", Signatures(signs.signing))[0].keep(WORKLOAD, record(2, 8), publish=True)
+        found = sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD)
+        assert found is not None
+        assert found.plan() == [(FILE, 8)]
+
     def test_a_key_that_cannot_be_used_costs_the_set_in_the_store_alone(
         self, tmp_path: Path, signs: Signatures
     ) -> None:

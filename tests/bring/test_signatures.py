@@ -227,6 +227,30 @@ class TestKeys:
         with pytest.raises(AccessError, match=f"{above} can be changed by other users"):
             Signatures(trusted=str(keys if is_folder else path)).check()
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    @pytest.mark.parametrize("kind", ["file", "link", "link of theirs", "in a folder"])
+    def test_trusted_keys_of_another_user_are_refused(self, folder: Path, tmp_path: Path, kind: str) -> None:
+        """In a folder with the sticky bit everybody can make a file of that name first."""
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        path = Path(trust(shared / "theirs.pem", folder / "a"))
+        Signatures(trusted=str(path)).check()
+        os.chown(path, 64321, 64321)
+        if kind != "file":
+            link = (tmp_path if kind == "link" else shared) / "link.pem"
+            if kind == "in a folder":
+                link = tmp_path / "keys" / "link.pem"
+                link.parent.mkdir()
+            if kind == "link of theirs":
+                os.chown(path, 0, 0)
+            link.symlink_to(path)
+            if kind == "link of theirs":
+                os.chown(link, 64321, 64321, follow_symlinks=False)
+            path = link.parent if kind == "in a folder" else link
+        with pytest.raises(UsageError, match="belongs to another user"):
+            Signatures(trusted=str(path)).check()
+
     def test_other_files_are_named(self, folder: Path, tmp_path: Path) -> None:
         rsa, text, pipe = make_key(tmp_path / "rsa", "rsa"), tmp_path / "text", tmp_path / "pipe"
         text.touch(mode=0o600)

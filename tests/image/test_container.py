@@ -192,6 +192,12 @@ def test_no_process_that_the_container_sees_leads_to_the_host(run: Run, readable
     assert "can't open" in ran.stderr  # that file: looked for in vain
 
 
+def test_the_first_process_gains_no_rights_by_what_it_starts(run: Run) -> None:
+    """It is root and sees none of the container's limits: who traces it may make it start a program of their own."""
+    ran = run("grep", "-E", "NoNewPrivs|CapPrm", "/proc/1/status")
+    assert ran.stdout.split() == ["CapPrm:", "0" * 16, "NoNewPrivs:", "1"]
+
+
 def test_orphans_are_reaped_and_the_program_is_not_the_first_process(run: Run) -> None:
     ran = run("sh", "-c", "(true & exec true); (sleep 0 &); busybox sleep 0.3; busybox ps -o stat,comm; echo $$")
     *processes, number = ran.stdout.splitlines()

@@ -72,6 +72,9 @@ def test_what_is_no_name_is_refused_with_a_hint(text: str) -> None:
         "me:se/cr:secret@registry.example/a:t",
         f"me:secret@registry.example/a@{DIGEST}",
         "me:secret@registry.example/a\n",
+        "oci://me:secret@registry.example/a",
+        "dir://me:secret@registry.example/a",
+        "hdfs://registry.example/a?token=secret",
     ],
 )
 def test_a_password_in_a_name_is_not_repeated(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -78,6 +79,21 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int,
     folder.chmod(mode)
     with pytest.raises(AccessError, match=f"{folder} can be changed by other users .*: chmod go-w {folder}, or set"):
         trusted(folder / "below" if above else folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asks for root's group")
+def test_the_user_s_group_is_no_protection_when_it_is_another_user_s_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o775)
+    known = [pwd.getpwuid(0)]
+    monkeypatch.setattr(pwd, "getpwall", lambda: known)
+    assert trusted(folder) == folder
+    known.append(pwd.struct_passwd(("operator", "x", 11, 0, "", "/", "/bin/sh")))
+    with pytest.raises(AccessError, match=f"{folder} can be changed by other users"):
+        trusted(folder)
 
 
 def test_the_sticky_bit_protects_what_is_below_and_not_the_folder_itself(tmp_path: Path) -> None:

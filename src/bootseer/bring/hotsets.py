@@ -116,7 +116,7 @@ class HotSets:
         if store is self._store:
             if is_signed(data):
                 self._signed.add(workload)
-            data = self._signatures.open(name, data, store.uri)
+            data = self._signatures.open(name, data, store.uri, reuse=True)  # its runs are signed with ours
         found = parse(data)
         if (found.image, found.workload) != (self._digest, workload):
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")

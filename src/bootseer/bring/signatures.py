@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import CorruptError, SignatureError, UsageError
-from bootseer.io.trusted_folder import open_trusted
+from bootseer.io.trusted_folder import open_trusted, owners
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -213,6 +213,9 @@ def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{path}: not a file", hint=_MAKE)
+            # In a folder like /tmp anybody may have put it there, or the link to it.
+            if not {status.st_uid, path.lstat().st_uid} <= set(owners()):
+                raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")
             if status.st_mode & forbidden:
                 raise UsageError(f"{path}: this key {why}", hint=f"chmod {mend} {path}")
             return file.read(_MAX_KEY_BYTES)

@@ -68,7 +68,14 @@ class Reference:
 
 def parse_reference(text: str) -> Reference:
     """Take a reference apart. Raises `UsageError` for anything that is not one."""
-    if not text or len(text) > _MAX or "\0" in text or any(letter.isspace() and letter != " " for letter in text):
+    is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is no path
+    if (
+        is_url
+        or not text
+        or len(text) > _MAX
+        or "\0" in text
+        or any(letter.isspace() and letter != " " for letter in text)
+    ):
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=_FORMS)
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)
@@ -96,12 +103,14 @@ def _in_registry(text: str) -> Reference:
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"
     if not slash or not named or not _HOST.fullmatch(host):
-        raise UsageError(f"{text!r} names no registry", hint=_FORMS)
+        raise UsageError(f"{shown(text)!r} names no registry", hint=_FORMS)
     repository, colon, tag = path.partition(":")
     if not _REPOSITORY.fullmatch(repository) or len(repository) > 255:
-        raise UsageError(f"{text!r}: {repository!r} is not a repository", hint="use lower case, digits, . _ - and /")
+        raise UsageError(
+            f"{shown(text)!r}: {repository!r} is not a repository", hint="use lower case, digits, . _ - and /"
+        )
     if colon and not _TAG.fullmatch(tag):
-        raise UsageError(f"{text!r}: {tag!r} is not a tag", hint="use letters, digits, . _ and -")
+        raise UsageError(f"{shown(text)!r}: {tag!r} is not a tag", hint="use letters, digits, . _ and -")
     if not colon and not digest:
         tag = "latest"
     return Reference(Place.REGISTRY, host, repository, tag, digest)
@@ -115,5 +124,5 @@ def _split_tag(text: str) -> tuple[str, str]:
 
 def _path(path: str, text: str) -> str:
     if not path:
-        raise UsageError(f"{text!r} names no file or folder", hint=_FORMS)
+        raise UsageError(f"{shown(text)!r} names no file or folder", hint=_FORMS)
     return path

@@ -183,7 +183,7 @@ class _Walk:
         return status
 
     def _follow(self, link: os.stat_result, target: str) -> None:
-        if link.st_uid not in _owners():
+        if link.st_uid not in owners():
             raise _belongs(link, self.path, self._otherwise)
         self._num_links += 1
         if self._num_links > _MAX_LINKS:
@@ -205,7 +205,7 @@ def _components(path: str) -> list[str]:
 
 def _check(status: os.stat_result, path: str, otherwise: str, *, last: bool) -> None:
     """Raise `AccessError` when other users can change what is in this folder, or above the last one, what it is."""
-    if status.st_uid != os.geteuid() if last else status.st_uid not in _owners():
+    if status.st_uid != os.geteuid() if last else status.st_uid not in owners():
         raise _belongs(status, path, otherwise)
     writers = status.st_mode & _WRITERS
     if writers & stat.S_IWGRP and _is_private_group(status.st_gid):
@@ -220,7 +220,7 @@ def _belongs(status: os.stat_result, path: str, otherwise: str) -> AccessError:
     return AccessError(f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}: {otherwise}")
 
 
-def _owners() -> tuple[int, int, int]:
+def owners() -> tuple[int, int, int]:
     """Those who can change everything here anyway. In a user namespace the host's root, who owns `/`, has an id that
     stands for all users of the host, so that there the owners of folders above say little."""
     return 0, os.geteuid(), os.stat("/").st_uid
@@ -235,4 +235,6 @@ def _is_private_group(gid: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:
         return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    # Whose first group it is does not stand among its members.
+    members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == gid)}
+    return user.pw_gid == gid and group.gr_name == user.pw_name and members == {user.pw_name}

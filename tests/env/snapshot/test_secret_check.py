@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import zipfile
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_a_secret_across_pieces_of_a_large_file_is_found_and_one_far_behind_is_n
     assert snapshot(MemoryStore(str(tmp_path)), upper, check=check).num_files == 1
 
 
+@pytest.mark.parametrize("name", [f"a-{SECRET}", f"{SECRET}/a", f"a\n{SECRET}"])
+def test_names_are_judged_and_not_repeated(tmp_path: Path, name: str) -> None:
+    upper = tmp_path / "upper"
+    (upper / name).parent.mkdir(parents=True)
+    (upper / name).touch()
+    with pytest.raises(PermanentError, match=r"a name \(the value of MY_TOKEN\)") as caught:
+        snapshot(MemoryStore(str(tmp_path)), upper, check=SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET}))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("before", ["", "a", "ab", "x-access-token:"])
+def test_a_value_in_base64_is_found(before: str) -> None:
+    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    text = b"[http]\nextraheader = basic " + base64.b64encode(f"{before}{SECRET}\n".encode())
+    assert check.content("/opt/x", text) == "/opt/x (the value of MY_TOKEN, in base64)"
+
+
 @needs_root
 def test_links_and_attributes_are_judged(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
@@ -58,6 +76,11 @@ def test_links_and_attributes_are_judged(tmp_path: Path) -> None:
         snapshot(MemoryStore(str(tmp_path)), upper)
     (upper / "link").unlink()
     (upper / "file").write_text("")
+    check = SecretCheck(Exclusions(), variables={"MY_TOKEN": SECRET})
+    os.setxattr(upper / "file", f"user.{SECRET}", b"1")
+    with pytest.raises(PermanentError, match=r"/file \(the value of MY_TOKEN"):
+        snapshot(MemoryStore(str(tmp_path)), upper, check=check)
+    os.removexattr(upper / "file", f"user.{SECRET}")
     os.setxattr(upper / "file", "user.note", ("gh" + f"p_{'a1B2c3D4e5' * 4}").encode())
     with pytest.raises(PermanentError, match="/file"):
         snapshot(MemoryStore(str(tmp_path)), upper)

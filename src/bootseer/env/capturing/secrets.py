@@ -28,7 +28,7 @@ _WRITTEN_BY_INSTALLERS = re.compile(r".*/(direct_url\.json|pip\.conf|\.git/confi
 _SETTINGS = re.compile(
     r".*\.(conf|cfg|ini|toml|ya?ml|json|env|sh|bash|zsh|fish|profile|properties|xml|list|repo|sources|rc|cnf|auth|netrc|txt|in|ps1)"
     r"|.*/\.?(env|environment|netrc|_netrc|npmrc|pypirc|condarc|bashrc|profile|bash_profile|zshrc|zshenv|credentials|config"
-    r"|git-credentials|gitconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?",
+    r"|git-credentials|gitconfig|pgpass|my\.cnf|s3cfg|boto|dockercfg|yarnrc|Renviron|token|activate)(\.\w+)?~?",
     re.IGNORECASE,
 )
 _SHELL_LIKE = re.compile(
@@ -147,7 +147,7 @@ def _found(path: str, text: str) -> Iterator[str]:
     if any(_is_login(address) for address in _ADDRESS.finditer(text)):
         yield "an address with a password"
     name = posixpath.basename(path)
-    if name.endswith("netrc") and any(_is_real(match["value"]) for match in _LOGIN.finditer(text)):
+    if "netrc" in name and any(_is_real(match["value"]) for match in _LOGIN.finditer(text)):
         yield "a password"
     special = {
         ".npmrc": (_NPM, "a token of npm"),

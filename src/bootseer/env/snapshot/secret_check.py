@@ -48,7 +48,8 @@ _MIN_COPY = 6
 _SCAN_S = 60.0
 _MAX_NAMED = 3
 _WORD = re.compile(rb"[A-Za-z0-9_+=~-]{16,}")
-_MAX_WORDS = 200
+_MAX_WORDS = 800
+"""With their forms in base64."""
 # Addresses with a user in them are judged by `secrets`, which knows examples.
 _NOT_THEIRS = frozenset({"betterleaks.generic-credential-uri"})
 _PRIVATE_KEY = "betterleaks.private-key"
@@ -92,6 +93,10 @@ class SecretCheck:
             rule = self._exclusions.forbids(path, kind=kind, size=size)
             if rule is not None:
                 wrong.append(f"{path} ({rule.name})")
+            elif (whose := self._value_in(path.encode("utf-8", "surrogateescape"))) and not self._exclusions.keeps(
+                path
+            ):
+                wrong.append(f"a name ({whose})")
         return wrong
 
     def content(self, path: str, data: bytes, *, size: int | None = None) -> str:
@@ -133,14 +138,22 @@ class SecretCheck:
             self._copies[hashlib.sha256(data).hexdigest()] = path
             for word in _WORD.findall(data):
                 if len(self._words) < _MAX_WORDS and secrets.is_random(word.decode()):
-                    self._words[word] = f"a word of {path}"
+                    self._know(word, f"a word of {path}")
 
     def _learn_variable(self, name: str, value: str) -> None:
         kind = secrets.value_kind(value)
         if kind is None and not (looks_secret(name) and secrets.is_random(value)):
             return
         for word in secrets.passwords_in(value) or [value]:
-            self._words[word.encode("utf-8", "surrogateescape")] = f"the value of {name}"
+            self._know(word.encode("utf-8", "surrogateescape"), f"the value of {name}")
+
+    def _know(self, word: bytes, whose: str) -> None:
+        self._words[word] = whose
+        # In base64, as headers and settings have logins: it begins at one of three places of a letter group. Letters
+        # that hold bits of what is in front or behind are left out.
+        for before, first in ((0, 0), (1, 2), (2, 3)):
+            text = base64.b64encode(bytes(before) + word)[first : (before + len(word)) * 8 // 6]
+            self._words[text] = f"{whose}, in base64"
 
     def _is_published(self, path: str, data: bytes, size: int) -> bool:
         known = self._published.get(path)

@@ -131,7 +131,7 @@ def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
     ]
     refuse(check.paths(rows, lambda path: mapped(path, lambda: _read(here[path]))))
     for item in items:
-        words = (item.raw, item.target, *item.xattrs.values())
+        words = (item.raw, item.target, *map(os.fsencode, item.xattrs), *item.xattrs.values())
         if item.target or item.xattrs:
             refuse([found] if (found := check.text(item.change.path, b"\n".join(words))) else [])
 

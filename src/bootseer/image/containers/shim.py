@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _NEWNS, _NEWPID = 0x0002_0000, 0x2000_0000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _MOVE, _REC, _PRIVATE = 1, 2, 4, 8, 1 << 13, 1 << 14, 1 << 18
 _CAPABILITY_VERSION_3 = 0x2008_0522
@@ -185,6 +185,8 @@ def _be_first(tell: int, stay: int) -> NoReturn:
         os.chdir("/proc")
         _mount(".", "/", "", _MOVE)
         os.chroot(".")
+        # Who traces it (CAP_SYS_PTRACE) could have it start a program, which would be root of the host.
+        _called(libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "give up rights of programs")
         header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
         _called(libc.capset(header, nothing), "give up capabilities")
         libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)  # nor can it reach its memory
