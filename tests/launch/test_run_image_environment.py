@@ -134,7 +134,7 @@ def test_where_layers_cannot_be_moved_the_command_still_runs_on_what_the_setup_d
 ) -> None:
     folder = node.cache / "environments" / "runs"
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", folder], check=True)
     ran, start = job(*WORDS)
     assert (ran.stdout, start["mode"]) == (SAID, "installed")
     assert "no snapshot of the environment was kept" in ran.stderr
