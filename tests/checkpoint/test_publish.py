@@ -412,8 +412,9 @@ def test_a_put_that_was_killed_goes_on_with_what_was_whole(files: Files, job: Pa
     changed.chmod(0o600)
     put = put_checkpoint(files.place, source, "step-1", settings=_STRIPED)
     kept.remove(changed.name)
-    assert put.kept_bytes == sum(path.stat().st_size for path in source.rglob("shard*") if path.name in kept)
-    assert put.kept_bytes > 0
+    whole = sum(path.stat().st_size for path in source.rglob("shard*") if path.name in kept)
+    # The kill may have come while the parts of four files, as many as are written side by side, were being moved.
+    assert whole - 4 * (2 * _MIB + 8) <= put.kept_bytes <= whole
     assert verify(files, "step-1").problems == []
     with contextlib.closing(Reading(files.place)) as reading:
         get_checkpoint(files, reading, "step-1", tmp_path / "out")
