@@ -48,14 +48,21 @@ class RemoteError(Exception):
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """A connection to a server. Raises `UnreachableError` where there is none, `TransientError` for one that hangs."""
-    peer = f"{host}:{port}"
+    peer, until_s = f"{host}:{port}", time.monotonic() + timeout_s
+    failed: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     try:
         # The resolver of names knows no deadline.
-        return within(timeout_s, peer, lambda: socket.create_connection((host, port), timeout=timeout_s))
+        found = within(timeout_s, peer, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except OSError as error:
-        is_none = isinstance(error, socket.gaierror) or error.errno in _NO_SERVER
-        kind = UnreachableError if is_none else TransientError
-        raise kind(f"{peer} cannot be reached: {error.strerror or error}") from error
+        failed, found = error, []
+    for *_, address in found:
+        try:
+            return socket.create_connection((str(address[0]), port), timeout=max(until_s - time.monotonic(), 0.001))
+        except OSError as error:
+            failed = error
+    is_none = isinstance(failed, socket.gaierror) or failed.errno in _NO_SERVER
+    kind = UnreachableError if is_none else TransientError
+    raise kind(f"{peer} cannot be reached: {failed.strerror or failed}") from failed
 
 
 class RpcConnection:
