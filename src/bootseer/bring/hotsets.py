@@ -2,7 +2,7 @@
 
 A set lies in two places: on this node, and in the image's store for all nodes and all time. A start takes the runs of
 both. Neither place is needed for a start, so that nothing here raises for what a store does: it says so, once.
-Whoever only may read the store keeps the sets on the node. Signatures are about the store alone: what lies on this node
+A process without write access keeps the sets on the node. Signatures are about the store alone: what lies on this node
 was written by it.
 Called by `image.mounting.mount`, `launch.image_stage` and `cli.image_hotset`.
 """

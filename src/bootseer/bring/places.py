@@ -1,6 +1,6 @@
 """Where things that were brought to this machine lie.
 
-Called by whoever mounts images and snapshots, and by the verbs that look at what was left.
+Called by what mounts images and snapshots, and by the verbs that list what was left.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def _copy_file(
 
 
 def _wait_for(pieces: list[Future[None]]) -> None:
-    """Wait until nobody uses the file any more; the first error is raised.
+    """Wait until no thread uses the file any more; the first error is raised.
 
     No deadline of its own: each piece reads with one, and writes to the local disk.
     """

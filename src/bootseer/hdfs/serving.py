@@ -101,8 +101,11 @@ class Serving:
                 self._schedule.submit(ticket, time.monotonic())
                 if here:
                     run = self._schedule.take(time.monotonic())
-                with suppress(*([TransientError] if run is not None else [])):  # this thread is enough
+                try:
                     self._wake()
+                except TransientError:
+                    if run is None:  # otherwise this thread is enough
+                        raise
             except BaseException:
                 # No thread has seen it: the lock was held all the time.
                 if run is not None:

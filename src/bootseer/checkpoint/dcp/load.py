@@ -141,7 +141,7 @@ class _Load:
             if not self._ended:
                 with self._files.use(job.file) as file:
                     results = perform(job, file, self._expected, self._undo)
-        except BaseException as error:  # it is raised where somebody waits for it
+        except BaseException as error:  # raised in the thread that waits for it
             results = error
         self._done.put((job, results))
 

@@ -378,7 +378,7 @@ class Content:
             return was_dirty
 
     def give_up(self, why: BootseerError) -> None:
-        """Drop what was written: the name leads to what the place has. Whoever publishes it later hears why."""
+        """Drop what was written: the name leads to what the place has. A later attempt to publish it raises why."""
         with self.changing():
             if self._writer is not None:
                 self._given_up = why
