@@ -135,7 +135,7 @@ def test_the_store_failing_at_any_step_leaves_no_index(store):
             write(store, data, num_stripes=2, threads=2)
         assert block_file.index_name not in store.objects
         assert all(upload.ended for upload in store.uploads)
-        assert threading.active_count() == num_before
+        assert threading.active_count() <= num_before  # a thread of an earlier test may end meanwhile
 
 
 def test_a_writer_that_failed_says_so(store):
