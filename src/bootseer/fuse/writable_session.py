@@ -2,8 +2,8 @@
 
 Several threads read requests, each into a buffer of its own, and run the file system's methods, which may wait: as
 long as one is idle no other is started, and when all wait another one is, up to a bound. A read may be answered from
-any thread, so that none of these has to wait for its data; the thread of a small file's read may fetch them itself. Who calls: the daemon of `checkpoint.mount`, and the tests. How answers
-are sent, and how it ends: `mounted`.
+any thread, so that none of these has to wait for its data; the thread of a small file's read may fetch them itself.
+Who calls: the daemon of `checkpoint.mount`, and the tests. How answers are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
