@@ -8,8 +8,8 @@ from typing import Any
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
+from bootseer.hdfs.requests import ReadOutcome
 
 MIB = 1024 * 1024
 DEADLINE_S = 120.0

@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 
 from bootseer.errors import BootseerError
-from bootseer.hdfs.faults import DataNodeError
+from bootseer.hdfs.errors import DataNodeError
 from bootseer.hdfs.located import Block, LocatedFile, Node
-from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.pieces import Source, Ticket
-from bootseer.hdfs.runs import Run
+from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Run, Source, Ticket
 from bootseer.hdfs.schedule import Schedule
-from bootseer.hdfs.settings import ReadSettings
 
 PIECE = 100
 BLOCK = 1000
@@ -57,7 +54,7 @@ class Played:
         """The next run, which must be of this node."""
         run = self.take()
         assert run is not None
-        assert run.line.name == node
+        assert run.queue.name == node
         return run
 
     def claim(self, run: Run, length: int) -> bool:

@@ -19,8 +19,8 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.native_reads import NativeFile
@@ -265,6 +265,6 @@ def test_a_cluster_of_protected_data_is_read_and_written_through_the_library(
             namenode.ask("setQuota", quota, "/protected", None)
         total, free = client.space("/protected")
         assert (total, total - free) == (1 << 30, 2 * len(DATA) + len(b"small"))
-        assert "Kerberos or protected data" in client.fallback
-        assert "Kerberos or protected data" in str(client.reads().facts()["fallback"])
+        assert "requires Kerberos or data transfer protection" in client.fallback
+        assert "requires Kerberos or data transfer protection" in str(client.reads().facts()["fallback"])
         client.delete("/protected", recursive=True)

@@ -7,9 +7,8 @@ import pytest
 
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
-from bootseer.hdfs.connections import Connections
-from bootseer.hdfs.datanode import DataNodeConnection
-from bootseer.hdfs.faults import DataNodeError
+from bootseer.hdfs.datanode import Connections, DataNodeConnection
+from bootseer.hdfs.errors import DataNodeError
 from bootseer.hdfs.located import Node
 from hdfs.peers import FakeDataNode
 from registry import free_port

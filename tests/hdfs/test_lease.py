@@ -15,8 +15,8 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.answers import NoRoomError, TakenError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import NoRoomError, TakenError
 from bootseer.hdfs.lease import Lease, NoNodesError, ask_defaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import field

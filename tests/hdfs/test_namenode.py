@@ -1,4 +1,4 @@
-"""Questions to NameNodes that answer, refuse, hang, or say what makes no sense."""
+"""Questions to NameNodes that answer, refuse, hang, or give malformed answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
-from bootseer.hdfs.rpc import NotSpokenError, UnreachableError
+from bootseer.hdfs.rpc import UnreachableError, UnsupportedError
 from hdfs.peers import FakeNameNode, block, located
 from registry import free_port
 
@@ -87,22 +87,22 @@ def test_a_file_that_is_not_there_may_also_be_an_empty_answer(peer: FakeNameNode
     assert isinstance(error_of(asked(peer.port)), NotFoundError)
 
 
-def test_a_server_that_wants_kerberos_is_not_spoken_to() -> None:
+def test_a_server_that_wants_kerberos_is_not_supported() -> None:
     with FakeNameNode("secure") as peer:
         namenode = asked(peer.port)
         for _ in range(2):
-            assert isinstance(error_of(namenode), NotSpokenError)
+            assert isinstance(error_of(namenode), UnsupportedError)
         assert peer.num_connections == 1, "it is remembered"
 
 
 def test_settings_that_want_kerberos_cost_no_question() -> None:
     namenode = NameNode(Cluster("job", (("127.0.0.1", 1),), {}, True, "me"))
-    assert isinstance(error_of(namenode), NotSpokenError)
+    assert isinstance(error_of(namenode), UnsupportedError)
 
 
-def test_a_cluster_that_encrypts_its_data_is_not_spoken_to(peer: FakeNameNode) -> None:
+def test_a_cluster_that_encrypts_its_data_is_not_supported(peer: FakeNameNode) -> None:
     peer.answers["getServerDefaults"] = lambda _: field(1, field(1, 1) + field(6, True))
-    assert isinstance(error_of(asked(peer.port)), NotSpokenError)
+    assert isinstance(error_of(asked(peer.port)), UnsupportedError)
 
 
 def test_whether_data_are_encrypted_is_asked_once(peer: FakeNameNode) -> None:
@@ -170,7 +170,7 @@ def test_one_that_is_in_standby_beside_one_that_is_gone_is_waited_for() -> None:
 
 def test_an_answer_that_makes_no_sense_is_said(peer: FakeNameNode) -> None:
     peer.answers["getBlockLocations"] = lambda _: field(1, b"\xff\xff")
-    assert "makes no sense" in str(error_of(asked(peer.port)))
+    assert "is malformed" in str(error_of(asked(peer.port)))
 
 
 def test_the_active_one_of_several_is_found_and_kept(peer: FakeNameNode) -> None:

@@ -13,7 +13,7 @@ from bootseer.errors import (
     TransientError,
     UsageError,
 )
-from bootseer.hdfs.answers import NotYetError, QuotaError, TakenError
+from bootseer.hdfs.errors import NotYetError, QuotaError, TakenError
 
 native = pytest.importorskip("bootseer.hdfs.native", reason="extra hdfs")
 

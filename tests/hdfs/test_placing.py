@@ -23,8 +23,8 @@ from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.placing import PlacedWriter, full_nodes, has_own_nodes
 from hdfs.whole_files import read_all
 

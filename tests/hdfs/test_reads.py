@@ -20,8 +20,8 @@ from hdfs_native import Client, WriteOptions
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.outcome import ReadOutcome
 from bootseer.hdfs.reads import HdfsReads
+from bootseer.hdfs.requests import ReadOutcome
 from hdfs.asking import MIB, Waiting, error_of, put, read
 from hdfs_cluster import HdfsCluster, needs_hdfs
 

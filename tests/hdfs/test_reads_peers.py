@@ -16,7 +16,7 @@ from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message
 from bootseer.hdfs.reads import HdfsReads
-from bootseer.hdfs.settings import ReadSettings
+from bootseer.hdfs.requests import ReadSettings
 from hdfs.asking import Waiting, error_of, failures, read
 from hdfs.peers import ODD, SPOILED, WRONG, FakeDataNode, FakeNameNode, block, located
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
-from bootseer.hdfs.faults import (
+from bootseer.hdfs.errors import (
     DataNodeError,
     RefusedError,
     SilentError,
@@ -15,7 +15,7 @@ from bootseer.hdfs.faults import (
     UnevenError,
     WrongBytesError,
 )
-from bootseer.hdfs.settings import ReadSettings
+from bootseer.hdfs.requests import ReadSettings
 from hdfs.played import PIECE, Played, located
 
 
@@ -134,7 +134,7 @@ def test_wrong_bytes_everywhere_are_corrupt() -> None:
 def without_checksums(played: Played, *nodes: str) -> None:
     """Serve all requests; these DataNodes have no checksums."""
     while (run := played.take()) is not None:
-        if run.line.name in nodes and run.pieces[0].strict:
+        if run.queue.name in nodes and run.pieces[0].strict:
             played.finish(run, UncheckedError())
         else:
             played.serve(run)
@@ -170,7 +170,7 @@ def test_who_has_wrong_bytes_is_not_asked_again_where_the_other_has_no_checksums
             run = played.take()
             if run is None:
                 played.schedule.located(played.schedule.asking.popleft(), located([("a:1", "b:1")]), played.now_s)
-            elif run.line.name == "a:1":
+            elif run.queue.name == "a:1":
                 played.claim(run, 100)
                 played.receive(run, right=False)
                 played.finish(run, WrongBytesError("wrong"))
@@ -208,7 +208,7 @@ def test_a_late_request_gives_back_what_it_has_not_begun_and_hedges_what_it_has(
         if late is None:
             assert run.stopped
             played.finish(run, DataNodeError("stopped"))
-        elif late.line.name == "b:1":
+        elif late.queue.name == "b:1":
             played.serve(late)
         else:
             played.finish(late, None)
@@ -239,7 +239,7 @@ def test_one_silence_keeps_all_others_away_from_a_node() -> None:
     for number in range(10):
         played.read(1000 + number * 100, 100)
     while (run := played.take()) is not None:  # type: ignore[assignment]
-        assert run.line.name == "b:1"
+        assert run.queue.name == "b:1"
         played.serve(run)
     assert len(played.ended) == 11
 
@@ -375,10 +375,10 @@ def test_packets_that_cannot_be_foretold_are_nobodys_fault() -> None:
     played.claim(run, 100)
     played.finish(run, UnevenError("uneven"))
     run = played.must_take("a:1")
-    assert run.line.uneven
+    assert run.queue.uneven
     played.serve(run)
     assert played.ended[0].error is None
-    assert run.line.failures == 0
+    assert run.queue.failures == 0
 
 
 def test_nothing_is_remembered_of_what_has_ended() -> None:
@@ -389,9 +389,9 @@ def test_nothing_is_remembered_of_what_has_ended() -> None:
     schedule = played.schedule
     assert schedule.num_pieces == 0
     assert len(schedule._deadlines._until) < 600
-    lines = schedule.queueing.lines.values()
-    assert sum(len(line._urgent) + len(line._later) for line in lines) < 600
-    assert all(not line._by_start and not line.queued_bytes and not line.running_bytes for line in lines)
+    queues = schedule.queues.by_node.values()
+    assert sum(len(queue._urgent) + len(queue._later) for queue in queues) < 600
+    assert all(not queue._by_start and not queue.queued_bytes and not queue.running_bytes for queue in queues)
 
 
 def called_off() -> PermanentError:
@@ -458,7 +458,7 @@ def test_what_a_slow_node_has_not_begun_is_taken_away_from_it_although_it_is_not
         played.serve(run)
     played.finish(slow, DataNodeError("stopped"))
     assert played.ended == [ticket]
-    assert slow.line.failures == 0, "it is slow, not broken"
+    assert slow.queue.failures == 0, "it is slow, not broken"
 
 
 def test_how_long_a_read_will_take_follows_what_its_node_shows_by_now() -> None:

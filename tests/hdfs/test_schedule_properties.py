@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
+from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import LocatedFile
-from bootseer.hdfs.pieces import Ticket
-from bootseer.hdfs.runs import Run
+from bootseer.hdfs.requests import Run, Ticket
 from hdfs.played import NODES, Played, located
 
 ERRORS = st.sampled_from(

@@ -18,7 +18,7 @@ from bootseer.errors import BootseerError, Interrupted, PermanentError, Transien
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
-from bootseer.hdfs.settings import ReadSettings
+from bootseer.hdfs.requests import ReadSettings
 from hdfs.asking import MIB, Waiting
 from hdfs.peers import PACKET, FakeDataNode, FakeNameNode, block, located
 

@@ -17,10 +17,9 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.native import Native, NativeSettings
-from bootseer.hdfs.writer import HdfsWriter
+from bootseer.hdfs.errors import TakenError
+from bootseer.hdfs.native import Native, NativeSettings, NativeWriter
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs
@@ -36,7 +35,7 @@ def native(cluster: HdfsCluster) -> Iterator[Native]:
 def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client: HdfsClient, folder: str) -> None:
     until = time.monotonic() + 180.0
     while True:
-        writer = HdfsWriter(native, f"{folder}/a/b", mode=0o600, block_size=1 << 20, overwrite=True)
+        writer = NativeWriter(native, f"{folder}/a/b", mode=0o600, block_size=1 << 20, overwrite=True)
         try:
             writer.write(DATA[:10])
             writer.write(bytearray(DATA[10:]))
@@ -56,8 +55,8 @@ def test_a_file_of_many_blocks_is_there_as_it_was_written(native: Native, client
 def test_a_name_that_is_taken_is_replaced_only_when_told_so(native: Native, client: HdfsClient, folder: str) -> None:
     client.put(f"{folder}/a", b"first")
     with pytest.raises(TakenError):
-        HdfsWriter(native, f"{folder}/a")
-    writer = HdfsWriter(native, f"{folder}/a", overwrite=True)
+        NativeWriter(native, f"{folder}/a")
+    writer = NativeWriter(native, f"{folder}/a", overwrite=True)
     writer.close()
     assert client.stat(f"{folder}/a").size_bytes == 0
 
@@ -69,12 +68,12 @@ def test_nothing_stays_of_an_aborted_file_not_even_a_connection(
         return len(list(Path("/proc/self/fd").iterdir()))
 
     for number in range(3):
-        begun = HdfsWriter(native, f"{folder}/{number}")
+        begun = NativeWriter(native, f"{folder}/{number}")
         begun.write(DATA)
         begun.abort()
     before = open_files()
     for number in range(10):
-        begun = HdfsWriter(native, f"{folder}/{number}")
+        begun = NativeWriter(native, f"{folder}/{number}")
         begun.write(DATA)
         begun.abort()
         begun.abort()
@@ -86,7 +85,7 @@ def test_nothing_stays_of_an_aborted_file_not_even_a_connection(
 
 
 def test_a_file_that_somebody_removed_cannot_be_closed(native: Native, client: HdfsClient, folder: str) -> None:
-    writer = HdfsWriter(native, f"{folder}/a")
+    writer = NativeWriter(native, f"{folder}/a")
     writer.write(DATA)
     client.delete(f"{folder}/a")
     with pytest.raises(BootseerError):
@@ -98,7 +97,7 @@ def test_a_file_that_somebody_removed_cannot_be_closed(native: Native, client: H
 
 def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluster) -> None:
     native = Native(cluster.uri, NativeSettings(write_s=4.0, close_s=4.0))
-    writer = HdfsWriter(native, f"/hung/{os.getpid()}", overwrite=True)
+    writer = NativeWriter(native, f"/hung/{os.getpid()}", overwrite=True)
     writer.write(DATA)
     for number in range(4):
         cluster.hang(number)
@@ -119,7 +118,7 @@ def test_a_write_to_a_node_that_hangs_ends_with_its_deadline(cluster: HdfsCluste
 
 def test_dropping_a_writer_that_was_not_closed_does_not_wait_for_hdfs(cluster: HdfsCluster, folder: str) -> None:
     native = Native(cluster.uri, NativeSettings())
-    writer = HdfsWriter(native, f"{folder}/a")
+    writer = NativeWriter(native, f"{folder}/a")
     writer.write(DATA)
     cluster.hang_namenode()
     try:

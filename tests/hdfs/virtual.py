@@ -15,15 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bootseer.errors import PermanentError
-from bootseer.hdfs.faults import SilentError
+from bootseer.hdfs.errors import SilentError
 from bootseer.hdfs.located import Block, LocatedFile, Node
-from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.pieces import Source
-from bootseer.hdfs.pieces import Ticket as Asked
 from bootseer.hdfs.reads import HdfsFile
-from bootseer.hdfs.runs import Run
+from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Run, Source
+from bootseer.hdfs.requests import Ticket as Asked
 from bootseer.hdfs.schedule import Schedule
-from bootseer.hdfs.settings import ReadSettings
 
 MIB = 1 << 20
 PACKET = 64 << 10
@@ -45,7 +42,7 @@ class _Transfer:
     views: list[memoryview] = field(default_factory=list)
     ready_s: float = 0.0
     """When its DataNode begins to send."""
-    heard_s: float = 0.0
+    acked_s: float = 0.0
     judged_s: float = 0.0
 
 
@@ -109,7 +106,7 @@ class Links:
                 run = schedule.take(self.now_s)
             if run is None:
                 return
-            transfer = _Transfer(run, ready_s=self.now_s + _REQUEST_S, heard_s=self.now_s, judged_s=self.now_s)
+            transfer = _Transfer(run, ready_s=self.now_s + _REQUEST_S, acked_s=self.now_s, judged_s=self.now_s)
             self._transfers.append(transfer)
             self._claim(transfer)
 
@@ -132,17 +129,17 @@ class Links:
         active = [one for one in self._transfers if one.ready_s <= self.now_s]
         shares: dict[str, int] = {}
         for one in active:
-            shares[one.run.line.name] = shares.get(one.run.line.name, 0) + 1
+            shares[one.run.queue.name] = shares.get(one.run.queue.name, 0) + 1
         speeds = {name: self.rates[name] * MIB / number for name, number in shares.items()}
         at_s = min(
             [self._next_tick_s]
             + [call[0] for call in self._calls[:1]]
             + [one.ready_s for one in self._transfers if one.ready_s > self.now_s]
-            + [self.now_s + one.left / speeds[one.run.line.name] for one in active if speeds[one.run.line.name]]
+            + [self.now_s + one.left / speeds[one.run.queue.name] for one in active if speeds[one.run.queue.name]]
         )
         elapsed_s, self.now_s = at_s - self.now_s, max(at_s, self.now_s)
         for one in active:
-            one.left -= speeds[one.run.line.name] * elapsed_s
+            one.left -= speeds[one.run.queue.name] * elapsed_s
         for one in [one for one in active if one.left < 1]:
             self._receive(one)
         for one in [one for one in self._transfers if one.run.stopped]:
@@ -161,8 +158,8 @@ class Links:
         for view in transfer.views:
             view[:] = data[at : at + len(view)]
             at += len(view)
-        self.served[run.line.name] += length
-        transfer.heard_s = transfer.judged_s = self.now_s
+        self.served[run.queue.name] += length
+        transfer.acked_s = transfer.judged_s = self.now_s
         with self.locked() as schedule:
             schedule.received(run, length, self.now_s)
         self._claim(transfer)
@@ -177,7 +174,7 @@ class Links:
             if self.now_s - one.judged_s >= self.settings.silent_s:
                 one.judged_s = self.now_s
                 with self.locked() as schedule:
-                    gives_up = schedule.silent(one.run, self.now_s - one.heard_s)
+                    gives_up = schedule.silent(one.run, self.now_s - one.acked_s)
                 if gives_up:
                     self._end(one, SilentError("it said nothing"))
 

@@ -1,8 +1,7 @@
 """Where the NameNodes of a cluster are, and with which settings: from a URI and Hadoop's own configuration files.
 
 `hdfs://host:port` needs no files. `hdfs://service` is looked up in `core-site.xml` and `hdfs-site.xml`, which lie in
-`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system. Called by
-`namenode`, `checkpoint.places.open` and by those who make one.
+`$HADOOP_CONF_DIR` or `$HADOOP_HOME/etc/hadoop`; `hdfs:///` is what these call the default file system.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Cluster:
     namenodes: tuple[tuple[str, int], ...]
     settings: Mapping[str, str]
     secure: bool
-    """Whether the settings ask for Kerberos or for protected data, which this package's own protocol does not speak."""
+    """Whether the settings require Kerberos or data transfer protection, which our own client does not support."""
     user: str
 
     @classmethod
@@ -75,7 +74,7 @@ def _settings(conf_dir: str | None) -> dict[str, str]:
         path = Path(conf_dir or "", name)
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
-                raise UsageError(f"{path} is no configuration of Hadoop: it is too long", hint="check HADOOP_CONF_DIR")
+                raise UsageError(f"{path} is not a Hadoop configuration: it is too long", hint="check HADOOP_CONF_DIR")
             # A file of the host's own administrator, of bounded size.
             root = ElementTree.parse(path).getroot()  # noqa: S314
         except FileNotFoundError:
@@ -109,7 +108,7 @@ def _host_port(address: str) -> tuple[str, int]:
     if not colon or "]" in port:
         host, port = address, str(DEFAULT_PORT)
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{address!r} is no address of a NameNode", hint="write host:port")
+        raise UsageError(f"{address!r} is not the address of a NameNode", hint="write host:port")
     return host.strip("[]"), int(port)
 
 

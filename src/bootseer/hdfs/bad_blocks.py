@@ -1,11 +1,11 @@
 """Telling the NameNode which replicas have wrong bytes, so that it replaces them; until then every reader meets them.
 
-DataNodes check what they keep once in three weeks, and tell nobody when a reader complains of a checksum. Told as
-Hadoop's own client does it: when another replica may be right, or when there is no other. A client that finds all of
-several replicas wrong has more likely bad memory of its own, and damns none. Called by `serving`.
+DataNodes check what they keep once in three weeks, and do not pass on a reader's complaint about a checksum. Reported
+as Hadoop's own client does it: when another replica may be right, or when there is no other. A client that finds all
+of several replicas wrong more likely has bad memory of its own, and reports none.
 
-Nobody waits for this: reports go out from a thread that ends when there are none, and are dropped when there are many.
-Safe to use from many threads, and in the child of a fork.
+No reader waits for this: reports go out from a thread that ends when there are none, and are dropped when there are
+many. Safe to use from many threads, and in the child of a fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPORT_S: Final = 10.0
 
 
 class BadBlockReports:
-    """What the NameNode is still to be told, and what it was told already."""
+    """Reports that wait to be sent, and those that were sent already."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
@@ -61,7 +61,7 @@ class BadBlockReports:
                 self._known.clear()
             self._known.update(keys[node.host_port] for node in fresh)
             with contextlib.suppress(TransientError):  # no thread can be started: another reader will report it
-                self._thread.submit(self._tell_next)
+                self._thread.submit(self._send_next)
                 self._waiting.append((block, fresh))
 
     def close(self) -> None:
@@ -71,12 +71,12 @@ class BadBlockReports:
             self._waiting.clear()
         self._thread.close()
 
-    def _tell_next(self) -> None:
+    def _send_next(self) -> None:
         with self._lock:
             if not self._waiting:
                 return
             block, nodes = self._waiting.popleft()
-        # A NameNode that cannot be told hears it from another reader.
+        # When this report is lost, another reader will send one.
         with contextlib.suppress(BootseerError):
             self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)
 

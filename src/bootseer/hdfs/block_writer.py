@@ -1,8 +1,8 @@
 """One block on its way to its DataNodes: HDFS's data transfer protocol, straight from the caller's memory.
 
 The first DataNode passes the packets on to the second, and so on; each packet is confirmed by all of them. Nothing is
-repaired here: when a node fails, the block has failed, and whoever writes begins it elsewhere. Called by `placing` and
-`long_writer`.
+repaired here: when a node fails, the block has failed, and the caller begins it on other nodes (`begin_block`). A node
+that hangs or is dead counts as live with the NameNode for minutes; `ExcludedNodes` keeps writers off it meanwhile.
 
 A node that neither takes nor confirms anything for `stall_s` has failed. Belongs to one thread at a time.
 """
@@ -12,18 +12,21 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import google_crc32c
 import numpy as np
 
+from bootseer.errors import TransientError
 from bootseer.hdfs.checksums import CRC32
-from bootseer.hdfs.faults import DataNodeError, SilentError
-from bootseer.hdfs.lease import NewBlock, WriteDefaults, identity
+from bootseer.hdfs.errors import DataNodeError, SilentError
+from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
 from bootseer.hdfs.located import Node
+from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
 
 PACKET_BYTES: Final = 256 * 1024
@@ -45,7 +48,7 @@ class PipelineError(DataNodeError):
     def __init__(self, message: str, node: str) -> None:
         super().__init__(message)
         self.node = node
-        """`host:port`; "" where nobody knows."""
+        """`host:port`; "" where that is not known."""
 
 
 class BlockWriter:
@@ -96,18 +99,18 @@ class BlockWriter:
         for start in range(0, whole, PACKET_BYTES):
             self._send_packet(data[start : start + PACKET_BYTES])
         self._rest += data[whole:]
-        self._hear()
+        self._take_acks()
 
     def finish(self) -> None:
         """Wait until all nodes have confirmed all bytes, and that these are all."""
         if self._rest:
             self._send_packet(memoryview(self._rest))
         self._send(self._head(0, b"", last=True))
-        heard_s = time.monotonic()
+        acked_s = time.monotonic()
         while (confirmed := self._confirmed) < self._sequence:
-            self._hear(heard_s)
+            self._take_acks(acked_s)
             if self._confirmed > confirmed:
-                heard_s = time.monotonic()
+                acked_s = time.monotonic()
 
     def close(self) -> None:
         """End the connection. Before `finish`, the nodes drop what they have."""
@@ -165,7 +168,7 @@ class BlockWriter:
                 sent = self._socket.sendmsg(left)
             except BlockingIOError:
                 if self._wait(select.POLLOUT | select.POLLIN, stalled_since) & select.POLLIN:
-                    self._hear()
+                    self._take_acks()
                 continue
             except OSError as error:
                 raise self._broken(error) from error
@@ -206,7 +209,7 @@ class BlockWriter:
         host, _, port = node.host_port.rpartition(":")
         return node.hostname if self._by_hostname else host.strip("[]"), int(port)
 
-    def _hear(self, since_s: float | None = None) -> None:
+    def _take_acks(self, since_s: float | None = None) -> None:
         """Take what the nodes have confirmed; None: if there is anything."""
         self._receive(since_s)
         answers = bytes(self._answers)
@@ -289,3 +292,85 @@ def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
         request += field(16, new.storage_ids[0])
         request += b"".join(field(17, storage) for storage in new.storage_ids[1:])
     return request
+
+
+Nodes = frozenset[str]
+
+SETUP_S: Final = 3.0
+STALL_S: Final = 8.0
+"""Longer than disks that are busy writing back, which make their readers wait for seconds."""
+MAX_FAILURES: Final = 4
+"""Blocks that may find no node in a row before the cluster counts as unable to write."""
+_BAD_S = 60.0
+_MAX_KNOWN = 10_000
+
+
+class ExcludedNodes:
+    """DataNodes that failed to take a block lately (replica exclusion). Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._excluded: dict[str, float] = {}
+        self._known: dict[str, bytes] = {}
+        self._in_vain_until_s = 0.0
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether no writer has waited in vain lately for nodes that the NameNode does not choose."""
+        return time.monotonic() >= self._in_vain_until_s
+
+    def waited_in_vain(self) -> None:
+        """Such nodes, as full ones, are not waited for again for a while."""
+        self._in_vain_until_s = time.monotonic() + _BAD_S
+
+    def remember(self, new: NewBlock) -> None:
+        """The NameNode has named these nodes."""
+        with self._lock:
+            if len(self._known) > _MAX_KNOWN:
+                self._known.clear()
+            self._known.update(zip((node.host_port for node in new.block.nodes), new.told, strict=True))
+
+    def exclude(self, node: str) -> None:
+        """This one did not take a block; "" is none."""
+        if node:
+            with self._lock:
+                self._excluded[node] = time.monotonic() + _BAD_S
+
+    def names(self) -> Nodes:
+        """Those that failed within the last minute."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._excluded = {node: until_s for node, until_s in self._excluded.items() if until_s > now_s}
+            return frozenset(self._excluded)
+
+    def known(self, names: Iterable[str]) -> list[bytes]:
+        """What the NameNode calls these nodes; those that it has not named yet cannot be excluded."""
+        with self._lock:
+            return [self._known[name] for name in names if name in self._known]
+
+
+def begin_block(
+    namenode: NameNode,
+    lease: Lease,
+    defaults: WriteDefaults,
+    excluded: ExcludedNodes,
+    draw: Callable[[Nodes], NewBlock],
+) -> tuple[NewBlock, BlockWriter]:
+    """A block on nodes that take it. `draw` gets one from the NameNode, if it can on none of the nodes that failed."""
+    failed: set[str] = set()
+    failures = 0
+    while True:
+        new = draw(frozenset(failed))
+        try:
+            by_hostname = namenode.cluster.by_hostname
+            return new, BlockWriter(
+                new, defaults, lease.holder, by_hostname=by_hostname, setup_s=SETUP_S, stall_s=STALL_S
+            )
+        except PipelineError as error:
+            excluded.exclude(error.node)
+            failed.add(error.node)
+            failures += 1
+            lease.abandon(new.block)
+            if failures == MAX_FAILURES:
+                said = f"hdfs://{namenode.cluster.authority}{lease.path}: no DataNode takes it: {error}"
+                raise TransientError(said) from error

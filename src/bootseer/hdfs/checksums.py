@@ -1,4 +1,4 @@
-"""Whether bytes are what the checksums that HDFS keeps beside them say. Called by `datanode`; needs the extra `hdfs`.
+"""Whether bytes match the checksums that HDFS keeps beside them. Needs the extra `hdfs`.
 
 HDFS keeps a CRC of each 512 bytes, two thousand for 1 MiB: comparing one by one costs more than receiving them. A CRC
 is linear, so that the CRC of many chunks together follows from the CRCs of each by looking up tables, which numpy does

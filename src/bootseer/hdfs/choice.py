@@ -1,20 +1,24 @@
-"""Which DataNode to ask: what each has shown so far, as a rate, as failures, and as times that were usual.
+"""Which DataNode is asked: estimates of their rates, and the queues of all of them.
 
-A node that hangs or fails is left alone until a probe has succeeded (a circuit breaker): one silence is enough, because
+A node that fails, or says nothing, is not asked for a while (a circuit breaker): one silence is enough, because
 each further one would cost a reader the same time again. A node that is slow is not: it gets what the fast ones would
-not finish earlier. What was measured long ago is believed less and less, so that a node that has recovered is tried.
+not finish earlier. What was measured long ago counts less and less, so that a node that has recovered is tried.
 What is underway counts too: a request that has brought little in some time shows that its node is no faster than that.
 
-Called by `schedule`. Decides and touches nothing.
+A piece waits in the queues of all DataNodes that may give it. Queues take turns, so that no DataNode waits for a
+thread while another one has two. Used under the lock of `schedule`. Decides and touches nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from bootseer.hdfs.located import Node
+from bootseer.hdfs.requests import NodeQueue, Piece, State
 
 _MIN_SAMPLE_BYTES: Final = 256 << 10
 """Less says more about latency than about the rate."""
@@ -29,7 +33,7 @@ _RUN_S: Final = 0.25
 """One request takes about so long: the way there and back is little against it, and little is lost with it."""
 _UNKNOWN_RUN_BYTES: Final = 1 << 20
 _RECEPTION_S: Final = 0.05
-"""What is received at once takes about so long: memory that nobody wants filled any more is free after it, and a node
+"""What is received at once takes about so long: memory that no read wants filled any more is free after it, and a node
 that is slow is told from one that hangs."""
 _PACKET_BYTES: Final = 64 << 10
 _UNKNOWN_PACKETS: Final = 4
@@ -176,3 +180,133 @@ class NodeChoice:
 def _anything(node: str, now_s: float) -> float:
     """Nothing is underway."""
     return math.inf
+
+
+_MAX_REPLICAS: Final = 4
+"""A piece stands in the queues of so many DataNodes at once."""
+
+
+class NodeQueues:
+    """The queues of all DataNodes. `connections_per_node` and `max_run_bytes`: see `ReadSettings`."""
+
+    def __init__(self, choice: NodeChoice, *, connections_per_node: int, max_run_bytes: int) -> None:
+        self.by_node: dict[str, NodeQueue] = {}
+        self._choice = choice
+        choice.at_most = self._at_most
+        self._connections_per_node = connections_per_node
+        self._max_run_bytes = max_run_bytes
+        self._waiting: dict[NodeQueue, None] = {}
+        self._ready: deque[NodeQueue] = deque()
+
+    @property
+    def num_ready(self) -> int:
+        """How many threads could take something. A piece that was taken from one queue is removed from the queues of
+        all other DataNodes that have it."""
+        return sum(queue in self._waiting for queue in self._ready)
+
+    def add(self, piece: Piece, nodes: Sequence[Node], now_s: float, *, first: bool = False) -> None:
+        """Queue a piece for these DataNodes; `first`: before all others."""
+        if len(nodes) > _MAX_REPLICAS:
+            names = [node.host_port for node in nodes]
+            best = self._choice.order(names, piece.length, self.backlog_bytes, now_s)[:_MAX_REPLICAS]
+            nodes = [node for node in nodes if node.host_port in best]
+        piece.state = State.QUEUED
+        for node in nodes:
+            queue = self.queue(node)
+            queue.add(piece, first=first)
+            self._waiting[queue] = None
+            self.poke(queue)
+
+    def queue(self, node: Node) -> NodeQueue:
+        """The queue of a DataNode."""
+        queue = self.by_node.get(node.host_port)
+        if queue is None:
+            queue = self.by_node[node.host_port] = NodeQueue(node)
+        return queue
+
+    def remove(self, piece: Piece, queue: NodeQueue | None = None) -> None:
+        """It does not wait any more: in this queue, or in any."""
+        for one in list(piece.queues) if queue is None else [queue]:
+            one.remove(piece)
+            if not one.num_queued:
+                self._waiting.pop(one, None)
+
+    def take(self, now_s: float) -> tuple[NodeQueue, list[Piece]] | None:
+        """The pieces that a free thread is to read now, which do not wait any more."""
+        for _ in range(len(self._ready)):
+            queue = self._ready.popleft()
+            queue.is_ready = False
+            if not self._has_room(queue):
+                continue
+            # Near the end, a long request would leave the other connection and the other nodes without work.
+            most = min(self._max_run_bytes, queue.queued_bytes // 3)
+            pieces = queue.next_pieces(
+                self._choice.run_bytes(queue.name, most, now_s),
+                lambda piece, queue=queue: self._waits_s(piece, queue, now_s),  # type: ignore[misc]
+            )
+            if pieces:  # else `poke_all` looks again
+                for piece in pieces:
+                    self.remove(piece)
+                return queue, pieces
+        return None
+
+    def poke(self, queue: NodeQueue) -> None:
+        """It may have become possible to serve this queue."""
+        if not queue.is_ready and self._has_room(queue):
+            queue.is_ready = True
+            self._ready.append(queue)
+
+    def poke_all(self) -> None:
+        """Look at all queues again: what a slow DataNode has left to a fast one may be for it after all."""
+        for queue in self._waiting:
+            self.poke(queue)
+
+    def is_full(self, queue: NodeQueue) -> bool:
+        """Whether as many threads talk to this DataNode as may: one, when it hangs, so that many of them leave some."""
+        return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._connections_per_node)
+
+    def backlog_bytes(self, node: str) -> int:
+        """What a DataNode has to send before it could begin with another request."""
+        queue = self.by_node.get(node)
+        return queue.queued_bytes + queue.running_bytes if queue else 0
+
+    def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
+        """Seconds until a DataNode would have sent so much more; infinity while it is left alone."""
+        if self._choice.is_open(node):
+            return math.inf
+        return self._choice.expected_s(node, self.backlog_bytes(node) + num_bytes, now_s)
+
+    def left_s(self, piece: Piece, now_s: float) -> float:
+        """Seconds until a piece will be there, by estimate; 0 where nothing is known."""
+        run = piece.run
+        if run is not None and piece.state in (State.TAKEN, State.HELD):
+            queue, num_bytes = run.queue, piece.offset + piece.length - run.pieces[0].offset - run.received
+            # Its other connections have their share of the node.
+            num_bytes *= len(queue.runs)
+            if self._choice.is_open(queue.name):
+                return math.inf
+            return self._choice.expected_s(queue.name, num_bytes, now_s)
+        if piece.state is not State.QUEUED:
+            return 0.0
+        if len(piece.queues) > 1:
+            return min(self.expected_s(queue.name, 0, now_s) for queue in piece.queues)
+        (queue,) = piece.queues
+        if self._choice.is_open(queue.name):
+            return math.inf
+        return self._choice.expected_s(queue.name, queue.ahead_bytes(piece) + piece.length, now_s)
+
+    def _at_most(self, node: str, now_s: float) -> float:
+        queue = self.by_node.get(node)
+        return math.inf if queue is None else queue.at_most(now_s)
+
+    def _has_room(self, queue: NodeQueue) -> bool:
+        return queue.num_queued > 0 and not self.is_full(queue)
+
+    def _waits_s(self, piece: Piece, queue: NodeQueue, now_s: float) -> float:
+        """When another DataNode would begin with a piece; below zero, when it is better left to that one."""
+        others = [other.name for other in piece.queues if other is not queue]
+        if not others:
+            return math.inf
+        if self._choice.leaves(queue.name, queue.running_bytes + piece.length, others, self.backlog_bytes, now_s):
+            return -1.0
+        return min(self.expected_s(other, 0, now_s) for other in others)

@@ -1,9 +1,8 @@
-"""One HDFS, as the code above needs it: names and folders, writing, reading. The door of this package.
+"""One HDFS, as the code above needs it: names and folders, writing, reading. The entry point of this package.
 
-Names (`names`), reading (`reads`) and writing (`placing`, `long_writer`) go over own connections, which know which
-NameNode answers, choose the DataNode and remember the bad ones. Where those cannot be spoken (Kerberos, encryption,
-erasure coding), all goes through hdfs-native (`native_names`, `native_reads`, `writer`), and where blocks lie stays
-unknown. Used by `store.hdfs` and `checkpoint.places.hdfs`.
+Names (`names`), reading (`reads`) and writing (`placing`, `long_writer`) go over our own connections, which know which
+NameNode is active, choose the DataNode and exclude failed ones. What they do not support (Kerberos, encryption, erasure
+coding) goes through the library hdfs-native (`native`, `native_reads`), and where blocks lie stays unknown.
 
 Paths are whole paths of the file system, "/a/b". All methods raise `BootseerError`s only. Safe to use from many
 threads, and after `fork`.
@@ -19,20 +18,18 @@ from typing import TypeVar
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.answers import TakenError
-from bootseer.hdfs.bad_nodes import BadNodes
+from bootseer.hdfs.block_writer import ExcludedNodes
+from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
+from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.names import Names
-from bootseer.hdfs.native import Native, NativeSettings
-from bootseer.hdfs.native_names import NativeNames
+from bootseer.hdfs.native import Native, NativeNames, NativeSettings, NativeWriter
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
 from bootseer.hdfs.placing import Apart, PlacedWriter, PlacingSettings
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
-from bootseer.hdfs.rpc import NotSpokenError
-from bootseer.hdfs.status import FileStatus
-from bootseer.hdfs.writer import HdfsWriter
+from bootseer.hdfs.rpc import UnsupportedError
 
 T = TypeVar("T")
 
@@ -50,7 +47,7 @@ class HdfsClient:
     """A client of the file system `hdfs://AUTHORITY`: host and port of its NameNode, or the name of a service."""
 
     def __init__(self, authority: str, settings: NativeSettings | None = None) -> None:
-        """Connects when it is first used. Raises `UsageError` for an authority that is none."""
+        """Connects when it is first used. Raises `UsageError` for an invalid authority."""
         if not authority or "@" in authority or "/" in authority:
             raise UsageError(f"hdfs://{authority} names no file system", hint="use hdfs://host:port or hdfs://service")
         self.uri = f"hdfs://{authority}"
@@ -60,7 +57,7 @@ class HdfsClient:
         self._namenode = NameNode(self.cluster, ask_s=self.settings.call_s)
         self._names = Names(self._namenode)
         self._native_names = NativeNames(self._native)
-        self._bad = BadNodes()
+        self._excluded = ExcludedNodes()
         self._defaults: WriteDefaults | None = None
         self._least_block = 0
         """Bytes that a block must have here, once the NameNode has refused a smaller one."""
@@ -76,7 +73,7 @@ class HdfsClient:
         """What lies in a folder, or with `recursive` below it; a file's list is the file. Raises `NotFoundError`."""
         try:
             yield from self._names.list(path, recursive=recursive)
-        except NotSpokenError as error:
+        except UnsupportedError as error:
             self._fall_back(path, error)
             yield from self._native_names.list(path, recursive=recursive)
 
@@ -163,24 +160,24 @@ class HdfsClient:
         block_size: int | None = None,
         replication: int | None = None,
         parents: bool = True,
-    ) -> LongWriter | HdfsWriter:
+    ) -> LongWriter | NativeWriter:
         """Begin a file of any length, and with `parents` its folder when that is missing. Raises `TakenError` for a
         taken name.
 
         `block_size` in bytes and `replication` are the cluster's unless told otherwise.
         """
 
-        def begin(size: int | None) -> LongWriter | HdfsWriter:
+        def begin(size: int | None) -> LongWriter | NativeWriter:
             try:
                 defaults = self._write_defaults()
                 return LongWriter(
                     self._namenode, self._native, path, block_size=size or defaults.block_size,
                     replication=replication or defaults.replication, mode=mode, overwrite=overwrite, parents=parents,
-                    defaults=defaults, bad=self._bad,
+                    defaults=defaults, excluded=self._excluded,
                 )  # fmt: skip
-            except NotSpokenError as error:
+            except UnsupportedError as error:
                 self.fallback = str(error)
-                return HdfsWriter(
+                return NativeWriter(
                     self._native, path, mode=mode, overwrite=overwrite, block_size=size or _NATIVE_BLOCK_BYTES,
                     replication=replication, parents=parents,
                 )  # fmt: skip
@@ -196,15 +193,15 @@ class HdfsClient:
         replication: int | None = None,
         avoid: frozenset[str] = frozenset(),
         spare: Sequence[str] = (),
-    ) -> Sequence[PlacedWriter | LongWriter | HdfsWriter]:
+    ) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
         """Begin files of one block of `block_size` bytes each, on different nodes as far as there are any.
 
         `avoid`: nodes that are not wanted, if there are others; those that failed lately are not wanted either.
         `spare`: nodes that are taken only before two files would share one, the first of them first.
         """
 
-        def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | HdfsWriter]:
-            with contextlib.suppress(NotSpokenError):
+        def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
+            with contextlib.suppress(UnsupportedError):
                 return self._begin_apart(paths, size or block_size, mode, replication, avoid=avoid, spare=spare).writers
             writers = []
             with contextlib.ExitStack() as begun:
@@ -222,15 +219,15 @@ class HdfsClient:
         """How many copies a file has unless told otherwise; None where the NameNode cannot be asked."""
         try:
             return self._write_defaults().replication
-        except NotSpokenError:
+        except UnsupportedError:
             return None
 
     def space(self, path: str) -> tuple[int, int]:
         """Bytes in all, and how many of them are free: of all DataNodes together. Where they cannot be asked, of the
-        folder's quota, or else as many that nobody waits for room."""
+        folder's quota, or else so many that no writer waits for room."""
         try:
             return self._namenode.space()
-        except NotSpokenError:
+        except UnsupportedError:
             quota, used = self._native_names.room(path)
         if not 0 < quota < _MUCH_BYTES:
             return _MUCH_BYTES, _MUCH_BYTES
@@ -269,14 +266,14 @@ class HdfsClient:
         *,
         overwrite: bool,
         parents: bool,
-    ) -> PlacedWriter | LongWriter | HdfsWriter:
+    ) -> PlacedWriter | LongWriter | NativeWriter:
         # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
         try:
             size = block_size or self._write_defaults().block_size
             if length <= size:
                 apart = self._begin_apart([path], size, mode, replication, overwrite=overwrite, parents=parents)
                 return apart.writers[0]
-        except NotSpokenError:
+        except UnsupportedError:
             pass
         return self.create(
             path, mode=mode, overwrite=overwrite, block_size=block_size, replication=replication, parents=parents
@@ -298,7 +295,7 @@ class HdfsClient:
         settings = PlacingSettings(
             block_size, replication or defaults.replication, mode, avoid, tuple(spare), overwrite, parents
         )
-        return Apart(self._namenode, self._native, paths, settings, defaults=defaults, bad=self._bad)
+        return Apart(self._namenode, self._native, paths, settings, defaults=defaults, excluded=self._excluded)
 
     def _write_defaults(self) -> WriteDefaults:
         if self._defaults is None:
@@ -308,18 +305,18 @@ class HdfsClient:
     def _ask(self, ask: Callable[[Names | NativeNames], T]) -> T:
         try:
             return ask(self._names)
-        except NotSpokenError as error:
+        except UnsupportedError as error:
             self._fall_back("/", error)
             return ask(self._native_names)
 
-    def _fall_back(self, path: str, error: NotSpokenError) -> None:
+    def _fall_back(self, path: str, error: UnsupportedError) -> None:
         """Before hdfs-native is asked, which takes its time where nothing answers."""
         self.fallback = str(error)
         self._namenode.check_there(path)
 
 
 class Reads:
-    """Reads over own connections, and through hdfs-native what those do not speak. Safe to use from many threads."""
+    """Reads over own connections, and through hdfs-native what those do not support. Safe to use from many threads."""
 
     def __init__(self, namenode: NameNode, native: Native) -> None:
         self._own = HdfsReads(namenode)
@@ -329,7 +326,7 @@ class Reads:
         """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
         try:
             return self._own.open(path, deadline_s=deadline_s)
-        except NotSpokenError as error:
+        except UnsupportedError as error:
             self._fallback.reason = str(error)
             return self._fallback.open(path, deadline_s=deadline_s)
 

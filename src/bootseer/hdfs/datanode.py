@@ -1,11 +1,12 @@
 """Blocks read from one DataNode: HDFS's data transfer protocol, straight into the caller's memory.
 
-A DataNode sends packets of 64 KiB, each behind a header. Once one is known the next ones are foretold, so that sixteen
-of them are received by one system call, data into the caller's memory and headers beside it; afterwards each header is
-compared with what it had to be. Nothing that a DataNode says is believed before it was checked against what was asked.
+A DataNode sends packets of 64 KiB, each behind a header. Once one is known the next ones can be predicted, so that
+sixteen of them are received by one system call, data into the caller's memory and headers beside it; afterwards each
+header is compared with what it had to be. Nothing that a DataNode says is believed before it was checked against what
+was asked.
 
 No call waits longer than the socket's time-out for a byte: Linux's own (`SO_RCVTIMEO`), because Python's would give up
-`MSG_WAITALL`. Called by the threads of `reads`.
+`MSG_WAITALL`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from bootseer.hdfs import checksums
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
-from bootseer.hdfs.located import Block
-from bootseer.hdfs.pieces import MAX_PACKETS
+from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
+from bootseer.hdfs.located import Block, Node
 from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, delimited, field, read_varint
+from bootseer.hdfs.requests import MAX_PACKETS
 
 _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
@@ -103,7 +106,8 @@ class DataNodeConnection:
             raise DataNodeError(f"the connection broke: {error}") from error
 
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
-        """Fill all of `views`. `on_silence` hears for how long nothing has come, and raises to end the waiting."""
+        """Fill all of `views`. `on_silence` is called with the seconds since the last byte, and raises to end the
+        wait."""
         left = sum(map(len, views))
         while left:
             got = self._from_early(views) if self._early else self._some(views, socket.MSG_WAITALL, on_silence)
@@ -197,7 +201,7 @@ class BlockRead:
             connection.receive([memoryview(self._head)], on_silence)
             self._size = self._checked(memoryview(self._head))
         except MalformedError as error:
-            raise DataNodeError(f"what it says makes no sense: {error}") from error
+            raise DataNodeError(f"its answer is malformed: {error}") from error
 
     def _begin(self, offset: int, check: bool, strict: bool) -> None:
         """The answer in front of the packets."""
@@ -259,9 +263,9 @@ class BlockRead:
                 self._left -= size if number else first
                 self._skip = 0
                 head = headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES]
-                self._size = self._checked(head, foretold=size if number < num_packets - 1 else None)
+                self._size = self._checked(head, predicted=size if number < num_packets - 1 else None)
         except MalformedError as error:
-            raise DataNodeError(f"what it says makes no sense: {error}") from error
+            raise DataNodeError(f"its answer is malformed: {error}") from error
         if self._has_sums:
             wrong = checksums.first_wrong(
                 self._kind, self._chunk, [piece for piece in (skip, *into, excess) if piece], sums
@@ -275,26 +279,26 @@ class BlockRead:
         self._connection.finish(_CHECKSUM_OK if self._has_sums else _SUCCESS)
 
     def _num_more(self, first: int) -> int:
-        """How many packets behind the next one are foretold: as large as it is, and wanted as a whole."""
+        """How many packets behind the next one can be predicted: as large as it is, and wanted as a whole."""
         return min(self._max_packets - 1, (self._left - first) // self._size) if self._size else 0
 
     def _sums_bytes(self, size: int) -> int:
         return -(-size // self._chunk) * checksums.SUM_BYTES if self._has_sums else 0
 
-    def _checked(self, head: memoryview, *, foretold: int | None = None) -> int:
+    def _checked(self, head: memoryview, *, predicted: int | None = None) -> int:
         """How many bytes of data the packet has whose header this is, after comparing all else with what it must be."""
         length, header_bytes = _LENGTHS.unpack_from(head)
         first, at, second, sequence, third, is_last, fourth, size = _HEADER.unpack_from(head, _LENGTHS.size)
         if (first, second, third, fourth) != _TAGS or not _HEADER.size <= header_bytes <= _MAX_HEADER_BYTES:
-            if foretold is not None:
+            if predicted is not None:
                 raise UnevenError("its packets differ in size")
             raise MalformedError("a packet without its header")
         if header_bytes > _HEADER.size:
             # Fields of a newer version, which say nothing about the bytes.
-            if foretold is not None:
+            if predicted is not None:
                 raise UnevenError("its packets have longer headers")
             self._connection.receive([memoryview(bytearray(header_bytes - _HEADER.size))], self._on_silence)
-        if foretold is not None and size != foretold:
+        if predicted is not None and size != predicted:
             raise UnevenError("its packets differ in size")
         if sequence != self._sequence or at != self._at:
             raise MalformedError(f"packet {sequence} at {at} where {self._sequence} at {self._at} had to be")
@@ -311,11 +315,11 @@ class BlockRead:
         return int(size)
 
     def _delimited(self) -> bytes:
-        """A message behind its length. Byte by byte, because nobody knows what follows it."""
+        """A message behind its length. Byte by byte, because what follows it belongs to the next read."""
         length = bytearray()
         while not length or length[-1] > 0x7F:
             if len(length) == MAX_VARINT_BYTES:
-                raise MalformedError("a number does not end")
+                raise MalformedError("a varint does not end")
             byte = bytearray(1)
             self._connection.receive([memoryview(byte)], self._on_silence)
             length += byte
@@ -353,3 +357,69 @@ def _cut(views: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
             view = view[len(piece) :]
         cut.append(pieces)
     return cut
+
+
+_KEEP_IDLE_S: Final = 3.0
+"""DataNodes close a connection after 4 s without a request, `dfs.datanode.socket.reuse.keepalive`."""
+_MAX_IDLE: Final = 64
+
+
+class Connections:
+    """Idle connections. `by_hostname`: DataNodes are called by their names."""
+
+    def __init__(self, *, silent_s: float, by_hostname: bool) -> None:
+        self._silent_s = silent_s
+        self._by_hostname = by_hostname
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[str, DataNodeConnection]] = deque()
+
+    def take(self, node: Node) -> DataNodeConnection | None:
+        """One that was used a moment ago, if there is one."""
+        self.expire()
+        with self._lock:
+            for entry in reversed(self._idle):
+                if entry[0] == node.host_port:
+                    self._idle.remove(entry)
+                    return entry[1]
+        return None
+
+    def new(self, node: Node) -> DataNodeConnection:
+        """One that is to be connected. Raises `DataNodeError` for a name that leads nowhere."""
+        host, _, port = node.host_port.rpartition(":")
+        address = (node.hostname if self._by_hostname else host.strip("[]"), int(port))
+        return DataNodeConnection(address, silent_s=self._silent_s)
+
+    def give(self, node: Node, connection: DataNodeConnection) -> None:
+        """Keep one whose read has come to its end."""
+        with self._lock:
+            self._idle.append((node.host_port, connection))
+            extra = self._idle.popleft()[1] if len(self._idle) > _MAX_IDLE else None
+        if extra is not None:
+            extra.close()
+
+    def drop(self, node: Node) -> None:
+        """Those to one DataNode are of no more use."""
+        self._close([entry for entry in list(self._idle) if entry[0] == node.host_port])
+
+    def expire(self) -> None:
+        """Close those that their DataNodes are about to close."""
+        oldest_s = time.monotonic() - _KEEP_IDLE_S
+        if self._idle:
+            self._close([entry for entry in list(self._idle) if entry[1].last_used_s < oldest_s])
+
+    def close(self) -> None:
+        """Close all."""
+        self._close(list(self._idle))
+
+    def forget(self) -> None:
+        """In the child of a fork: leave them to the parent."""
+        self._lock = threading.Lock()
+        self.close()
+
+    def _close(self, entries: list[tuple[str, DataNodeConnection]]) -> None:
+        for entry in entries:
+            with self._lock:
+                if entry not in self._idle:
+                    continue  # another thread has taken it
+                self._idle.remove(entry)
+            entry[1].close()

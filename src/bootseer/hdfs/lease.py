@@ -1,10 +1,10 @@
 """A file that is being written, as the NameNode sees it: begun, given blocks, completed.
 
-The right to write a file is a lease; whoever holds it has a name. Each file has a holder of its own here, so that one
-whose writer was lost ends by itself: the NameNode closes it when nobody has renewed its lease for 20 minutes
-(`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s others may take a file over, who would have
-to want the same name. So it is enough that whoever sends renews now and then: DataNodes give up an idle writer after
-60 s anyway. Called by `placing` and `long_writer`.
+The right to write a file is a lease; its holder has a name. Each file has a holder of its own here, so that one
+whose writer was lost ends by itself: the NameNode closes it when its lease was not renewed for 20 minutes
+(`dfs.namenode.lease-hard-limit-sec`; an hour before Hadoop 3.3). After 60 s another writer may take a file over, if it
+wants the same name. So it is enough that a writer renews while it sends: DataNodes give up an idle writer after 60 s
+anyway.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, TransientError
-from bootseer.hdfs.answers import NoRoomError, TakenError
 from bootseer.hdfs.checksums import CRC32, CRC32C
-from bootseer.hdfs.located import Block, parse_block
+from bootseer.hdfs.errors import NoRoomError, TakenError
+from bootseer.hdfs.located import Block, FileStatus, parse_block, parse_status
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import NotSpokenError, RemoteError
-from bootseer.hdfs.status import FileStatus, parse_status
+from bootseer.hdfs.rpc import RemoteError, UnsupportedError
 from bootseer.units import format_bytes
 
 _CREATE, _OVERWRITE = 1, 2
@@ -53,7 +52,7 @@ class NoNodesError(TransientError):
     @property
     def num_running(self) -> int:
         """How many nodes there are; those that were neither excluded nor chosen have no room, or are too busy just now
-        (`considerLoad`). 0 where nobody knows."""
+        (`considerLoad`). 0 where that is not known."""
         count = _RUNNING.search(str(self))
         return int(count[1]) if count is not None else 0
 
@@ -97,10 +96,12 @@ def ask_defaults(namenode: NameNode) -> WriteDefaults:
             chunk_bytes=told.number(2),
         )
     except MalformedError as error:
-        raise _senseless(namenode, "/", error) from error
+        raise _malformed(namenode, "/", error) from error
     if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes & (found.chunk_bytes - 1):
         # Packets must end where the bytes of a checksum do.
-        raise NotSpokenError(f"checksums of {found.chunk_bytes} bytes are not spoken here")
+        raise UnsupportedError(
+            f"checksums of {found.chunk_bytes} bytes are not supported by BootSeer's HDFS client"
+        )
     # Files without checksums are nothing that this package writes.
     return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
 
@@ -120,7 +121,7 @@ class Lease:
         parents: bool = True,
     ) -> None:
         """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a name that is
-        taken, and `NotSpokenError`, after removing it, for one whose bytes need a translation."""
+        taken, and `UnsupportedError`, after removing it, for one whose bytes need a translation."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
         self._block_size = block_size
@@ -140,10 +141,12 @@ class Lease:
             status = self._create(request).message(1)
             self._file_id = status.number(13, 0)
         except MalformedError as error:
-            raise _senseless(namenode, path, error) from error
+            raise _malformed(namenode, path, error) from error
         if 15 in status or 17 in status:
             namenode.ask("delete", field(1, path) + field(2, False), path, None)
-            raise NotSpokenError(f"{path}: its bytes would be erasure-coded or encrypted, which is not spoken here")
+            raise UnsupportedError(
+                f"{path}: its bytes would be erasure-coded or encrypted, which BootSeer's HDFS client does not support"
+            )
 
     def add_block(self, exclude: Iterable[bytes], previous: Block | None = None) -> NewBlock:
         """The block behind `previous`, which all its nodes have confirmed, or the file's first one, on none of these
@@ -182,7 +185,7 @@ class Lease:
             kinds = tuple(located.numbers(7))
             ids = tuple(storage.decode("ascii", "replace") for storage in located.every(8))
         except MalformedError as error:
-            raise _senseless(self._namenode, self.path, error) from error
+            raise _malformed(self._namenode, self.path, error) from error
         if not block.nodes:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
         return NewBlock(block, told, kinds, ids)
@@ -242,7 +245,7 @@ class Lease:
                 self.renew()
             status = parse_status(self.path, self._ask("getFileInfo", field(1, self.path)).message(1))
         except MalformedError as error:
-            raise _senseless(self._namenode, self.path, error) from error
+            raise _malformed(self._namenode, self.path, error) from error
         if status.size_bytes != size_bytes:
             raise TransientError(f"{self.path} has {status.size_bytes} bytes after {size_bytes} were written")
         return status
@@ -257,7 +260,7 @@ class Lease:
         except TakenError as error:
             if not any(said in str(error) for said in _OWN_ALREADY):
                 raise
-            # Nobody else has this holder's name: an answer was lost on the way, and the question asked again.
+            # No other writer has this holder's name: an answer was lost on the way, and the question asked again.
             return self._ask("getFileInfo", field(1, self.path))
 
     def _ask(self, method: str, request: bytes, timeout_s: float | None = None) -> Message:
@@ -277,7 +280,7 @@ def identity(block: Block) -> bytes:
 
 
 def _kind(cause: BaseException | None) -> type[BootseerError] | None:
-    """What an answer of the NameNode means for somebody who writes; None for nothing special."""
+    """What an answer of the NameNode means for a writer; None for nothing special."""
     if not isinstance(cause, RemoteError):
         return None
     if any(said in str(cause) for said in _NO_NODES):
@@ -285,9 +288,9 @@ def _kind(cause: BaseException | None) -> type[BootseerError] | None:
     if cause.kind == "NotReplicatedYetException":
         return _NotReportedError
     if cause.kind == "UnknownCryptoProtocolVersionException":
-        return NotSpokenError  # a folder whose files are encrypted by those who write them
+        return UnsupportedError  # a folder whose files are encrypted by their writers
     return None
 
 
-def _senseless(namenode: NameNode, path: str, error: MalformedError) -> TransientError:
-    return TransientError(f"hdfs://{namenode.cluster.authority}{path}: the NameNode's answer makes no sense: {error}")
+def _malformed(namenode: NameNode, path: str, error: MalformedError) -> TransientError:
+    return TransientError(f"hdfs://{namenode.cluster.authority}{path}: the NameNode's answer is malformed: {error}")

@@ -1,7 +1,7 @@
 """Where the blocks of a file lie, as a NameNode says: read from its answer to `getBlockLocations`.
 
 Blocks are never changed once they are complete, and their ids never used again. So the ids are what tells one version
-of a file from another. Called by `namenode`; used by all that reads. Decides and touches nothing.
+of a file from another. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a file, and who has it."""
+    """A block of a file, and the DataNodes that have it."""
 
     start: int
     """Where it begins in the file."""
@@ -69,9 +69,9 @@ class LocatedFile:
     """In order, without gaps. The last of a file that is being written may be empty."""
     version: str
     under_construction: bool
-    """Whether somebody writes it. Then `size_bytes` may be less than what can be read of the last block."""
+    """Whether it is being written. Then `size_bytes` may be less than what can be read of the last block."""
     readable: bool
-    """False when its bytes need a translation that is not spoken here: erasure coding, encryption."""
+    """False when its bytes need decoding that is not supported here: erasure coding, encryption."""
     open_block: Block | None = None
     """The last block, while it is being written."""
 
@@ -163,7 +163,7 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
     if len(replicas) > MAX_REPLICAS:
         raise MalformedError(f"a block with {len(replicas)} replicas")
     for replica in replicas:
-        # A `DatanodeInfoProto`: who it is stands first, what changes every few seconds behind.
+        # A `DatanodeInfoProto`: its identity stands first, what changes every few seconds behind.
         told = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
         node = known_nodes.get(told)
         if node is None:
@@ -184,3 +184,44 @@ def parse_node(message: Message) -> Node:
     # Addresses of version 6 have colons of their own.
     shown = f"[{address}]" if ":" in address else address
     return Node(f"{shown}:{port}", message.text(2), message.text(3), ipc_port)
+
+
+_FOLDER: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """One file or folder as the NameNode knows it."""
+
+    path: str
+    """From the root of the file system on."""
+    is_folder: bool
+    size_bytes: int
+    """0 for folders. Of a file that is being written: its finished blocks."""
+    mtime_ms: int
+    atime_ms: int
+    """0 where the NameNode does not keep it."""
+    mode: int
+    """Permission bits."""
+    owner: str
+    group: str
+    replication: int
+    """0 for folders and for files of erasure coding."""
+    block_size: int
+    """0 for folders."""
+
+
+def parse_status(path: str, told: Message) -> FileStatus:
+    """A `HdfsFileStatusProto`. Raises `MalformedError`."""
+    return FileStatus(
+        path=path,
+        is_folder=told.number(1) == _FOLDER,
+        size_bytes=told.number(3),
+        mtime_ms=told.number(7),
+        atime_ms=told.number(8),
+        mode=told.message(4).number(1) & 0o7777,
+        owner=told.text(5),
+        group=told.text(6),
+        replication=told.number(10, 0),
+        block_size=told.number(11, 0),
+    )

@@ -2,7 +2,7 @@
 
 hdfs-native ends a file when a DataNode tells the NameNode late of an earlier block: it asks for the next one once. Here
 that is waited for (`lease`), and a block whose DataNode fails is begun again elsewhere, for which its bytes are kept
-on the local disk until it is safe. Made by `client` for files that are longer than a block or of unknown length.
+on the local disk until it is safe.
 
 Belongs to one thread at a time, and to the process that made it.
 """
@@ -17,13 +17,11 @@ from dataclasses import replace
 from typing import IO, Final
 
 from bootseer.errors import BootseerError, TransientError, UsageError
-from bootseer.hdfs.bad_nodes import MAX_FAILURES, BadNodes, Nodes, begin_block
-from bootseer.hdfs.block_writer import BlockWriter, PipelineError
+from bootseer.hdfs.block_writer import MAX_FAILURES, BlockWriter, ExcludedNodes, Nodes, PipelineError, begin_block
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
-from bootseer.hdfs.located import Block
+from bootseer.hdfs.located import Block, FileStatus
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native
-from bootseer.hdfs.status import FileStatus
 
 _IDLE_S: Final = 30.0
 """DataNodes hang up on writers that say nothing for longer, and are not to blame for it."""
@@ -46,9 +44,9 @@ class LongWriter:
         overwrite: bool,
         parents: bool = True,
         defaults: WriteDefaults,
-        bad: BadNodes,
+        excluded: ExcludedNodes,
     ) -> None:
-        """Begin the file, and its folder when that is missing. Raises `TakenError`, `NotSpokenError` and the like."""
+        """Begin the file, and its folder when that is missing. Raises `TakenError`, `UnsupportedError` and the like."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
         """Each block has its own."""
@@ -59,7 +57,7 @@ class LongWriter:
         self._native = native
         self._block_size = block_size
         self._defaults = defaults
-        self._bad = bad
+        self._excluded = excluded
         self._lease = Lease(
             namenode, path, block_size=block_size, replication=replication, mode=mode, overwrite=overwrite,
             parents=parents,
@@ -144,15 +142,15 @@ class LongWriter:
         self._used_s = time.monotonic()
 
     def _begin(self) -> BlockWriter:
-        self._new, self._block = begin_block(self._namenode, self._lease, self._defaults, self._bad, self._draw)
+        self._new, self._block = begin_block(self._namenode, self._lease, self._defaults, self._excluded, self._draw)
         return self._block
 
     def _draw(self, failed: Nodes) -> NewBlock:
         """A block that is not on nodes that failed lately, or else not on those that failed just now."""
-        for excluded in (self._bad.names() | failed, failed):
+        for excluded in (self._excluded.names() | failed, failed):
             with contextlib.suppress(NoNodesError):
-                new = self._lease.add_block(self._bad.known(excluded), self._last)
-                self._bad.met(new)
+                new = self._lease.add_block(self._excluded.known(excluded), self._last)
+                self._excluded.remember(new)
                 return new
         return self._lease.add_block([], self._last)
 
@@ -160,7 +158,7 @@ class LongWriter:
         """Begin the block again elsewhere, and write there what it has so far."""
         while True:
             if time.monotonic() - self._used_s < _IDLE_S:
-                self._bad.failed(error.node)
+                self._excluded.exclude(error.node)
             self._failures += 1
             if self._block is not None:
                 self._block.close()

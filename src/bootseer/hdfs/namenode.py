@@ -1,7 +1,7 @@
-"""What the NameNodes of a cluster are asked: where blocks lie, and in the words of others (`ask`) all else.
+"""RPCs to the NameNodes of a cluster: where blocks lie, and (`ask`) whatever else a caller encodes.
 
 Several NameNodes stand for one cluster (HA): one is active, the others say that they are not, hang or are gone. The
-one that answered last is asked first. Called by `names`, `reads`, and by writers through `lease`.
+one that answered last is asked first.
 
 Safe to use from many threads; each question has a connection of its own, at most `_MAX_CONNECTIONS` at a time.
 """
@@ -17,10 +17,10 @@ from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
-from bootseer.hdfs.answers import kind_of_error
+from bootseer.hdfs.errors import kind_of_error
 from bootseer.hdfs.located import LocatedFile, Node, parse_located, parse_node
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.rpc import NotSpokenError, RemoteError, RpcConnection, UnreachableError, connect
+from bootseer.hdfs.rpc import RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
 from bootseer.io.fork import after_fork
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
@@ -46,7 +46,7 @@ class NameNode:
         self.cluster = cluster
         self._ask_s = ask_s
         self._call_timeout_s = call_timeout_s
-        self._spoken = not cluster.secure
+        self._supported = not cluster.secure
         self._is_closed = False
         self._has_answered = False
         """Whether there is a NameNode at one of the addresses: it is waited for when it restarts."""
@@ -67,7 +67,7 @@ class NameNode:
 
     def locate(self, path: str, *, timeout_s: float | None = None) -> LocatedFile:
         """Where the blocks of a file lie; one that is being written has its open block too, as the NameNode knows it.
-        Raises `NotFoundError`, `AccessError`, `NotSpokenError`, `TransientError`."""
+        Raises `NotFoundError`, `AccessError`, `UnsupportedError`, `TransientError`."""
         located = self._locate(path, 0, timeout_s)
         while not located.is_whole:
             # Servers may tell less than all at once.
@@ -88,7 +88,7 @@ class NameNode:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_located(path, message.data(1), self._known_nodes)
         except MalformedError as error:
-            raise TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}") from error
+            raise TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}") from error
 
     def with_open_block(self, file: LocatedFile, *, timeout_s: float = 2.0) -> LocatedFile:
         """A file that is being written, with the bytes that its DataNodes have of its open block by now."""
@@ -120,7 +120,7 @@ class NameNode:
             message = Message(answer)
             return message.number(1), message.number(3)
         except MalformedError as error:
-            raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
+            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
 
     def rooms(self) -> dict[str, int]:
         """Bytes free on each live DataNode, by `host:port`. Raises `AccessError` where only an operator may ask."""
@@ -129,10 +129,10 @@ class NameNode:
             nodes = [Message(node) for node in Message(answer).every(1)]
             return {parse_node(node.message(1)).host_port: node.number(4, 0) for node in nodes}
         except MalformedError as error:
-            raise TransientError(f"{self._named('/')}: the NameNode's answer makes no sense: {error}") from error
+            raise TransientError(f"{self._named('/')}: the NameNode's answer is malformed: {error}") from error
 
     def close(self) -> None:
-        """Close the connections that nobody uses; others close after their question, as do those of later ones."""
+        """Close idle connections; others close after their question, as do those of later ones."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -151,8 +151,10 @@ class NameNode:
 
     def ask(self, method: str, request: bytes, path: str, timeout_s: float | None) -> bytes:
         """One answer of whichever NameNode has one, within the time for all attempts."""
-        if not self._spoken:
-            raise NotSpokenError(f"{self._named(path)}: the settings want Kerberos or protected data")
+        if not self._supported:
+            raise UnsupportedError(
+                f"{self._named(path)}: the configuration requires Kerberos or data transfer protection"
+            )
         num_namenodes = len(self.cluster.namenodes)
         call = next(self._numbers) & _MAX_NUMBER
         until = time.monotonic() + (self._ask_s if timeout_s is None else timeout_s)
@@ -173,8 +175,8 @@ class NameNode:
                     if error.kind not in _LATER:
                         raise self._mapped(error, path) from error
                     problem = TransientError(f"{self._named(path)}: no NameNode is active: {error}")
-                except NotSpokenError:
-                    self._spoken = False
+                except UnsupportedError:
+                    self._supported = False
                     raise
                 except TransientError as error:
                     if isinstance(error, UnreachableError):
@@ -190,7 +192,7 @@ class NameNode:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def check_there(self, path: str) -> None:
-        """Raise `UnreachableError` when no server is at any of the addresses; for those who ask one in another way."""
+        """Raise `UnreachableError` when no server is at any of the addresses; for callers that use another client."""
         while not self._has_answered:
             unreachable = []
             for host, port in self.cluster.namenodes:
@@ -254,9 +256,11 @@ class NameNode:
         try:
             is_encrypted = Message(answer).message(1).number(6, 0)
         except MalformedError as error:
-            raise TransientError(f"the NameNode's answer makes no sense: {error}") from error
+            raise TransientError(f"the NameNode's answer is malformed: {error}") from error
         if is_encrypted:
-            raise NotSpokenError(f"{self.cluster.authority} encrypts its data, which reads of blocks do not speak")
+            raise UnsupportedError(
+                f"{self.cluster.authority} requires encrypted data transfer, not supported by BootSeer's HDFS client"
+            )
         self._knows_encryption = True
 
     def _left_s(self, until: float) -> float:
@@ -293,7 +297,7 @@ class NameNode:
             return AccessError(said)
         if error.kind in ("UnresolvedPathException", "RpcNoSuchMethodException"):
             return PermanentError(said)
-        # What these mean stands in the class or in the text, which whoever asked may want to read too.
+        # What these mean stands in the class or in the text, which the caller may want to show too.
         whole = f"{error.kind}: {error}"
         kind = kind_of_error(whole)
         return TransientError(said) if kind is None else kind(f"{self._named(path)}: {whole}")

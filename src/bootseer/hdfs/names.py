@@ -1,6 +1,6 @@
-"""Names and folders of HDFS, asked of the NameNodes over our own connections. Made by `client`.
+"""Names and folders of HDFS, asked of the NameNodes over our own connections.
 
-A NameNode that hangs is left after its part of the time and another one asked, and whoever waits can be interrupted:
+A NameNode that hangs is left after its share of the time and another one asked, and the wait can be interrupted:
 hdfs-native waits for it for ever. A question that is asked again because its answer was lost is the same question for
 the NameNode, so that a rename is not done twice.
 
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from bootseer.errors import NotFoundError, TransientError
+from bootseer.hdfs.located import FileStatus, parse_status
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, field
-from bootseer.hdfs.status import FileStatus, parse_status
 
 _UNCHANGED: Final = -1
 
 
 class Names:
-    """All methods raise `NotSpokenError` for a cluster that wants to be spoken to in another way."""
+    """All methods raise `UnsupportedError` for a cluster that needs another client."""
 
     def __init__(self, namenode: NameNode) -> None:
         self._namenode = namenode
@@ -35,7 +35,7 @@ class Names:
                 raise NotFoundError(f"{self._named(path)} is not there")
             return parse_status(path, answer.message(1))
         except MalformedError as error:
-            raise self._senseless(path, error) from error
+            raise self._malformed(path, error) from error
 
     def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
         """See `HdfsClient.list`."""
@@ -61,7 +61,7 @@ class Names:
         try:
             return bool(answer.number(1))
         except MalformedError as error:
-            raise self._senseless(path, error) from error
+            raise self._malformed(path, error) from error
 
     def set_permission(self, path: str, mode: int) -> None:
         """See `HdfsClient.set_permission`."""
@@ -98,16 +98,16 @@ class Names:
                 is_more = bool(page.number(2)) and bool(found)
                 after = found[-1].data(2) if found else b""
             except MalformedError as error:
-                raise self._senseless(path, error) from error
+                raise self._malformed(path, error) from error
 
     def _ask(self, method: str, request: bytes, path: str) -> Message:
         try:
             return Message(self._namenode.ask(method, request, path, None))
         except MalformedError as error:
-            raise self._senseless(path, error) from error
+            raise self._malformed(path, error) from error
 
     def _named(self, path: str) -> str:
         return f"hdfs://{self._namenode.cluster.authority}{path}"
 
-    def _senseless(self, path: str, error: MalformedError) -> TransientError:
-        return TransientError(f"{self._named(path)}: the NameNode's answer makes no sense: {error}")
+    def _malformed(self, path: str, error: MalformedError) -> TransientError:
+        return TransientError(f"{self._named(path)}: the NameNode's answer is malformed: {error}")

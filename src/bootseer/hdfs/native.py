@@ -4,16 +4,19 @@ A client that was made before `fork` hangs in the child, and so does taking it a
 makes its own. Worse, the library keeps connections to DataNodes for the whole process, and a child that used them would
 take its parent's answers and give it other files' bytes: it waits until they have expired (`wait_until_own`). Calls
 know no deadline (`bounded`), and reading past the end panics, which is no `Exception`. The library has no classes for
-most errors: the name of the Java class in their text decides. Called by the other modules here that use the library
-(`native_names`, `writer`, `native_reads`).
+most errors: the name of the Java class in their text decides. Its writes fail or hang when a DataNode dies that the
+NameNode still counts as live: each step has a deadline here, and after the first error a writer is of no use.
 
-One lock guards the client while it is made; it is safe to use from many threads.
+One lock guards the client while it is made; it is safe to use from many threads. A writer belongs to one thread at a
+time, and to the process that made it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
+import io
 import math
 import re
 import threading
@@ -22,11 +25,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hdfs_native import Client
+from hdfs_native import Client, FileWriter, WriteOptions
+from hdfs_native import FileStatus as Found
 
 from bootseer.bounded import stream_within, within
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
-from bootseer.hdfs.answers import kind_of_error
+from bootseer.hdfs.errors import NotYetError, kind_of_error
+from bootseer.hdfs.located import FileStatus
 from bootseer.io.fork import after_fork
 
 T = TypeVar("T")
@@ -100,7 +105,7 @@ class Native:
             return self._client
 
     def close(self) -> None:
-        """Forget the client; its connections close when nobody uses them."""
+        """Forget the client; its connections close when they are not used any more."""
         with self._lock:
             self._client = None
 
@@ -110,7 +115,7 @@ class Native:
         self._lock = threading.Lock()
         client, self._client = self._client, None
         if client is not None:
-            never_take_apart(client)
+            never_destroy(client)
 
 
 def note_read() -> None:
@@ -123,7 +128,7 @@ def wait_until_own() -> None:
     time.sleep(max(0.0, _kept.foreign_until_s - time.monotonic()))
 
 
-def never_take_apart(thing: object) -> None:
+def never_destroy(thing: object) -> None:
     """Keep an object of the library for ever: in the child of a fork its destructor would wait for the parent's
     threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
@@ -186,3 +191,181 @@ def _after_fork() -> None:
 
 
 after_fork(_after_fork)
+
+
+_AGAIN_S = 0.5
+
+
+class NativeNames:
+    """See `names.Names`."""
+
+    def __init__(self, native: Native) -> None:
+        self._native = native
+
+    def stat(self, path: str) -> FileStatus:
+        """See `HdfsClient.stat`."""
+        return _status(self._call(path, lambda client: client.get_file_info(path)))
+
+    def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
+        """See `HdfsClient.list`."""
+        what = f"{self._native.uri}{path}"
+        for found in self._native.stream(what, lambda client: client.list_status(path, recursive)):
+            yield _status(found)
+
+    def make_folder(self, path: str, mode: int, *, parents: bool) -> None:
+        """Make a folder; one that is there stays."""
+        self._call(path, lambda client: client.mkdirs(path, mode, parents))
+
+    def rename(self, source: str, target: str, *, overwrite: bool) -> None:
+        """See `HdfsClient.rename`."""
+        self._call(source, lambda client: client.rename(source, target, overwrite=overwrite))
+
+    def delete(self, path: str, *, recursive: bool) -> bool:
+        """Remove: whether there was anything."""
+        return self._call(path, lambda client: client.delete(path, recursive))
+
+    def set_permission(self, path: str, mode: int) -> None:
+        """See `HdfsClient.set_permission`."""
+        self._call(path, lambda client: client.set_permission(path, mode))
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """See `HdfsClient.set_owner`."""
+        self._call(path, lambda client: client.set_owner(path, owner, group))
+
+    def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
+        """See `HdfsClient.set_times`."""
+
+        def change(client: Client) -> None:
+            atime = client.get_file_info(path).access_time if atime_ms is None else atime_ms
+            client.set_times(path, mtime_ms, atime)
+
+        self._call(path, change)
+
+    def room(self, path: str) -> tuple[int, int]:
+        """Bytes that a folder may have, 0 or less for as many as it likes, and how many it has, all copies counted."""
+        summary = self._call(path, lambda client: client.get_content_summary(path))
+        return summary.space_quota, summary.space_consumed
+
+    def _call(self, path: str, ask: Callable[[Client], T]) -> T:
+        """An answer about a name, within the time for one question, waiting for a NameNode that has just started."""
+        until = time.monotonic() + self._native.settings.call_s
+        while True:
+            try:
+                return self._native.call(f"{self._native.uri}{path}", ask, max(until - time.monotonic(), _AGAIN_S))
+            except NotYetError:
+                if time.monotonic() + _AGAIN_S >= until:
+                    raise
+            time.sleep(_AGAIN_S)
+
+
+def _status(found: Found) -> FileStatus:
+    return FileStatus(
+        path=found.path,
+        is_folder=found.isdir,
+        size_bytes=found.length,
+        mtime_ms=found.modification_time,
+        atime_ms=found.access_time,
+        mode=found.permission & 0o7777,
+        owner=found.owner,
+        group=found.group,
+        replication=found.replication or 0,
+        block_size=found.blocksize or 0,
+    )
+
+
+_NOT_YET = "Failed to complete file in time"
+_DELETE_S = 10.0
+_HANG_UP_S = 0.5
+
+
+class _State(enum.Enum):
+    OPEN = enum.auto()
+    SPOILED = enum.auto()
+    """Of no use, and not removed yet."""
+    ENDED = enum.auto()
+
+
+class NativeWriter:
+    """A file that is being written: visible under its name from the beginning, complete after `close`."""
+
+    def __init__(
+        self,
+        native: Native,
+        path: str,
+        *,
+        block_size: int | None = None,
+        replication: int | None = None,
+        mode: int = 0o644,
+        overwrite: bool = False,
+        parents: bool = True,
+    ) -> None:
+        """Begin the file, and with `parents` its folder when that is missing. Raises `TakenError` for a taken name."""
+        self.path = path
+        self.nodes: tuple[str, ...] = ()
+        """Not known."""
+        self.status: FileStatus | None = None
+        """Not asked for."""
+        self.size_bytes = 0
+        """What was written so far."""
+        self._native = native
+        self._what = f"{native.uri}{path}"
+        options = WriteOptions(
+            block_size=block_size, replication=replication, permission=mode, overwrite=overwrite, create_parent=parents
+        )
+        self._file = native.call(self._what, lambda client: client.create(path, options))
+        # Python's finalizer of files calls close(), which may hang the thread that drops the last reference; what
+        # is closed for Python has none. The library's own methods do not ask.
+        io.RawIOBase.close(self._file)
+        self._state = _State.OPEN
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Append. Blocks while HDFS is slower, at most `write_s`."""
+        # Views of memory would take a path of the library that is 10 times slower.
+        self._step(lambda file: file.write(data), self._native.settings.write_s)
+        self.size_bytes += len(data)
+
+    def close(self) -> tuple[str, ...]:
+        """End the file: all DataNodes have confirmed it, and the NameNode knows its length; where it lies is not
+        known."""
+        close_s = self._native.settings.close_s
+        self._step(lambda file: _complete(file, close_s), close_s)
+        self._state = _State.SPOILED
+        found = self._native.call(self._what, lambda client: client.get_file_info(self.path).length)
+        if found != self.size_bytes:
+            raise TransientError(f"{self._what} has {found} bytes after {self.size_bytes} were written")
+        self._state = _State.ENDED
+        return ()
+
+    def abort(self) -> None:
+        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
+        if self._state is _State.ENDED:
+            return
+        self._state = _State.ENDED
+        with contextlib.suppress(BootseerError):
+            self._native.call(self._what, lambda client: client.delete(self.path), _DELETE_S)
+        # Ends the connection, which would stay for ever; at once, for the NameNode does not wait for what is removed.
+        # One that hangs is left to its thread.
+        with contextlib.suppress(BootseerError):
+            self._native.call(self._what, lambda _: self._file.close(), _HANG_UP_S)
+
+    def _step(self, step: Callable[[FileWriter], object], timeout_s: float) -> None:
+        """One call of the library; after an error there is no second."""
+        if self._state is not _State.OPEN:
+            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
+        try:
+            self._native.call(self._what, lambda _: step(self._file), timeout_s)
+        except BaseException:
+            self._state = _State.SPOILED
+            raise
+
+
+def _complete(file: FileWriter, timeout_s: float) -> None:
+    """End the file. The library waits 15 s for DataNodes to tell the NameNode of its blocks, and can be asked again."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            file.close()
+            return
+        except Exception as error:
+            if _NOT_YET not in str(error) or time.monotonic() >= until:
+                raise

@@ -1,8 +1,8 @@
-"""Reading through hdfs-native, for what `reads` does not speak: Kerberos, encryption, erasure coding.
+"""Reading through hdfs-native, for what `reads` does not support: Kerberos, encryption, erasure coding.
 
 The same questions and answers as `reads`, with less knowledge: the library does not say which DataNode served, nor can
 it be told which one to ask. A file that is opened again lists the replicas in another order; that is the hedge when no
-bytes have come for a second. Called by `client`, which says why in `facts`.
+bytes have come for a second.
 
 A read is cut into pieces of 4 MiB within a block, larger ones being slowed down by the library's copies. Each is
 fetched by a thread that may be left behind in the library, and only the worker that waits for it writes to the caller's
@@ -22,8 +22,8 @@ from typing import TypeAlias
 from hdfs_native import Client, FileReader
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.native import Native, mapping, never_take_apart, note_read, wait_until_own
-from bootseer.hdfs.outcome import ReadOutcome
+from bootseer.hdfs.native import Native, mapping, never_destroy, note_read, wait_until_own
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import Executor, report_exception
 from bootseer.io.fork import after_fork, in_each_process
 
@@ -60,7 +60,7 @@ class NativeReads:
         return NativeFile(self, path, opened)
 
     def facts(self) -> Mapping[str, object]:
-        """Figures of all reads so far; nobody knows the nodes."""
+        """Figures of all reads so far; the nodes are not known."""
         with self._lock:
             return {"nodes": {"": dict(self._facts)}, **self._counts, "fallback": self.reason}
 
@@ -79,7 +79,7 @@ class NativeReads:
     def fetch(
         self, file: NativeFile, start: int, length: int, until: float, is_lost: Callable[[], bool]
     ) -> list[bytes]:
-        """The bytes, from whichever try has all of them first. `is_lost`: whether nobody wants them any more."""
+        """The bytes, from whichever try has all of them first. `is_lost`: whether they are not wanted any more."""
         ends: queue.SimpleQueue[_Fetch] = queue.SimpleQueue()
         running: list[_Fetch] = []
         problem: BootseerError | None = None
@@ -151,11 +151,11 @@ class NativeFile:
         after_fork(self._forget_reader)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Nobody knows."""
+        """Not known."""
         return ()
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Nobody knows."""
+        """Not known."""
         return 0.0
 
     def read_into(
@@ -171,7 +171,7 @@ class NativeFile:
         here: bool = False,
     ) -> NativeTicket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file; `done` is called once, from any
-        thread, and from then on nobody writes to `into`. The library always compares checksums, and knows no nodes
+        thread, and from then on no thread writes to `into`. The library always compares checksums, and knows no nodes
         that it could avoid."""
         ticket = NativeTicket(self._reads, self, offset, into, done, time.monotonic() + deadline_s)
         ticket.start(urgent=urgent)
@@ -196,7 +196,7 @@ class NativeFile:
     def _forget_reader(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            never_take_apart(reader)
+            never_destroy(reader)
 
 
 class NativeTicket:
@@ -235,7 +235,7 @@ class NativeTicket:
                 self.ended(error)
 
     def cancel(self) -> None:
-        """Nobody wants it any more; `done` is still called."""
+        """It is not wanted any more; `done` is still called."""
         self.cancelled = True
 
     def hurry(self) -> None:
@@ -244,7 +244,7 @@ class NativeTicket:
             self.reads.threads.hurry(piece.run)
 
     def left_s(self) -> float:
-        """Nobody knows."""
+        """Not known."""
         return 0.0
 
     def ended(self, error: BootseerError | None) -> None:
@@ -307,7 +307,7 @@ class _Fetch:
         self.error: BootseerError | None = None
         self.heard_at = time.monotonic()
         self.stopped = False
-        """Nobody waits for it any more."""
+        """No worker waits for it any more."""
         self._file, self._start, self._length = file, start, length
         self._ends = ends
 

@@ -5,9 +5,9 @@ given back. So files with one replica exclude the nodes of their siblings; with 
 that all nodes of a file serve siblings too, and blocks are drawn until each file has a node for itself. When there are
 fewer nodes than files, they are shared evenly; a node that the NameNode holds for too busy is waited for before. A node
 that does not take a block is excluded from then on, for a minute also by the other files of the same client
-(`BadNodes`). After `_MAX_DRAWS` a block is taken where it is: a bad place costs speed and nothing else.
+(`ExcludedNodes`). After `_MAX_DRAWS` a block is taken where it is: a bad placement costs speed and nothing else.
 
-Made by `client`. A file is begun by its first `write`; siblings may be written by threads of their own.
+A block is begun by a file's first `write`; siblings may be written by threads of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bootseer.errors import BootseerError, TransientError, UsageError
-from bootseer.hdfs.answers import NoRoomError
-from bootseer.hdfs.bad_nodes import BadNodes, Nodes, begin_block
-from bootseer.hdfs.block_writer import BlockWriter, PipelineError
+from bootseer.hdfs.block_writer import BlockWriter, ExcludedNodes, Nodes, PipelineError, begin_block
+from bootseer.hdfs.errors import NoRoomError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
+from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native
-from bootseer.hdfs.status import FileStatus
 
 BUSY_S = 7.0
 """So long a node that is not chosen is waited for before two files share one: two of the heartbeats that tell how busy
@@ -65,14 +64,14 @@ class Apart:
         settings: PlacingSettings,
         *,
         defaults: WriteDefaults,
-        bad: BadNodes,
+        excluded: ExcludedNodes,
     ) -> None:
-        """Begins the files, not their blocks. Raises `TakenError`, `NotSpokenError` and the like."""
+        """Begins the files, not their blocks. Raises `TakenError`, `UnsupportedError` and the like."""
         self.namenode = namenode
         self.native = native
         self.settings = settings
         self.defaults = defaults
-        self.bad = bad
+        self.excluded = excluded
         self._change = threading.Condition()
         self._taken: dict[str, Nodes] = {}
         self.writers: list[PlacedWriter] = []
@@ -97,19 +96,20 @@ class Apart:
             self._taken.pop(lease.path, None)
             while True:
                 others = list(self._taken.values())
-                unwanted = settings.avoid | self.bad.names() | failed if is_unwanted else failed
+                unwanted = settings.avoid | self.excluded.names() | failed if is_unwanted else failed
                 used = full_nodes(others, share) if settings.replication == 1 else frozenset()
                 last = draw == _MAX_DRAWS
-                told = [] if last else self.bad.known((unwanted | used).union(spare))
+                told = [] if last else self.excluded.known((unwanted | used).union(spare))
                 try:
                     new = lease.add_block(told)
                 except NoNodesError as error:
                     if not told:
                         raise
-                    # All the others are: who was only unwanted is better than nobody, who failed just now is not.
+                    # All the others are excluded: an unwanted node is better than none, one that failed just now is
+                    # not.
                     if spare:
                         spare = spare[(len(spare) + 1) // 2 :]
-                    elif error.num_running > len(told) and self.bad.may_wait:
+                    elif error.num_running > len(told) and self.excluded.may_wait:
                         busy_until = self._wait_for_busy(lease, error, busy_until)
                         continue
                     elif share <= len(others):
@@ -120,7 +120,7 @@ class Apart:
                         failed, share = frozenset(), 1
                     draw += 1
                     continue
-                self.bad.met(new)
+                self.excluded.remember(new)
                 nodes = frozenset(node.host_port for node in new.block.nodes)
                 if last or has_own_nodes([*others, nodes - unwanted], share):
                     self._taken[lease.path] = nodes
@@ -141,7 +141,7 @@ class Apart:
         # Siblings may draw meanwhile, and end: then the node of one is free.
         self._change.wait(min(_BUSY_PAUSE_S, max(until - time.monotonic(), 0.0)))
         if time.monotonic() >= until:
-            self.bad.waited_in_vain()
+            self.excluded.waited_in_vain()
         return until
 
     def give_back(self, path: str) -> None:
@@ -217,7 +217,7 @@ class PlacedWriter:
         self._apart.give_back(self.path)
         if self._block is not None:
             self._block.close()
-        # What stays is invisible, and whoever clears away will find it.
+        # What stays is invisible, and `clean` will find it.
         with contextlib.suppress(BootseerError):
             self._lease.remove()
 
@@ -230,7 +230,7 @@ class PlacedWriter:
             self.draws += draws
             return self._new
 
-        new, block = begin_block(apart.namenode, self._lease, apart.defaults, apart.bad, draw)
+        new, block = begin_block(apart.namenode, self._lease, apart.defaults, apart.excluded, draw)
         self.nodes = tuple(node.host_port for node in new.block.nodes)
         return block
 
@@ -240,7 +240,7 @@ class PlacedWriter:
             yield
         except PipelineError as error:
             self._is_usable = False
-            self._apart.bad.failed(error.node)
+            self._apart.excluded.exclude(error.node)
             raise TransientError(f"{self._what}: {error}") from error
 
     def _check_usable(self) -> None:

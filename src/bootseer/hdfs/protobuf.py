@@ -1,7 +1,7 @@
 """Protocol Buffers, as little as HDFS needs of them: the fields of a message by number, all sizes checked.
 
-Hadoop speaks `proto2` messages of a dozen fields each, in a layout that no version changes. Called by `rpc`, `located`
-and `datanode`. Decides and touches nothing.
+Hadoop speaks `proto2` messages of a dozen fields each, in a layout that no version changes. Decides and touches
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ONE_BYTE: Final = [bytes((number,)) for number in range(0x80)]
 
 
 class MalformedError(ValueError):
-    """These bytes are no message, or not the one that was expected."""
+    """Malformed message, or not the one that was expected."""
 
 
 def varint(number: int) -> bytes:
@@ -61,7 +61,7 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & _MASK, position + 1
         shift += 7
-    raise MalformedError("a number does not end")
+    raise MalformedError("a varint does not end")
 
 
 def read_delimited(data: bytes | memoryview, at: int) -> tuple[bytes, int]:
@@ -108,7 +108,7 @@ class Message:
                 else:
                     values.append(value)
         except IndexError:
-            raise MalformedError("a number does not end") from None
+            raise MalformedError("a varint does not end") from None
         self._fields = fields
 
     def __contains__(self, number: int) -> bool:

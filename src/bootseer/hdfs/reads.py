@@ -4,8 +4,7 @@
     file = reads.open("/folder/file")
     file.read_into(0, memoryview(buffer), done)
 
-Any number of reads at a time, from any thread; each range is cut at blocks and asked of whichever DataNodes have them.
-Called by `client`, and through it by the place that checkpoints lie in.
+Any number of reads at a time, from any thread; each range is cut at blocks and asked of the DataNodes that have them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from collections.abc import Callable, Sequence
 from bootseer.errors import PermanentError
 from bootseer.hdfs.located import LocatedFile
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.pieces import Source, Ticket
-from bootseer.hdfs.rpc import NotSpokenError
+from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Source, Ticket
+from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
-from bootseer.hdfs.settings import ReadSettings
 
 _OPEN_S = 30.0
 _CALLED_OFF = "the read was called off"
@@ -34,11 +31,14 @@ class HdfsReads:
         self._serving = Serving(namenode, settings or ReadSettings())
 
     def open(self, path: str, *, deadline_s: float = _OPEN_S) -> HdfsFile:
-        """A file as it is now. Raises as `NameNode.locate`, and `NotSpokenError` when its bytes need another client."""
+        """A file as it is now. Raises as `NameNode.locate`, and `UnsupportedError` when its bytes need another
+        client."""
         located = self._namenode.locate(path, timeout_s=deadline_s)
         named = f"hdfs://{self._namenode.cluster.authority}{path}"
         if not located.readable:
-            raise NotSpokenError(f"{named} is erasure-coded or encrypted, which reads of blocks do not speak")
+            raise UnsupportedError(
+                f"{named} is erasure-coded or encrypted, which BootSeer's HDFS client does not support"
+            )
         return HdfsFile(self._serving, self._namenode.with_open_block(located), named)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
@@ -49,18 +49,18 @@ class HdfsReads:
     def facts(self) -> dict[str, object]:
         """All reads so far: for each DataNode bytes, requests, seconds (of all its connections) and failures, then how
         often something was asked again, hedged, refreshed, refused for wrong bytes, or taken without checksums because
-        nobody who can be asked has any."""
+        no DataNode that can be asked has any."""
         with self._serving.estimates() as schedule:
             counts = schedule.counts
             return {
                 "nodes": {
-                    line.name: {
-                        "bytes": line.bytes,
-                        "requests": line.requests,
-                        "seconds": line.seconds,
-                        "failures": line.failures,
+                    queue.name: {
+                        "bytes": queue.bytes,
+                        "requests": queue.requests,
+                        "seconds": queue.seconds,
+                        "failures": queue.failures,
                     }
-                    for line in schedule.queueing.lines.values()
+                    for queue in schedule.queues.by_node.values()
                 },
                 **{
                     name: counts[name]
@@ -109,11 +109,12 @@ class HdfsFile:
     ) -> ReadTicket:
         """Fill `into` with the bytes from `offset` on.
 
-        `done` is called once, from a thread of these reads, and must return soon; from then on nobody writes to `into`.
-        Raises `TransientError` or `PermanentError` when the read cannot be begun; then `done` is not called. `check`:
-        compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes, which
-        are asked when there is no other. Safe to call from `done`, unless `here`: then this thread, which holds no
-        lock, may receive the bytes itself and call `done`, which for a few of them takes less than waking another one.
+        `done` is called once, from a thread of these reads, and must return soon; from then on no thread writes to
+        `into`. Raises `TransientError` or `PermanentError` when the read cannot be begun; then `done` is not called.
+        `check`: compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes,
+        which are asked when there is no other. Safe to call from `done`, unless `here`: then this thread, which holds
+        no lock, may receive the bytes itself and call `done`, which for a few of them takes less than waking another
+        one.
         """
         if into.readonly:
             raise ValueError("a read needs memory that can be written to")
@@ -139,14 +140,14 @@ class ReadTicket:
         self._ticket = ticket
 
     def cancel(self) -> None:
-        """Nobody wants it any more. `done` is still called, with whatever happened."""
+        """It is not wanted any more. `done` is still called, with whatever happened."""
         with self._serving.schedule() as schedule:
             ticket = self._ticket
             error = PermanentError(f"{ticket.source.named}: {_CALLED_OFF}")
             schedule.call_off(ticket, error, time.monotonic())
 
     def hurry(self) -> None:
-        """A reader waits for it now: serve it before those that nobody waits for."""
+        """A reader waits for it now: serve it before those that no reader waits for."""
         with self._serving.schedule() as schedule:
             schedule.hurry(self._ticket)
 

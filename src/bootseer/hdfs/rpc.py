@@ -1,7 +1,7 @@
 """Questions in Hadoop's RPC, version 9: one connection, one question at a time, a deadline for each.
 
-Only the plain form is spoken. A server that wants to know who asks (Kerberos, tokens) says so in its first answer, and
-`NotSpokenError` says it to those who know another way. Called by `namenode`.
+Only unauthenticated calls are supported. A server that requires SASL (Kerberos, tokens) says so in its first answer;
+it is `UnsupportedError`, and the caller may use another client.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _UNAUTHORIZED = 15
 _NO_SERVER = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
-class NotSpokenError(PermanentError):
-    """This cluster wants to be spoken to in a way that this package does not know; the library for all else may."""
+class UnsupportedError(PermanentError):
+    """This cluster needs a form of the protocol that our own client does not support; hdfs-native may."""
 
 
 class UnreachableError(TransientError):
@@ -73,7 +73,7 @@ class RpcConnection:
     def __init__(
         self, host: str, port: int, protocol: str, user: str, *, timeout_s: float, client_id: bytes | None = None
     ) -> None:
-        """`client_id`: who asks, 16 bytes, for questions that are asked again over another connection."""
+        """`client_id`: of the asking client, 16 bytes, for questions that are asked again over another connection."""
         self._peer = f"{host}:{port}"
         self._protocol = protocol
         self._client_id = client_id or os.urandom(16)
@@ -90,7 +90,7 @@ class RpcConnection:
             self._send(_HEADER + _framed(self._call_header(_CONTEXT_CALL, retry=-1) + context))
 
     def call(self, method: str, request: bytes, timeout_s: float, *, number: int | None = None) -> bytes:
-        """The answer to one question. Raises `RemoteError`, `NotSpokenError`, `TransientError` for lost connections.
+        """The answer to one question. Raises `RemoteError`, `UnsupportedError`, `TransientError` for lost connections.
 
         `number`: by this and its `client_id` the server knows a question that it has answered before, and changes
         nothing twice.
@@ -115,7 +115,7 @@ class RpcConnection:
                 self._raise(said)
             if said.number(1) != number:
                 raise (
-                    _unspoken(self._peer)
+                    _unsupported(self._peer)
                     if said.number(1) == _SASL_CALL & 0xFFFFFFFF
                     else MalformedError("an answer to another question")
                 )
@@ -129,7 +129,7 @@ class RpcConnection:
         kind, message = said.text(4, ""), said.text(5, "")
         if said.number(2) == _FATAL:
             if said.number(6, 0) == _UNAUTHORIZED and "SIMPLE" in message:
-                raise _unspoken(self._peer)
+                raise _unsupported(self._peer)
             raise TransientError(f"{self._peer} ends the connection: {RemoteError(kind, message)}")
         if kind.endswith("RpcNoSuchProtocolException"):
             raise UnreachableError(f"{self._peer} is the address of another server of Hadoop, not of a NameNode")
@@ -169,7 +169,7 @@ class RpcConnection:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """Close on errors after which nobody knows what comes next on the connection, and map them."""
+        """Close on errors after which the state of the connection is unknown, and map them."""
         try:
             yield
         except RemoteError:
@@ -196,5 +196,7 @@ def _framed(message: bytes) -> bytes:
     return struct.pack(">I", len(message)) + message
 
 
-def _unspoken(peer: str) -> NotSpokenError:
-    return NotSpokenError(f"{peer} wants Kerberos or a token, which reads of blocks do not speak")
+def _unsupported(peer: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{peer} requires SASL (Kerberos or a delegation token), which BootSeer's HDFS client does not support"
+    )

@@ -1,7 +1,7 @@
 """Which DataNode is asked for what, and what happens when it does not give it.
 
-Pieces wait in the lines of all DataNodes that have them (`lines`); each free thread takes the next run of pieces from a
-line. A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once where its block is
+Pieces wait in the queues of all DataNodes that have them; each free thread takes the next run of pieces from a
+queue. A piece whose DataNode fails goes to the others; when none is left, the NameNode is asked once where its block is
 by now. A run without progress is late: what it has not begun is queued elsewhere, what it has begun is asked of another
 DataNode into other memory (a hedge), and copied when the thread of the late run has let go of the caller's memory.
 
@@ -16,18 +16,26 @@ from collections.abc import Iterable
 from typing import Final
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
-from bootseer.hdfs.choice import NodeChoice
-from bootseer.hdfs.deadlines import Deadlines
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
-from bootseer.hdfs.lines import Line
+from bootseer.hdfs.choice import NodeChoice, NodeQueues
+from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UncheckedError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
-from bootseer.hdfs.pieces import MAX_PACKETS, NOTHING, Piece, Source, State, Ticket, hopeless, overrun
-from bootseer.hdfs.queueing import Queueing
-from bootseer.hdfs.runs import Run
-from bootseer.hdfs.settings import ReadSettings
+from bootseer.hdfs.requests import (
+    MAX_PACKETS,
+    NOTHING,
+    Deadlines,
+    NodeQueue,
+    Piece,
+    ReadSettings,
+    Run,
+    Source,
+    State,
+    Ticket,
+    hopeless,
+    overrun,
+)
 
-_NOBODY_S: Final = 10.0
-"""For so long nobody is expected to have a block that nobody had when the NameNode was asked."""
+_NO_REPLICA_S: Final = 10.0
+"""For so long no DataNode is expected to have a block that none had when the NameNode was asked."""
 _WORTH_S: Final = 0.1
 """Another DataNode must be so much earlier, that a request is taken away from one that serves it."""
 _ANSWER_HOLDS_S: Final = 1.0
@@ -41,7 +49,7 @@ class Schedule:
     def __init__(self, settings: ReadSettings) -> None:
         self._settings = settings
         self.choice = NodeChoice(least_late_s=settings.least_late_s, most_late_s=settings.silent_s)
-        self.queueing = Queueing(
+        self.queues = NodeQueues(
             self.choice,
             connections_per_node=settings.connections_per_node,
             max_run_bytes=settings.max_run_bytes,
@@ -80,11 +88,11 @@ class Schedule:
             return
         ticket.urgent = True
         for piece in ticket.pieces:
-            for line in piece.lines if piece.state is State.QUEUED else ():
-                line.hurry(piece)
+            for queue in piece.queues if piece.state is State.QUEUED else ():
+                queue.hurry(piece)
 
     def fail(self, ticket: Ticket, error: BootseerError, *, at_once: bool) -> None:
-        """It has ended badly; its caller hears of it when nobody writes to its memory. `at_once`: make it so."""
+        """It has failed; its caller is told when no thread writes to its memory. `at_once`: make that soon."""
         if ticket.num_left == 0:
             return
         ticket.error = ticket.error or error
@@ -97,24 +105,24 @@ class Schedule:
                 self._end(piece)
 
     def call_off(self, ticket: Ticket, error: BootseerError, now_s: float) -> None:
-        """Nobody wants it any more. It ends soon, also when the DataNode that was to give it hangs; and when that is
-        why it is called off, the DataNode is left alone: whoever found another way must not be held up again."""
+        """It is not wanted any more. It ends soon, also when the DataNode that was to give it hangs; and when that is
+        why it is called off, the DataNode is not asked for a while: the next read must not be held up again."""
         if ticket.num_left == 0:
             return
         late_s = self.choice.late_s()
-        lines: dict[Line, None] = {}
+        queues: dict[NodeQueue, None] = {}
         for piece in ticket.pieces:
-            for line in [piece.run.line] if piece.run is not None else piece.lines:
-                if line.silent_s(now_s) >= late_s:
-                    lines[line] = None
+            for queue in [piece.run.queue] if piece.run is not None else piece.queues:
+                if queue.silent_s(now_s) >= late_s:
+                    queues[queue] = None
         self.fail(ticket, error, at_once=False)
-        for line in lines:
-            line.failures += 1
-            for run in line.runs:
+        for queue in queues:
+            queue.failures += 1
+            for run in queue.runs:
                 if not run.live() or any(piece.ticket is ticket for piece in run.live()):
                     run.halt()
-            if self.choice.failed(line.name, now_s, at_once=True):
-                self._leave_alone(line, now_s)
+            if self.choice.failed(queue.name, now_s, at_once=True):
+                self._open_circuit(queue, now_s)
 
     def tickets(self) -> list[Ticket]:
         """Those that have not ended."""
@@ -125,27 +133,27 @@ class Schedule:
     @property
     def num_ready(self) -> int:
         """How many threads have something to do."""
-        return self.queueing.num_ready + len(self.asking) + len(self.ended) + len(self.wrong)
+        return self.queues.num_ready + len(self.asking) + len(self.ended) + len(self.wrong)
 
     def take(self, now_s: float) -> Run | None:
         """The next request for a thread that is free."""
-        taken = self.queueing.take(now_s)
+        taken = self.queues.take(now_s)
         if taken is None:
             return None
-        line, pieces = taken
+        queue, pieces = taken
         packets = 1
-        if not line.uneven:
-            packets = self.choice.packets(line.name, self._settings.connections_per_node, MAX_PACKETS, now_s)
+        if not queue.uneven:
+            packets = self.choice.packets(queue.name, self._settings.connections_per_node, MAX_PACKETS, now_s)
         length = sum(piece.length for piece in pieces)
-        run = Run(line, pieces, length, now_s, now_s, line.bytes, packets)
+        run = Run(queue, pieces, length, now_s, now_s, queue.bytes, packets)
         for piece in pieces:
             piece.state, piece.run = State.TAKEN, run
-        line.runs.append(run)
-        line.running_bytes += run.length
-        line.requests += 1
-        line.sample = pieces[0].block
+        queue.runs.append(run)
+        queue.running_bytes += run.length
+        queue.requests += 1
+        queue.sample = pieces[0].block
         self.runs[run] = None
-        self.queueing.poke(line)
+        self.queues.poke(queue)
         return run
 
     def claim(self, run: Run, length: int) -> list[memoryview] | None:
@@ -165,7 +173,7 @@ class Schedule:
                 piece.state = State.HELD
                 views.append(piece.view[filled : filled + take])
             else:
-                # Nobody wants these bytes any more, but the checksums behind them count them in.
+                # These bytes are not wanted any more, but the checksums behind them cover them.
                 views.append(memoryview(bytearray(take)))
             left -= take
             filled += take
@@ -179,8 +187,8 @@ class Schedule:
         run.progress_s = now_s
         run.claimed = 0
         run.received += length
-        run.line.bytes += length
-        run.line.running_bytes -= length
+        run.queue.bytes += length
+        run.queue.running_bytes -= length
         while length:
             piece = run.pieces[run.index]
             take = min(piece.length - run.filled, length)
@@ -189,31 +197,31 @@ class Schedule:
             if run.filled == piece.length:
                 run.index, run.filled = run.index + 1, 0
                 if run.owns(piece):
-                    self._finish(piece, run.line.name)
+                    self._finish(piece, run.queue.name)
 
     def silent(self, run: Run, silent_s: float) -> bool:
         """Nothing has come for this long: whether its thread is to give up."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
         if run.stopped or not live or silent_s >= self._settings.reconnect_s:
             return True
-        return any(self._others(piece, run.line) for piece in live)
+        return any(self._others(piece, run.queue) for piece in live)
 
     def finished(self, run: Run, error: DataNodeError | None, now_s: float) -> None:
         """A thread has let go of a run and its memory. What has not been read goes elsewhere; `error` says why."""
-        line = run.line
-        line.runs.remove(run)
+        queue = run.queue
+        queue.runs.remove(run)
         del self.runs[run]
-        line.running_bytes -= run.length - run.received
-        line.seconds += now_s - run.began_s
+        queue.running_bytes -= run.length - run.received
+        queue.seconds += now_s - run.began_s
         lost = [piece for piece in run.pieces[run.index :] if run.owns(piece)]
         opened = False
         if error is not None and not run.stopped:
             opened = self._blame(run, lost, error, now_s)
         elif run.stopped and run.is_late:
-            line.failures += 1
-            opened = self.choice.failed(line.name, now_s, at_once=False)
+            queue.failures += 1
+            opened = self.choice.failed(queue.name, now_s, at_once=False)
         elif run.received:
-            self.choice.served(line.name, run.length, line.bytes - run.bytes_before, now_s - run.began_s, now_s)
+            self.choice.served(queue.name, run.length, queue.bytes - run.bytes_before, now_s - run.began_s, now_s)
         for piece in reversed(lost):
             if not run.owns(piece):
                 continue  # its ticket has failed with another piece
@@ -227,8 +235,8 @@ class Schedule:
             elif piece.hedge is None:
                 self._queue(piece, now_s, first=True)
         if opened:
-            self._leave_alone(line, now_s)
-        self.queueing.poke(line)
+            self._open_circuit(queue, now_s)
+        self.queues.poke(queue)
 
     def located(self, source: Source, answer: LocatedFile | BootseerError, now_s: float) -> None:
         """The NameNode's new answer for a file, for the pieces that wait for it."""
@@ -254,29 +262,30 @@ class Schedule:
         """What only time brings about. To be called ten times a second while there are pieces."""
         for ticket in self._deadlines.over(now_s):
             self.fail(ticket, overrun(ticket), at_once=True)
-        self.queueing.poke_all()
+        self.queues.poke_all()
         for run in list(self.runs):
             if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:
                 self._relieve(run, now_s)
 
     def delay_s(self, source: Source, offset: int, length: int, now_s: float) -> float:
-        """Seconds until a range would be here if it was asked for now; infinity when nobody is expected to give it."""
+        """Seconds until a range would be here if it was asked for now; infinity when no DataNode is expected to give
+        it."""
         if not 0 <= offset < source.located.size_bytes:
             return 0.0
         nodes = source.located.block_at(offset).nodes
-        if not nodes and now_s >= source.answered_s + _NOBODY_S:
+        if not nodes and now_s >= source.answered_s + _NO_REPLICA_S:
             return 0.0  # a read finds out who has it by now
         return self.node_delay_s([node.host_port for node in nodes], length, now_s)
 
     def node_delay_s(self, nodes: Iterable[str], length: int, now_s: float) -> float:
         """Seconds until so much would be here from one of these DataNodes, whichever is first."""
-        return min((self.queueing.expected_s(node, length, now_s) for node in nodes), default=math.inf)
+        return min((self.queues.expected_s(node, length, now_s) for node in nodes), default=math.inf)
 
     def left_s(self, ticket: Ticket, now_s: float) -> float:
         """Seconds until a read will have ended, by estimate; 0 where nothing is known."""
-        return max((self.queueing.left_s(piece, now_s) for piece in ticket.pieces), default=0.0)
+        return max((self.queues.left_s(piece, now_s) for piece in ticket.pieces), default=0.0)
 
-    # Queueing
+    # NodeQueues
 
     def _queue(self, piece: Piece, now_s: float, *, first: bool = False) -> None:
         """Queue a piece where its bytes may be, or ask where that is, or let its ticket fail."""
@@ -290,7 +299,7 @@ class Schedule:
         nodes = [node for node in piece.block.nodes if node.host_port not in piece.tried]
         if piece.original is not None:
             busy = piece.original.run
-            nodes = [node for node in nodes if busy is None or node.host_port != busy.line.name]
+            nodes = [node for node in nodes if busy is None or node.host_port != busy.queue.name]
         if not nodes:
             self._no_node(piece, now_s)
             return
@@ -302,38 +311,38 @@ class Schedule:
         elif not healthy and piece.unchecked and piece.strict:
             self._do_without_checksums(piece, now_s)
         else:
-            self.queueing.add(piece, healthy or trusted, now_s, first=first)
+            self.queues.add(piece, healthy or trusted, now_s, first=first)
 
     def _yields(self, run: Run) -> bool:
-        """Whether a run that nobody waits for makes room for a piece that somebody waits for."""
-        line = run.line
+        """Whether a run that no reader waits for makes room for a piece that a reader waits for."""
+        queue = run.queue
         return (
             run.index > 0
             and run.filled == 0
-            and self.queueing.is_full(line)
-            and line.has_urgent()
+            and self.queues.is_full(queue)
+            and queue.has_urgent()
             and not any(piece.ticket.urgent for piece in run.live())
         )
 
-    def _others(self, piece: Piece, line: Line) -> list[Node]:
+    def _others(self, piece: Piece, queue: NodeQueue) -> list[Node]:
         """DataNodes that may give a piece in the place of one that is late."""
         avoided = piece.ticket.avoid
         return [
             node
             for node in piece.block.nodes
-            if node.host_port != line.name
+            if node.host_port != queue.name
             and node.host_port not in piece.tried
             and node.host_port not in avoided
             and not self.choice.is_open(node.host_port)
         ]
 
-    def _leave_alone(self, line: Line, now_s: float) -> None:
-        """A DataNode is left alone from now on: what waits for it goes where it can."""
-        for piece in line.pieces():
-            if line not in piece.lines:
+    def _open_circuit(self, queue: NodeQueue, now_s: float) -> None:
+        """A DataNode is not asked from now on: what waits for it goes to other nodes where there are any."""
+        for piece in queue.pieces():
+            if queue not in piece.queues:
                 continue  # its ticket has failed with another piece
-            self.queueing.remove(piece, line)
-            if not piece.lines:
+            self.queues.remove(piece, queue)
+            if not piece.queues:
                 self._queue(piece, now_s)
 
     # Ends
@@ -358,7 +367,7 @@ class Schedule:
 
     def _end(self, piece: Piece) -> None:
         if piece.state is State.QUEUED:
-            self.queueing.remove(piece)
+            self.queues.remove(piece)
         if piece.wrong:
             self.wrong.append((piece.block, frozenset(piece.wrong)))
         piece.state, piece.run, piece.won = State.ENDED, None, None
@@ -389,7 +398,7 @@ class Schedule:
             self.fail(piece.ticket, piece.ticket.source.gone or hopeless(piece), at_once=False)
 
     def _do_without_checksums(self, piece: Piece, now_s: float) -> None:
-        """Nobody who can be asked has checksums of its block: HDFS was told to keep none, or has lost them."""
+        """No DataNode that can be asked has checksums of its block: HDFS was told to keep none, or has lost them."""
         self.counts["unchecked"] += 1
         piece.strict = False
         if piece.unchecked.issuperset(node.host_port for node in piece.block.nodes):
@@ -412,60 +421,60 @@ class Schedule:
 
     def _blame(self, run: Run, lost: list[Piece], error: DataNodeError, now_s: float) -> bool:
         """Remember what a DataNode did; whether it is left alone from now on."""
-        line = run.line
+        queue = run.queue
         if isinstance(error, UnevenError):
-            line.uneven = True
+            queue.uneven = True
             return False
-        line.failures += 1
+        queue.failures += 1
         self.counts["retries"] += 1
         concerned = [piece for piece in lost if piece.state is State.HELD] or lost[:1]
         if isinstance(error, RefusedError):
             concerned = lost
         for piece in concerned:
-            piece.reasons[line.name] = str(error)
+            piece.reasons[queue.name] = str(error)
             if isinstance(error, RefusedError) and error.token and self._may_ask(piece, now_s):
                 # No other DataNode would take it either.
                 piece.tried.update(dict.fromkeys((node.host_port for node in piece.block.nodes), str(error)))
             elif not isinstance(error, SilentError):
-                piece.tried[line.name] = str(error)
+                piece.tried[queue.name] = str(error)
             if isinstance(error, WrongBytesError):
-                piece.wrong.add(line.name)
+                piece.wrong.add(queue.name)
             elif isinstance(error, UncheckedError):
-                piece.unchecked.add(line.name)
+                piece.unchecked.add(queue.name)
         if isinstance(error, WrongBytesError):
             self.counts["wrong"] += 1
         if isinstance(error, (WrongBytesError, RefusedError)):
             return False
-        return self.choice.failed(line.name, now_s, at_once=isinstance(error, SilentError))
+        return self.choice.failed(queue.name, now_s, at_once=isinstance(error, SilentError))
 
     def _relieve(self, run: Run, now_s: float) -> None:
         """Ask others for what a late run has: what it has begun twice, what it has not begun instead of it."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
         is_silent = now_s - run.progress_s >= self._settings.least_late_s
         if not live and is_silent:
-            run.halt()  # nobody waits for it but those who want their memory back
+            run.halt()  # no reader waits for its bytes, only for their memory
         for piece in live:
             others = self._sooner(piece, run, now_s)
             run.is_late = run.is_late or (is_silent and bool(others))
             if others and piece.state is State.TAKEN:
                 piece.state, piece.run = State.PARKED, None
-                self.queueing.add(piece, others, now_s)
+                self.queues.add(piece, others, now_s)
             elif others and piece.hedge is None and piece.original is None:
                 self._hedge(piece, others, now_s)
 
     def _sooner(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
         """DataNodes that would probably give a piece before its run does."""
         waited_s = now_s - run.progress_s
-        others = self._others(piece, run.line)
+        others = self._others(piece, run.queue)
         if waited_s >= self.choice.late_s() or not others:
             return others
-        left_s = self.queueing.left_s(piece, now_s)
+        left_s = self.queues.left_s(piece, now_s)
         is_silent = waited_s >= self._settings.least_late_s
         sooner = []
         for node in others:
-            instead_s = self.queueing.expected_s(node.host_port, piece.length, now_s)
-            # Those who have nothing else to do are asked earlier: it costs nobody anything.
-            is_idle = not self.queueing.backlog_bytes(node.host_port)
+            instead_s = self.queues.expected_s(node.host_port, piece.length, now_s)
+            # Idle nodes are asked earlier: it costs no other read anything.
+            is_idle = not self.queues.backlog_bytes(node.host_port)
             if left_s > 2 * instead_s + _WORTH_S or (is_silent and is_idle and waited_s > 2 * instead_s):
                 sooner.append(node)
         return sooner
@@ -478,7 +487,7 @@ class Schedule:
         memory = memoryview(bytearray(piece.length))
         hedge = Piece(piece.ticket, piece.block, piece.offset, piece.length, memory, piece.strict, piece.num_answers)
         hedge.original, hedge.tried, piece.hedge = piece, dict(piece.tried), hedge
-        self.queueing.add(hedge, others, now_s, first=True)
+        self.queues.add(hedge, others, now_s, first=True)
 
     def _drop_hedge(self, piece: Piece) -> None:
         hedge, piece.hedge = piece.hedge, None

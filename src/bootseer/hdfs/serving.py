@@ -4,9 +4,9 @@ At most two threads talk to one DataNode, and `max_threads` in all. Ten times a 
 time brings about: deadlines, late requests, probes of DataNodes that are left alone. All shared state is in `Schedule`,
 under one lock that is not held while a thread waits for a network.
 
-Callers are told by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
-never by a thread that came with a question or a read, whatever locks it holds, except by `read_now`, whose caller says
-that it holds none. So a caller may ask for estimates under a lock of its own, and `done` may ask for the next read.
+Callbacks are made by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
+never by a thread that asks an estimate or submits a read, whatever locks it holds, except by `read_now`, whose caller
+holds none. So a caller may ask for estimates under a lock of its own, and `done` may ask for the next read.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.bad_blocks import BadBlockReports
-from bootseer.hdfs.connections import Connections
-from bootseer.hdfs.datanode import BlockRead, DataNodeConnection
-from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
+from bootseer.hdfs.datanode import BlockRead, Connections, DataNodeConnection
+from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.pieces import NOTHING, Source, Ticket
-from bootseer.hdfs.runs import Run
+from bootseer.hdfs.requests import NOTHING, ReadOutcome, ReadSettings, Run, Source, Ticket
 from bootseer.hdfs.schedule import Schedule
-from bootseer.hdfs.settings import ReadSettings
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
 from bootseer.io.timer import Timer
@@ -75,7 +71,7 @@ class Serving:
 
     @contextmanager
     def schedule(self) -> Iterator[Schedule]:
-        """The schedule, for the one who holds the lock. Behind it threads are woken; nobody is told anything here."""
+        """The schedule, under the lock. Afterwards threads are woken; no callback is made here."""
         with self._lock:
             try:
                 yield self._schedule
@@ -86,7 +82,7 @@ class Serving:
     @contextmanager
     def estimates(self) -> Iterator[Schedule]:
         """The schedule, for questions that change nothing. The only thing here that callers may do under a lock of
-        their own: it takes one lock for a moment, and calls nobody."""
+        their own: it takes one lock for a moment, and makes no callbacks."""
         with self._lock:
             yield self._schedule
 
@@ -132,8 +128,8 @@ class Serving:
             with self._lock:
                 self._apart.discard(connection)
                 if is_whole:
-                    line = self._schedule.queueing.line(node)
-                    line.note_read(block, len(ticket.into), time.monotonic() - began_s)
+                    queue = self._schedule.queues.queue(node)
+                    queue.note_read(block, len(ticket.into), time.monotonic() - began_s)
             self._give_back(node, connection, is_whole)
         if is_whole:
             ticket.into = NOTHING
@@ -149,7 +145,7 @@ class Serving:
                 return None
             choice = self._schedule.choice
             nodes = {node.host_port: node for node in block.nodes if not choice.is_open(node.host_port)}
-            for name in choice.order(nodes, length, self._schedule.queueing.backlog_bytes, now_s):
+            for name in choice.order(nodes, length, self._schedule.queues.backlog_bytes, now_s):
                 connection = self._connections.take(nodes[name])
                 if connection is not None:
                     self._apart.add(connection)
@@ -223,8 +219,8 @@ class Serving:
 
     @contextmanager
     def _working(self) -> Iterator[Schedule]:
-        """As `schedule`, for the threads of the pool: of those whose reads ended meanwhile, one is told by this thread,
-        which has what it read at hand, and others by those that are woken."""
+        """As `schedule`, for the threads of the pool: of the reads that ended meanwhile, this thread calls back one,
+        whose bytes are in its caches, and the threads that are woken call back the others."""
         with self.schedule() as schedule:
             yield schedule
             ended = schedule.ended.popleft() if schedule.ended else None
@@ -232,7 +228,7 @@ class Serving:
             _tell(ended)
 
     def _untold(self) -> Job | None:
-        """What somebody is to be told of, next."""
+        """The next callback or report to be made."""
         with self._lock:
             if self._schedule.ended:
                 return partial(_tell, self._schedule.ended.popleft())
@@ -259,9 +255,9 @@ class Serving:
             now_s = time.monotonic()
             schedule.tick(now_s)
             for node in schedule.choice.due(now_s):
-                line = schedule.queueing.lines[node]
-                if line.sample is not None:
-                    self._probes.append((line.sample, line.node))
+                queue = schedule.queues.by_node[node]
+                if queue.sample is not None:
+                    self._probes.append((queue.sample, queue.node))
         self._connections.expire()
 
     # Jobs
@@ -270,9 +266,9 @@ class Serving:
         """Read the pieces of a run."""
         error: DataNodeError | None = None
         try:
-            if not self._read(run, self._connections.take(run.line.node)):
+            if not self._read(run, self._connections.take(run.queue.node)):
                 # DataNodes close what lies idle: that says nothing of this one.
-                self._connections.drop(run.line.node)
+                self._connections.drop(run.queue.node)
                 self._read(run, None)
         except DataNodeError as caught:
             error = caught
@@ -288,7 +284,7 @@ class Serving:
         """Read a run from this connection, or from a new one. False when it was of no use any more."""
         is_new = connection is None
         if connection is None:
-            connection = self._connections.new(run.line.node)
+            connection = self._connections.new(run.queue.node)
         is_whole = False
         try:
             with self._lock:
@@ -307,9 +303,9 @@ class Serving:
             return False
         finally:
             with self._lock:
-                # From here on nobody stops it, so that its number can be used again.
+                # From here on no thread stops it, so that its file descriptor can be used again.
                 run.connection = None
-            self._give_back(run.line.node, connection, is_whole)
+            self._give_back(run.queue.node, connection, is_whole)
         return True
 
     def _receive(self, run: Run, connection: DataNodeConnection) -> bool:
@@ -400,4 +396,4 @@ def _tell(ticket: Ticket) -> None:
 
 
 def _told(outcome: ReadOutcome) -> None:
-    """Nobody waits for a ticket that has ended."""
+    """A ticket that has ended has no callback."""

@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 from bootseer.bounded import within
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.hdfs.answers import TakenError
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.status import FileStatus
+from bootseer.hdfs.errors import TakenError
+from bootseer.hdfs.located import FileStatus
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -39,9 +39,9 @@ from bootseer.store.store import (
 
 if TYPE_CHECKING:
     from bootseer.hdfs.long_writer import LongWriter
+    from bootseer.hdfs.native import NativeWriter
     from bootseer.hdfs.native_reads import NativeFile
     from bootseer.hdfs.reads import HdfsFile
-    from bootseer.hdfs.writer import HdfsWriter
 
 _WINDOW_BYTES = 1024 * 1024
 _WINDOWS = 4
@@ -145,7 +145,7 @@ class HdfsStore:
         """The path of an object."""
         return f"{self._root}/{content_path(check_name(name))}"
 
-    def begin_upload(self) -> LongWriter | HdfsWriter:
+    def begin_upload(self) -> LongWriter | NativeWriter:
         """A new file for an upload."""
         return self.client.create(self._new_path())
 
@@ -224,7 +224,7 @@ class HdfsUpload:
         self._store = store
         self._hash = hashlib.sha256()
         self._buffer = bytearray()
-        self._writer: LongWriter | HdfsWriter | None = store.begin_upload()
+        self._writer: LongWriter | NativeWriter | None = store.begin_upload()
 
     def write(self, data: bytes | memoryview) -> None:
         """See `Upload.write`."""
@@ -258,7 +258,7 @@ class HdfsUpload:
         if writer is not None:
             writer.abort()
 
-    def _flush(self, writer: LongWriter | HdfsWriter) -> None:
+    def _flush(self, writer: LongWriter | NativeWriter) -> None:
         if not self._buffer:
             return
         data, self._buffer = self._buffer, bytearray()

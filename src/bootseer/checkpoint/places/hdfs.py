@@ -29,10 +29,10 @@ from bootseer.checkpoint.places.place import (
 )
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.long_writer import LongWriter
+from bootseer.hdfs.native import NativeWriter
 from bootseer.hdfs.placing import PlacedWriter
-from bootseer.hdfs.status import FileStatus
-from bootseer.hdfs.writer import HdfsWriter
 
 _READ_S = 60.0
 """For a small file."""
@@ -120,7 +120,7 @@ class HdfsPlace:
         avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
     ) -> Sequence[PartWriter]:  # fmt: skip
         """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
-        begun: Sequence[PlacedWriter | LongWriter | HdfsWriter]
+        begun: Sequence[PlacedWriter | LongWriter | NativeWriter]
         full = [self._full(path) for path in paths]
         with place_errors():
             if part_bytes > _MAX_BLOCK_BYTES:
@@ -206,7 +206,7 @@ class HdfsPlace:
 
     def _begin_long(
         self, paths: Sequence[str], mode: int, replication: int | None
-    ) -> Sequence[LongWriter | HdfsWriter]:
+    ) -> Sequence[LongWriter | NativeWriter]:
         """Files of several blocks each, which lie where the NameNode puts them."""
         with contextlib.ExitStack() as begun:
             writers = []
@@ -301,7 +301,7 @@ def _is_utf8(text: str) -> bool:
 class _HdfsPart:
     """A `PartWriter` under its path in the place."""
 
-    def __init__(self, path: str, writer: PlacedWriter | LongWriter | HdfsWriter) -> None:
+    def __init__(self, path: str, writer: PlacedWriter | LongWriter | NativeWriter) -> None:
         self.path = path
         self._writer = writer
 

@@ -17,8 +17,8 @@ from bootseer.checkpoint.places.place import (
     TakenError,
 )
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hdfs.answers import NoRoomError
-from bootseer.hdfs.answers import TakenError as NameTakenError
+from bootseer.hdfs.errors import NoRoomError
+from bootseer.hdfs.errors import TakenError as NameTakenError
 from bootseer.hdfs.lease import NoNodesError
 
 _KINDS: dict[str, type[PermanentError]] = {

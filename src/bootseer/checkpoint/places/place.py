@@ -90,10 +90,10 @@ class Ticket(Protocol):
     """A read on its way."""
 
     def cancel(self) -> None:
-        """Nobody wants it any more. `done` is still called, with whatever happened."""
+        """It is not wanted any more. `done` is still called, with whatever happened."""
 
     def hurry(self) -> None:
-        """A reader waits for it now: serve it before those that nobody waits for."""
+        """A reader waits for it now: serve it before those that no reader waits for."""
 
     def left_s(self) -> float:
         """Seconds until it will have ended, by estimate; 0 if nobody knows, infinity while its node is left alone.
@@ -132,7 +132,7 @@ class OpenFile(Protocol):
     ) -> Ticket:
         """Fill `into` with the bytes from `offset` on, which lie inside the file.
 
-        `done` is called once, from any thread, and must return soon; from then on nobody writes to `into`. `check`:
+        `done` is called once, from any thread, and must return soon; from then on no thread writes to `into`. `check`:
         compare with the place's own checksums, which callers with better ones can do without. `urgent`: a reader
         waits. `avoid`: nodes that gave wrong bytes. Safe to call from `done`, unless `here`: the caller holds no lock,
         and its thread may read before this returns, which for a few bytes takes less than waking another one.

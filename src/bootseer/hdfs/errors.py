@@ -1,5 +1,7 @@
-"""What a NameNode's errors mean to who asked. It is not in numbers: the name of the Java class, and sometimes the text,
-say it, and hdfs-native passes them on as text. Called by `namenode` and `native`.
+"""What can go wrong with one DataNode, and what a NameNode's errors mean to the caller.
+
+A NameNode's errors have no numbers: the name of the Java class, and sometimes the text, tell them apart, and
+hdfs-native passes them on as text.
 """
 
 from __future__ import annotations
@@ -7,6 +9,37 @@ from __future__ import annotations
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+
+
+class DataNodeError(Exception):
+    """The DataNode did not give what was asked. The connection is of no more use."""
+
+
+class RefusedError(DataNodeError):
+    """It answers that it cannot: it has no such block, or what we showed is no right to read it (`token`)."""
+
+    def __init__(self, message: str, *, token: bool) -> None:
+        super().__init__(message)
+        self.token = token
+
+
+class UncheckedError(RefusedError):
+    """It has the block, but nothing to check it with."""
+
+    def __init__(self) -> None:
+        super().__init__("it has no checksums of the block", token=False)
+
+
+class SilentError(DataNodeError):
+    """It says nothing for longer than its reader wants to wait."""
+
+
+class WrongBytesError(DataNodeError):
+    """Bytes do not match the checksums that it keeps beside them."""
+
+
+class UnevenError(DataNodeError):
+    """Its packets are not as they were predicted. Nothing is wrong with it: it must be read packet by packet."""
 
 
 class TakenError(PermanentError):
@@ -43,11 +76,11 @@ _KINDS: Final[dict[type[BootseerError], tuple[str, ...]]] = {
         "equested replication",
     ),
 }
-"""Parts of answers that mean something to who asked. Only the text says what an error is."""
+"""Parts of answers that mean something to the caller. Only the text says what an error is."""
 
 
 def kind_of_error(text: str) -> type[BootseerError] | None:
-    """What a NameNode's answer means for who asked, None for nothing special; `text` has the Java class too."""
+    """What a NameNode's answer means for the caller, None for nothing special; `text` has the Java class too."""
     for kind, parts in _KINDS.items():
         if any(part in text for part in parts):
             return kind
