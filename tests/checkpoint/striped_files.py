@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from blake3 import blake3
 
 from bootseer.checkpoint.head import Head, Part, Segment, encode_head, make_segment, part_path
-from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, row_of
-from bootseer.checkpoint.parity import parity_chunk
+from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, row_of
 from bootseer.checkpoint.places.place import Place
 
 

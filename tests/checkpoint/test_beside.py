@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.beside import FRONT, OLD, beside
+from bootseer.checkpoint.download import FRONT, OLD, beside
 from bootseer.errors import Interrupted, TransientError
 
 

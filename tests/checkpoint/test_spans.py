@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.spans import Range, join, spread
+from bootseer.checkpoint.ranges import Range, join, spread
 
 ranges = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 900)), max_size=60).map(
     lambda pairs: [Range(start, start + length, number) for number, (start, length) in enumerate(pairs)]

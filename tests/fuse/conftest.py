@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError
+from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import Session, mount
-from bootseer.fuse.tree import Tree
 
 Mount = Callable[[Tree], Session]
 

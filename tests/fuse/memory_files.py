@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bootseer.fuse.filesystem import Caller, Changes, Found, Listed, Opened, Space
-from bootseer.fuse.tree import Attributes, Cancel, Reply
+from bootseer.fuse.filesystem import Attributes, Caller, Cancel, Changes, Found, Listed, Opened, Reply, Space
 
 OnRead = Callable[[bytes, Reply], Cancel | None]
 

@@ -7,7 +7,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 
-from bootseer.fuse.tree import Attributes, Cancel, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
 
 OLD = -1_500_000_000  # a time before 1970, with a fraction of a second
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from bootseer.fuse.dying import is_dying
+from bootseer.fuse.callers import is_dying
 
 
 def test_who_lives_or_cannot_be_seen_is_not_dying() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse import messages, protocol
-from bootseer.fuse.filesystem import Changes, Found, Listed, Space
-from bootseer.fuse.tree import Attributes
+from bootseer.fuse.filesystem import Attributes, Changes, Found, Listed, Space
 
 
 def setattr_in(valid: int, **values: int) -> memoryview:

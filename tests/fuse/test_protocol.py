@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse import protocol
-from bootseer.fuse.tree import Entry
+from bootseer.fuse.filesystem import Entry
 
 
 @given(st.binary(max_size=200))

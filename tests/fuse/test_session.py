@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import TransientError
 from bootseer.fuse import mounted as mounted_module
-from bootseer.fuse.tree import Cancel, Reply
+from bootseer.fuse.filesystem import Cancel, Reply
 from fuse.conftest import Mount
 from fuse.memory_tree import OLD, MemoryTree
 

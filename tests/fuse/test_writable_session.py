@@ -19,7 +19,7 @@ import pytest
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, mounted, writable_session
-from bootseer.fuse.tree import Cancel, Reply
+from bootseer.fuse.filesystem import Cancel, Reply
 from bootseer.fuse.writable_session import WritableSession, mount_writable
 from fuse.memory_files import MemoryFiles
 

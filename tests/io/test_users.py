@@ -17,9 +17,9 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.keeper import Keeper
-from bootseer.checkpoint.reading.parts import LazyPart
+from bootseer.checkpoint.reading.node_cache import Keeper
+from bootseer.checkpoint.reading.segments import LazyPart
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
+from bootseer.fuse.filesystem import Data
 from bootseer.fuse.session import showing
-from bootseer.fuse.tree import Data
 from bootseer.mounts.daemon import DaemonSpec, OnError, Served, start_daemon
 from bootseer.mounts.lazy import Done, LazyFile, LazyFiles
 

@@ -9,7 +9,9 @@ Used by `head`, and by all who write and read striped files. Decides and touches
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from types import ModuleType
 
 from bootseer.blocks.codec import DIGEST_BYTES, RAW
 from bootseer.blocks.index import Index, Stripe, encode_index
@@ -74,3 +76,43 @@ def _columns(segment_bytes: int, stripes: int) -> tuple[tuple[int, ...], tuple[i
     chunks = num_chunks(segment_bytes)
     offsets = tuple(chunk_place(chunk, stripes)[1] for chunk in range(chunks))
     return offsets, (CHUNK_BYTES,) * (chunks - 1) + (segment_bytes - (chunks - 1) * CHUNK_BYTES,)
+
+
+Buffer = bytes | bytearray | memoryview
+
+
+@cache
+def _numpy() -> ModuleType | None:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def make_ready() -> None:
+    """Import numpy now: at the first rebuild it would hold up a thread that receives from DataNodes."""
+    _numpy()
+
+
+def xor_into(target: bytearray | memoryview, *others: Buffer) -> None:
+    """Change `target` to its XOR with the others, none of which may be longer than it. All are bytes."""
+    numpy = _numpy()
+    view = memoryview(target)
+    for other in others:
+        length = len(other)
+        if length > len(view):
+            raise ValueError(f"{length} bytes do not fit into {len(view)}")
+        if numpy is not None:
+            part = numpy.frombuffer(view, numpy.uint8, length)
+            numpy.bitwise_xor(part, numpy.frombuffer(other, numpy.uint8), out=part)
+        else:
+            mixed = int.from_bytes(view[:length], "little") ^ int.from_bytes(other, "little")
+            view[:length] = mixed.to_bytes(length, "little")
+
+
+def parity_chunk(chunks: Iterable[Buffer], chunk_bytes: int) -> bytearray:
+    """What the parity part holds for a row of chunks: `chunk_bytes` bytes, whatever the chunks' lengths."""
+    parity = bytearray(chunk_bytes)
+    xor_into(parity, *chunks)
+    return parity

@@ -24,8 +24,8 @@ from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
 from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NoSpaceNowError, Place, TakenError, make_alike
 from bootseer.checkpoint.policy import Policy, encode_policy
+from bootseer.checkpoint.writing.replayed import FileSource
 from bootseer.checkpoint.writing.settings import WritingSettings
-from bootseer.checkpoint.writing.source import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Count, Tasks

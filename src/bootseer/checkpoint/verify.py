@@ -18,8 +18,7 @@ from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.catalog import lost_parts, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
-from bootseer.checkpoint.layout import chunk_place, row_of
-from bootseer.checkpoint.parity import xor_into
+from bootseer.checkpoint.layout import chunk_place, row_of, xor_into
 from bootseer.checkpoint.places.place import OpenFile, Outcome
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.tasks import Count, Tasks

@@ -11,8 +11,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Changes, Found, Listed, Space
-from bootseer.fuse.tree import Attributes
+from bootseer.fuse.filesystem import Attributes, Changes, Found, Listed, Space
 
 SETATTR, SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK = 4, 6, 8, 9, 10, 11, 12, 13
 WRITE, RELEASE, FSYNC, FLUSH, RELEASEDIR, FSYNCDIR = 16, 18, 20, 25, 29, 30

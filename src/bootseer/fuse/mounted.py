@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fuse import attach, protocol
-from bootseer.fuse.tree import Cancel, Data
+from bootseer.fuse.filesystem import Cancel, Data
 from bootseer.io.executor import run_reported, show_threads
 
 OnError = Callable[[str], None]

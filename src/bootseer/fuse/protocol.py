@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-from bootseer.fuse.tree import Attributes, Entry
+from bootseer.fuse.filesystem import Attributes, Entry
 
 MAJOR, MINOR = 7, 31
 ROOT = 1

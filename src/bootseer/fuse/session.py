@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bootseer.fuse import attach, protocol
+from bootseer.fuse.filesystem import Entry, Tree
 from bootseer.fuse.mounted import GONE, JOIN_S, Mounted, OnError, Reading
-from bootseer.fuse.tree import Entry, Tree
 
 _BODY = protocol.IN_HEADER.size
 

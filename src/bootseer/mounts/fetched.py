@@ -20,8 +20,8 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.need import Found
 from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
+from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
-from bootseer.fuse.tree import Tree
 from bootseer.mounts.daemon import OnError, Served
 from bootseer.mounts.lazy import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bootseer.erofs.format import BLOCK, Superblock
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.fuse.tree import Attributes, Cancel, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
 from bootseer.mounts.lazy import LazyFile, Source, start_read
 
 _PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."

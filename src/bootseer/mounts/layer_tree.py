@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bootseer.erofs.reader import Inode
 from bootseer.errors import UsageError
-from bootseer.fuse.tree import Attributes
+from bootseer.fuse.filesystem import Attributes
 from bootseer.mounts.files_tree import FilesTree
 from bootseer.mounts.lazy import LazyFile, Source
 from bootseer.mounts.user_namespace import num_owners

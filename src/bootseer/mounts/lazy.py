@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from bootseer.errors import BootseerError
-from bootseer.fuse.tree import Attributes, Cancel, Data, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
 
 Done = Callable[[Data | BootseerError], None]
 _FIRST = 2

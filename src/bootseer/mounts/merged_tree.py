@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 
 from bootseer.errors import UsageError
-from bootseer.fuse.tree import Attributes, Cancel, Entry, Reply
+from bootseer.fuse.filesystem import Attributes, Cancel, Entry, Reply
 from bootseer.mounts.files_tree import FilesTree
 from bootseer.mounts.lazy import LazyFile, Source
 from bootseer.mounts.user_namespace import num_owners

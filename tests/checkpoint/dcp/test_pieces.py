@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bootseer.checkpoint.dcp.pieces import MissingError, Pieces
+from bootseer.checkpoint.dcp.saved import MissingError, Pieces
 
 pytestmark = pytest.mark.torch
 

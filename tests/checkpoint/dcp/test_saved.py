@@ -12,8 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bootseer.checkpoint.dcp.pieces import Pieces  # noqa: E402
-from bootseer.checkpoint.dcp.saved import Layout, layout_of  # noqa: E402
+from bootseer.checkpoint.dcp.saved import (  # noqa: E402
+    Layout,
+    Pieces,
+    layout_of,
+)
 from dcp_states import DTYPES, content  # noqa: E402
 
 pytestmark = pytest.mark.torch

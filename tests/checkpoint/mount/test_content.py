@@ -15,7 +15,7 @@ from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.tree import Data
+from bootseer.fuse.filesystem import Data
 
 DATA = b"0123456789"
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from bootseer.checkpoint.mount.holders import num_writing, process_of, was_killed
+from bootseer.fuse.callers import num_writing, process_of, was_killed
 
 
 def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import errno
 import pytest
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.mount.numbers import told_as_numbers
+from bootseer.checkpoint.os_errors import told_as_numbers
 from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
-from bootseer.checkpoint.writing.budget import TooLargeError
+from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 

@@ -16,7 +16,7 @@ from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.replayed import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from checkpoint.mounted_place import MIB, until
 from stepwise_place import StepwisePlace

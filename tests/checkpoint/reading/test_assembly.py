@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from bootseer.checkpoint.reading.assembly import Assembly
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.shared_file import Assembly
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from bootseer.checkpoint.reading.effects import carry_out
+from bootseer.checkpoint.reading.source import carry_out
 
 
 def test_what_a_call_hands_over_is_done_behind_it_and_behind_all_others():

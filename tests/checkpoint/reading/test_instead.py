@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from bootseer.checkpoint.reading.instead import is_late, overtaken, skipped
+from bootseer.checkpoint.reading.parity_policy import is_late, overtaken, skipped
 from bootseer.checkpoint.reading.settings import ReadingSettings
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.cache.errors import CacheFull
-from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.keeper import Keeper
+from bootseer.checkpoint.reading.node_cache import Keeper
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.errors import BootseerError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 

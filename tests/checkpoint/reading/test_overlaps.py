@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.reading.overlaps import apart
+from bootseer.checkpoint.ranges import apart
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 20)).map(lambda one: (one[0], one[0] + one[1])), max_size=12

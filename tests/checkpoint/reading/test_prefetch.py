@@ -6,10 +6,10 @@ import time
 import pytest
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.facts import Facts
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD

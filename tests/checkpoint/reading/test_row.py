@@ -4,10 +4,10 @@ import threading
 
 from bootseer.checkpoint.places.place import Outcome
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.means import Means
+from bootseer.checkpoint.reading.context import Means
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.source import Facts
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 

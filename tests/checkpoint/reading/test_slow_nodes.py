@@ -8,12 +8,11 @@ import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.means import Means
-from bootseer.checkpoint.reading.ordinary import Ordinary
+from bootseer.checkpoint.reading.context import Means
 from bootseer.checkpoint.reading.segments import Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.striped import Striped
+from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.sources import Ordinary, Striped
 from bootseer.checkpoint.reading.transfer import Transfer
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate

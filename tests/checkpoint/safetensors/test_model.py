@@ -17,7 +17,7 @@ import safetensors.torch  # noqa: E402
 
 from bootseer.checkpoint.opened import opened  # noqa: E402
 from bootseer.checkpoint.safetensors import load_file, load_sharded, safe_open  # noqa: E402
-from bootseer.checkpoint.safetensors.dtypes import _NAMES, PAIRS  # noqa: E402
+from bootseer.checkpoint.tensors import _NAMES, PAIRS  # noqa: E402
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError  # noqa: E402
 from dcp_states import content  # noqa: E402
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.even import NodeUse
-from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.placement import NodeUse
+from bootseer.checkpoint.writing.replayed import BytesSource
 
 from .conftest import MIB, Desk
 

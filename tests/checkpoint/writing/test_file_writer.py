@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.budget import TooLargeError
 from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.spool import TooLargeError
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 
 from .conftest import MIB, QUICK, SMALL, Desk

@@ -21,7 +21,7 @@ from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.publication import Written
-from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.replayed import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
 from hdfs_cluster import HdfsCluster, needs_links

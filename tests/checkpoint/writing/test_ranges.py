@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.writing.ranges import Ranges
+from bootseer.checkpoint.ranges import Ranges
 
 OFFSETS = st.integers(0, 40)
 STEPS = st.lists(st.tuples(st.booleans(), OFFSETS, st.integers(0, 12)), max_size=40)

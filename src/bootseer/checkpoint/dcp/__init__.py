@@ -9,8 +9,8 @@ dcp.load(state, storage_reader=StripedReader("hdfs://namenode/job/step-8"))
 ```
 """
 
+from bootseer.checkpoint.dcp.load import LoadSettings
 from bootseer.checkpoint.dcp.reader import StripedReader
-from bootseer.checkpoint.dcp.settings import LoadSettings
 from bootseer.checkpoint.dcp.writer import StripedWriter
 
 __all__ = ["LoadSettings", "StripedReader", "StripedWriter"]

@@ -15,9 +15,8 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from bootseer.checkpoint.dcp.items import Stored
-from bootseer.checkpoint.dcp.pieces import Pieces
-from bootseer.checkpoint.dcp.saved import layout_of
-from bootseer.checkpoint.tensor_memory import is_plain
+from bootseer.checkpoint.dcp.saved import Pieces, layout_of
+from bootseer.checkpoint.tensors import is_plain
 
 
 class Part(NamedTuple):

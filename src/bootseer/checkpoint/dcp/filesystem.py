@@ -9,12 +9,36 @@ import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from bootseer.checkpoint.dcp.streamed import Streamed
 from bootseer.checkpoint.opened import is_uri, opened
+from bootseer.checkpoint.writing.file_writer import FileWriter
 from bootseer.errors import NotFoundError, PermanentError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class Streamed(io.RawIOBase):
+    """Appends to a `FileWriter`. Closing it ends nothing: whoever made the writer commits it or drops it."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._writer.size_bytes
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        self._writer.write_at(self._writer.size_bytes, view)
+        return len(view)
+
 
 Path = str | os.PathLike[str]
 

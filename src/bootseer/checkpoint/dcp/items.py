@@ -6,8 +6,8 @@ Called by `reader`. Decides and reads nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from bootseer.checkpoint.safetensors.header import Header, HeaderFile, read_headers
+from bootseer.checkpoint.tensors import dtype_of
 from bootseer.errors import CorruptError
 
 _MAX_BYTES = 1 << 62
@@ -121,3 +123,24 @@ def _is_inside(file: object) -> bool:
 
 def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < _MAX_BYTES
+
+
+def bare_items(items: Iterable[Stored], open_file: Callable[[str], HeaderFile]) -> list[Stored]:
+    """The same items with the places of their elements. Raises `CorruptError` when they are not in the files."""
+    by_begin: dict[tuple[str, int], list[Stored]] = {}
+    for item in items:
+        by_begin.setdefault((item.file, item.offset), []).append(item)
+    headers = read_headers(list(by_begin), open_file)
+    return [_bare(item, headers[begin]) for begin, own in by_begin.items() for item in own]
+
+
+def _bare(item: Stored, header: Header) -> Stored:
+    entry = header.tensors.get(item.index.fqn)
+    if entry is None:
+        raise CorruptError(f"{item.file}: has no tensor {item.index.fqn}")
+    if entry.shape != item.sizes or dtype_of(entry.dtype) != item.dtype:
+        raise CorruptError(
+            f"{item.file}: {item.index.fqn} has the shape {entry.shape} of {entry.dtype}; the metadata says"
+            f" {item.sizes} of {item.dtype}. Of several parts of one tensor PyTorch keeps only the last in such a file."
+        )
+    return replace(item, form=Form.BARE, offset=header.data + entry.start, length=entry.length)

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from bootseer.checkpoint.dcp.direct import Expected, Part, part_for
 from bootseer.checkpoint.dcp.items import Form, Stored
-from bootseer.checkpoint.dcp.pieces import Pieces
-from bootseer.checkpoint.dcp.saved import Layout, layout_of
-from bootseer.checkpoint.dcp.settings import LoadSettings
-from bootseer.checkpoint.spans import Span
-from bootseer.checkpoint.tensor_memory import arena, memory_of
+from bootseer.checkpoint.dcp.load import LoadSettings
+from bootseer.checkpoint.dcp.saved import Layout, Pieces, layout_of
+from bootseer.checkpoint.ranges import Span
+from bootseer.checkpoint.tensors import arena, memory_of
 from bootseer.errors import CorruptError, PermanentError
 
 _EDGE_BYTES = 4096

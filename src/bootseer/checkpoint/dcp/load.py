@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -24,10 +25,28 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from bootseer.checkpoint.dcp.direct import Expected
 from bootseer.checkpoint.dcp.items import Stored
 from bootseer.checkpoint.dcp.job import Job, RangedFile, Undo, perform, prepare
-from bootseer.checkpoint.dcp.settings import LoadSettings
-from bootseer.checkpoint.spans import Range, Span, join, spread
+from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """The defaults suit a node with a few GB of free memory for each rank."""
+
+    threads: int = 16
+    """Reads in flight, each of up to `span_bytes`; the threads that wait for them decode too."""
+    span_bytes: int = 32 << 20
+    """Neighbours are joined to reads of at most so many bytes."""
+    gap_bytes: int = GAP_BYTES
+    """Neighbours with no more than this between them are joined."""
+    buffer_bytes: int = 512 << 20
+    """Memory for what cannot be read straight into a tensor. One object that is larger is read all the same, alone."""
+    direct_bytes: int = 128 << 10
+    """Smaller tensors are read together with their neighbours and copied: that is cheaper than checking each."""
+    stall_s: float = 300.0
+    """When nothing at all has arrived for so long, the load fails. Each read has a shorter deadline of its own."""
+
 
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""

@@ -5,8 +5,11 @@ Classes of a job's own (in a planner's data) are made when `torch.serialization.
 
 from __future__ import annotations
 
+import io
 import pathlib
+import pickle
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +18,30 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as current
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from bootseer.checkpoint.dcp.unpickling import ForeignName, Restricted
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import AccessError, CorruptError
+
+
+class ForeignName(pickle.UnpicklingError):
+    """The pickle names a class or function that does not belong to its kind."""
+
+
+class Restricted(pickle.Unpickler):
+    """Reads one pickle. `names` has what stands for each known name, types of elements are known in any case."""
+
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """See `pickle.Unpickler.find_class`. Raises `ForeignName`."""
+        if (module, name) in self._names:
+            return self._names[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise ForeignName(f"{module}.{name}")
+
 
 NAME = ".metadata"
 MAX_BYTES = 4 << 30

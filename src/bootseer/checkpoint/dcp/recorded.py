@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-from bootseer.checkpoint.tensor_memory import memory_of
+from bootseer.checkpoint.tensors import memory_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

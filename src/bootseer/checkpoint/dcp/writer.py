@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bootseer.checkpoint.dcp import metadata as meta
-from bootseer.checkpoint.dcp.filesystem import Path, StripedFileSystem
+from bootseer.checkpoint.dcp.filesystem import Path, Streamed, StripedFileSystem
 from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource
-from bootseer.checkpoint.dcp.streamed import Streamed
 from bootseer.checkpoint.latest import LATEST, move_latest
 from bootseer.checkpoint.opened import opened
-from bootseer.checkpoint.writing.source import BytesSource
+from bootseer.checkpoint.writing.replayed import BytesSource
 from bootseer.errors import NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 

@@ -20,10 +20,10 @@ from fsspec.core import get_compression  # type: ignore[import-untyped]
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.fsspec.open_files import ReadFile, WriteFile, closing_both
-from bootseer.checkpoint.fsspec.os_errors import os_errors
 from bootseer.checkpoint.opened import FileSystem, opened_below
+from bootseer.checkpoint.os_errors import os_errors
+from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.spans import GAP_BYTES, Range, Span, join, spread
 from bootseer.errors import NotFoundError
 from bootseer.io.tasks import Tasks
 

@@ -9,9 +9,8 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bootseer.checkpoint.fsspec.os_errors import os_errors
-from bootseer.checkpoint.positioned import Positioned
-from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.os_errors import os_errors
+from bootseer.checkpoint.reading.file import CheckpointFile, Positioned
 from bootseer.checkpoint.writing.file_writer import FileWriter
 
 if TYPE_CHECKING:

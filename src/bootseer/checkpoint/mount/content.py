@@ -23,10 +23,10 @@ from typing import Protocol
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.mount.held import Held
 from bootseer.checkpoint.mount.nodes import Node
-from bootseer.checkpoint.mount.numbers import number_of, refusal, stale
+from bootseer.checkpoint.os_errors import number_of, refusal, stale
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.fuse.tree import Cancel, Data, Reply
+from bootseer.fuse.filesystem import Cancel, Data, Reply
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5

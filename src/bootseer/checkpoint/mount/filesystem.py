@@ -21,15 +21,13 @@ from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount import owners
 from bootseer.checkpoint.mount.content import Check, Content, Sources
-from bootseer.checkpoint.mount.listings import Listings
-from bootseer.checkpoint.mount.nodes import Node, Nodes, is_same
-from bootseer.checkpoint.mount.numbers import refusal, stale, told_as_numbers
+from bootseer.checkpoint.mount.nodes import Listings, Node, Nodes, is_same
 from bootseer.checkpoint.mount.open_files import OpenFiles
+from bootseer.checkpoint.os_errors import refusal, stale, told_as_numbers
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.fuse.dying import is_dying
-from bootseer.fuse.filesystem import Caller, Changes, Found, Listed, Opened, Space
-from bootseer.fuse.tree import Attributes, Cancel, Reply
+from bootseer.fuse.callers import is_dying
+from bootseer.fuse.filesystem import Attributes, Caller, Cancel, Changes, Found, Listed, Opened, Reply, Space
 
 _MAX_NAME = 255
 _MAX_TOLD = 100

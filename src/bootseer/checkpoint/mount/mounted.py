@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bootseer.checkpoint.mount.request import MountRequest
-from bootseer.checkpoint.mount.serving import Serving
+from bootseer.checkpoint.mount.serving import MountRequest, Serving
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bootseer.checkpoint.mount.content import Check, Content, Sources, no_check
-from bootseer.checkpoint.mount.holders import num_writing, process_of, was_killed
 from bootseer.checkpoint.mount.nodes import Node, Nodes
-from bootseer.checkpoint.mount.numbers import bad_handle
+from bootseer.checkpoint.os_errors import bad_handle
 from bootseer.errors import BootseerError
-from bootseer.fuse.filesystem import Opened
-from bootseer.fuse.tree import Cancel, Reply
+from bootseer.fuse.callers import num_writing, process_of, was_killed
+from bootseer.fuse.filesystem import Cancel, Opened, Reply
 
 
 @dataclass(eq=False, slots=True)

@@ -1,14 +1,15 @@
 """What the daemon of a mounted place makes for itself: the place, what reads it, what writes it, and the file system.
 
 `Serving` is the `open` of a `DaemonSpec`. Everything is made inside the daemon, because neither connections nor
-threads survive a fork. Made by `mounted`.
+threads survive a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.mount.content import Sources
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
-from bootseer.checkpoint.mount.freed_memory import keep_freed_memory
-from bootseer.checkpoint.mount.request import MountRequest
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import NotFolderError
@@ -28,6 +27,65 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.fuse.writable_session import WritableSession, mount_writable
 from bootseer.mounts.daemon import OnError, Served
+
+MEMORY_BYTES = 256 << 20
+REWRITE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MountRequest:
+    """A place, and how it is to be shown. Paths are absolute."""
+
+    uri: str
+    """As `open_place` takes it."""
+    cache: Path | None = None
+    """The root of the node's cache, in which what was read of striped files stays; None reads all from the place."""
+    spool: Path | None = None
+    """A folder on a local disk for what is written and not sent yet; None: one in the cache's root, or without a cache
+    where temporary files lie."""
+    read_only: bool = False
+    memory_bytes: int = MEMORY_BYTES
+    """What reading holds in memory of its own, for all files of the mount."""
+    rewrite_bytes: int = REWRITE_BYTES
+    """The largest published file that may be changed in the middle or appended to, by writing it anew."""
+    stripes: int | None = None
+    """For new files, in the place of what their folder's policy says."""
+    parity: bool | None = None
+    """For new files, in the place of what their folder's policy says."""
+
+    only_me: bool = False
+    """Whether other users of the machine are shut out; a mount that is not root's is so in any case."""
+    slot: str | None = None
+    """Which of a job's nodes this is, for a mount that reads ahead what earlier starts read: "" for the only one. None
+    reads nothing ahead."""
+
+    def policy(self, folders: Policy) -> Policy:
+        """What holds for a new file of this mount, in a folder with this policy."""
+        return replace(
+            folders,
+            stripes=folders.stripes if self.stripes is None else self.stripes,
+            parity=folders.parity if self.parity is None else self.parity,
+        )
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_MIB = 1 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Keep up to 64 MiB. False where the C library is not GNU's, which needs to be told."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return False
+    options = (
+        # Threads that have memory of their own would each keep some; Python's lock lets only one ask at a time anyway.
+        (_ARENA_MAX, 1),
+        (_MMAP_THRESHOLD, 32 * _MIB),
+        (_TRIM_THRESHOLD, 64 * _MIB),
+        (_TOP_PAD, 16 * _MIB),
+    )
+    return all(set_option(option, value) == 1 for option, value in options)
+
 
 _SPOOL = "spool"
 _FIGURES = {

@@ -17,10 +17,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.checkpoint.places.folder_errors import mapped
-from bootseer.checkpoint.places.folder_names import drop, rename_new, sync, write_temporary
-from bootseer.checkpoint.places.folder_owners import gid_of, group_of, owner_of, uid_of
 from bootseer.checkpoint.places.folder_reads import FolderFile, FolderReads, version_of
+from bootseer.checkpoint.places.local_files import (
+    drop,
+    gid_of,
+    group_of,
+    mapped,
+    owner_of,
+    rename_new,
+    sync,
+    uid_of,
+    write_temporary,
+)
 from bootseer.checkpoint.places.place import (
     TEMPORARY,
     Entry,

@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from bootseer.checkpoint.places.hdfs_errors import place_errors
 from bootseer.checkpoint.places.place import (
     SMALL_COPIES,
     TEMPORARY,
     Entry,
     IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    NotEmptyError,
     NotFolderError,
     OpenFile,
     Outcome,
@@ -29,10 +31,49 @@ from bootseer.checkpoint.places.place import (
 )
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import NoRoomError
+from bootseer.hdfs.errors import TakenError as NameTakenError
+from bootseer.hdfs.lease import NoNodesError
 from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.native import NativeWriter
 from bootseer.hdfs.placing import PlacedWriter
+
+_ERROR_KINDS: dict[str, type[PermanentError]] = {
+    "PathIsNotEmptyDirectoryException": NotEmptyError,
+    "is not empty": NotEmptyError,
+    "ParentNotDirectoryException": NotFolderError,
+    "Path is not a file": IsFolderError,
+    "already exists as a directory": IsFolderError,
+    "must both be directories": IsFolderError,
+}
+
+
+@contextlib.contextmanager
+def place_errors() -> Iterator[None]:
+    """Errors that pass through here become more exact, where HDFS says it only in words."""
+    try:
+        yield
+    except NoNodesError as error:
+        if not error.is_short:
+            raise
+        raise NoSpaceNowError(str(error)) from error
+    except PermanentError as error:
+        exact = _exact(error)
+        if exact is error:
+            raise
+        raise exact from error
+
+
+def _exact(error: PermanentError) -> BootseerError:
+    text = str(error)
+    if isinstance(error, NoRoomError):
+        return NoSpaceError(text)
+    for part, kind in _ERROR_KINDS.items():
+        if part in text:
+            return kind(text)
+    return TakenError(text) if isinstance(error, NameTakenError) else error
+
 
 _READ_S = 60.0
 """For a small file."""

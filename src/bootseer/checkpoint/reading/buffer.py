@@ -16,9 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from bootseer.checkpoint.reading.effects import Effect, carry_out
-from bootseer.checkpoint.reading.facts import Facts
-from bootseer.checkpoint.reading.source import Job, failure
+from bootseer.checkpoint.reading.source import Effect, Facts, Job, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.timer import Timer
 

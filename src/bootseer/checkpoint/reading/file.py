@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Sequence
 
-from bootseer.checkpoint.reading.assembly import Answer
-from bootseer.checkpoint.reading.gather import Gather, Waiting
-from bootseer.checkpoint.reading.shared_file import SharedFile
+from bootseer.checkpoint.reading.shared_file import Answer, SharedFile
+from bootseer.checkpoint.reading.transfer import Gather, Waiting
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
 Buffer = bytearray | memoryview
@@ -143,3 +144,28 @@ class CheckpointFile:
     def _check_open(self) -> None:
         if self._closed:
             raise PermanentError(f"{self.path}: this file was closed")
+
+
+class Positioned(io.RawIOBase):
+    """Give `readinto`; it reads at `_at` and moves it. Not safe for several threads at once."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("negative position")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

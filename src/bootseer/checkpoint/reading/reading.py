@@ -17,17 +17,14 @@ from itertools import count
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, is_head_size, parse_head, peek
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
-from bootseer.checkpoint.reading.engine import Engine
-from bootseer.checkpoint.reading.facts import Facts
+from bootseer.checkpoint.reading.context import Engine, Means, alike
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.reading.gather import Waiting
-from bootseer.checkpoint.reading.means import Means, alike
-from bootseer.checkpoint.reading.ordinary import Ordinary
 from bootseer.checkpoint.reading.segments import Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.shared_file import SharedFile
-from bootseer.checkpoint.reading.source import Source
-from bootseer.checkpoint.reading.striped import Striped
+from bootseer.checkpoint.reading.source import Facts, Source
+from bootseer.checkpoint.reading.sources import Ordinary, Striped
+from bootseer.checkpoint.reading.transfer import Waiting
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.fork import after_fork
 

@@ -17,16 +17,12 @@ from enum import Enum
 from functools import partial
 from math import inf
 
-from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.parity import xor_into
-from bootseer.checkpoint.reading.chunk_read import ChunkRead
-from bootseer.checkpoint.reading.effects import carry_out
-from bootseer.checkpoint.reading.instead import is_late, is_regretted, overtaken, skipped
-from bootseer.checkpoint.reading.means import Means, alike
-from bootseer.checkpoint.reading.parity_read import ParityRead
-from bootseer.checkpoint.reading.parts import LazyPart
-from bootseer.checkpoint.reading.segments import OpenSegment
-from bootseer.checkpoint.reading.source import Want, failure
+from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
+from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
+from bootseer.checkpoint.reading.context import Means, alike
+from bootseer.checkpoint.reading.parity_policy import is_late, is_regretted, overtaken, skipped
+from bootseer.checkpoint.reading.segments import LazyPart, OpenSegment
+from bootseer.checkpoint.reading.source import Want, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
 
 _NO_ROOM_S = 0.05

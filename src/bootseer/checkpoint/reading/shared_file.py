@@ -1,7 +1,5 @@
-"""One version of one file, for all who have it open: small reads through chunks that are read ahead and shared, large
-reads straight into the caller's memory.
-
-Made by `reading`; `file` has what callers see.
+"""One version of one file, for all handles that have it open: small reads through chunks that are read ahead and
+shared, large reads straight into the caller's memory. `file` has what callers see.
 """
 
 from __future__ import annotations
@@ -13,14 +11,57 @@ from functools import partial
 from itertools import count, pairwise
 
 from bootseer.checkpoint.ahead import Advice, Ahead
-from bootseer.checkpoint.reading.assembly import Answer, Assembly
-from bootseer.checkpoint.reading.buffer import Ask, Held, Key
-from bootseer.checkpoint.reading.engine import Engine
-from bootseer.checkpoint.reading.gather import Gather
-from bootseer.checkpoint.reading.overlaps import apart
+from bootseer.checkpoint.ranges import apart
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Key
+from bootseer.checkpoint.reading.context import Engine
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.source import Source, Want, failure
-from bootseer.checkpoint.reading.transfer import Transfer
+from bootseer.checkpoint.reading.transfer import Gather, Transfer
+from bootseer.errors import BootseerError
+
+Answer = bytes | memoryview | BootseerError
+
+
+class Assembly:
+    """Waits for pieces, and answers when the last is there. Of several, none is held while others are awaited:
+    readers that hold what they have and wait for memory would wait for each other.
+    """
+
+    def __init__(
+        self, buffer: ChunkBuffer, offset: int, length: int, num_pieces: int, done: Callable[[Answer], None]
+    ) -> None:
+        self._buffer = buffer
+        self._offset = offset
+        self._end = offset + length
+        self._missing = num_pieces
+        self._done = done
+        self._lock = threading.Lock()
+        self._error: BootseerError | None = None
+        self._whole = memoryview(bytearray(length)) if num_pieces > 1 else None
+
+    def arrived(self, piece: Held) -> None:
+        """A piece is ready, or has failed."""
+        low, high = max(self._offset, piece.offset), min(self._end, piece.offset + piece.length)
+        part = memoryview(piece.data)[low - piece.offset : high - piece.offset]
+        if self._whole is None:
+            try:
+                self._done(piece.error or part)
+            finally:
+                self._let_go(piece)
+            return
+        if piece.error is None:
+            self._whole[low - self._offset : high - self._offset] = part
+        self._let_go(piece)
+        with self._lock:
+            self._error = self._error or piece.error
+            self._missing -= 1
+            if self._missing:
+                return
+        self._done(self._error or self._whole)
+
+    def _let_go(self, piece: Held) -> None:
+        self._buffer.let_go(piece, spent=self._end >= piece.offset + piece.length)
+
 
 _Slice = tuple[int, memoryview]
 """Bytes of the file from an offset on, and where they are to go."""

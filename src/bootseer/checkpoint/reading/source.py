@@ -1,11 +1,20 @@
-"""What a file is read from: an ordinary file of the place, or the parts of a striped one.
+"""What reads of a file are made of: the source that starts them, the calls that follow from their ends, the counters.
 
-Whoever reads gives a source the memory, and starts the reads in an order and number of its own choice.
+A reader gives a source the memory, and starts the reads in an order and number of its own choice.
+
+*Effects* are calls that are made with no lock held, and never one inside another. A read that ends starts others, which
+may end at once, which starts others: a chain without an end, in which each call would find the state of those above it
+half changed. So code that changes state under a lock makes a list of calls, and hands it over after the lock
+(`carry_out`). In each thread one loop makes them, in their order; what a call hands over itself comes after all others.
+Threads do not wait for each other's calls: each compares what it received with its digest. What a call raises is
+reported, and the next one is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,3 +97,63 @@ def failure(error: BaseException, what: str) -> BootseerError:
     if isinstance(error, Exception):
         report_exception()
     return TransientError(f"{what}: {type(error).__name__}: {error}")
+
+
+Effect = Callable[[], object]
+_own = threading.local()
+
+
+def carry_out(effects: Iterable[Effect]) -> None:
+    """Make these calls; from within such a call, a little later. Ctrl-C is raised again when all of them were made."""
+    queue: deque[Effect] | None = getattr(_own, "queue", None)
+    if queue is not None:
+        queue.extend(effects)
+        return
+    queue = _own.queue = deque(effects)
+    interrupt: BaseException | None = None
+    try:
+        while queue:
+            try:
+                queue.popleft()()
+            except Exception:
+                report_exception()
+            except BaseException as error:
+                interrupt = error
+    finally:
+        _own.queue = None
+    if interrupt is not None:
+        raise interrupt
+
+
+NAMES = (
+    "place_bytes",  # came from the place: what readers asked for, parity, and reads ahead
+    "cache_bytes",  # came from this node's cache
+    "donor_bytes",  # came from chunks of other files in the cache that are the same
+    "chunks",  # chunks and pieces that came from the place
+    "reads",  # calls of readers
+    "rebuilt",  # chunks that were computed from the others of their row
+    "wrong_chunks",  # chunks that came with wrong bytes, and were refused
+    "retries",  # chunks that were asked for again
+    "kept_chunks",  # chunks that were put into the cache
+    "not_kept_chunks",  # chunks that were not, because the disk was full or slower than the place
+    "claims_waited",  # chunks that another process of this node was fetching already
+    "waited_for_room",  # reads that had to wait for memory
+)
+
+
+class Facts:
+    """Counts by name, of `NAMES`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count so many more."""
+        with self._lock:
+            self._counts[name] += count
+
+    def all(self) -> dict[str, int]:
+        """What was counted so far, zeros too."""
+        with self._lock:
+            return {name: self._counts[name] for name in NAMES}

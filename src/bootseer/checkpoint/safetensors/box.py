@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import EllipsisType
 from typing import NamedTuple, SupportsIndex, cast
 
-from bootseer.checkpoint.spans import GAP_BYTES
+from bootseer.checkpoint.ranges import GAP_BYTES
 
 Index = int | slice | EllipsisType
 

@@ -16,12 +16,11 @@ from typing import NamedTuple, Self
 import torch
 
 from bootseer.checkpoint.opened import Opened, opened
+from bootseer.checkpoint.ranges import Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.safetensors.dtypes import dtype_of
 from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
 from bootseer.checkpoint.safetensors.tensor_slice import TensorSlice, shape_of
-from bootseer.checkpoint.spans import Range, Span, join, spread
-from bootseer.checkpoint.tensor_memory import arena, memory_of
+from bootseer.checkpoint.tensors import arena, dtype_of, memory_of
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
-from bootseer.checkpoint.safetensors.dtypes import PAIRS, dtype_of
 from bootseer.checkpoint.safetensors.header import TensorEntry
-from bootseer.checkpoint.tensor_memory import arena, memory_of
+from bootseer.checkpoint.tensors import PAIRS, arena, dtype_of, memory_of
 from bootseer.errors import PermanentError
 
 

@@ -18,13 +18,11 @@ from dataclasses import replace
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.budget import Budget, TooLargeError
-from bootseer.checkpoint.writing.ordinary import write_ordinary
-from bootseer.checkpoint.writing.publication import Publication, Written
+from bootseer.checkpoint.writing.placement import SickNodes
+from bootseer.checkpoint.writing.publication import Publication, Written, write_ordinary
 from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.settings import WritingSettings
-from bootseer.checkpoint.writing.sick import SickNodes
-from bootseer.checkpoint.writing.spool import Spool
+from bootseer.checkpoint.writing.spool import Budget, Spool, TooLargeError
 from bootseer.errors import PermanentError
 from bootseer.io.executor import Executor
 

@@ -18,13 +18,13 @@ from typing import TypeVar
 from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
-from bootseer.checkpoint.places.place import TEMPORARY, Entry, IsFolderError
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.even import NodeUse
+from bootseer.checkpoint.writing.placement import NodeUse, SickNodes
 from bootseer.checkpoint.writing.readback import verify_parts
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.checkpoint.writing.settings import WritingSettings
-from bootseer.checkpoint.writing.sick import SickNodes
 from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 
@@ -237,3 +237,78 @@ def _num_beside(segment: Segment) -> int:
         beside += bool(part.nodes) and seen.issuperset(part.nodes)
         seen.update(part.nodes)
     return beside
+
+
+_WHOLE_BYTES = 8 << 20
+"""Up to here a file is held in memory."""
+
+
+def write_ordinary(
+    files: Files,
+    publication: Publication,
+    size_bytes: int,
+    read: Callable[[int, int], bytes],
+    *,
+    policy: Policy,
+    mode: int,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a file as one file of the place, and show it. `read` gives its bytes."""
+    path = publication.path
+    # With fewer copies than its siblings have parity for, one dead node would make the whole checkpoint useless.
+    if size_bytes <= _WHOLE_BYTES and (policy.replication or 0) <= SMALL_COPIES:
+        data = read(0, size_bytes) if size_bytes else b""
+        entry = publication.put(lambda: files.place.write_bytes(path, data, mode=mode))
+        if progress is not None:
+            progress(size_bytes, size_bytes)
+        return Written(path, size_bytes, is_striped=False, entry=entry)
+    failed_on: set[str] = set()
+    names: list[str] = []
+
+    def write() -> None:
+        names.append(publication.hidden_name())
+        _write(files, names[-1], size_bytes, read, policy, mode, progress, failed_on)
+
+    publication.again(write)
+    try:
+        publication.put(lambda: _rename(files, names[-1], path, size_bytes))
+    finally:
+        publication.remove_rest()
+    return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
+
+
+def _write(
+    files: Files,
+    path: str,
+    size_bytes: int,
+    read: Callable[[int, int], bytes],
+    policy: Policy,
+    mode: int,
+    progress: Progress | None,
+    failed_on: set[str],
+) -> None:
+    # As one part: the longest that it may get, so that the place need not guess.
+    part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
+    (writer,) = files.place.begin_parts(
+        [path], part_bytes=part_bytes, mode=mode, replication=policy.replication, avoid=frozenset(failed_on)
+    )
+    try:
+        for offset in range(0, size_bytes, CHUNK_BYTES):
+            data = read(offset, min(CHUNK_BYTES, size_bytes - offset))
+            writer.write(data)
+            if progress is not None:
+                progress(offset + len(data), size_bytes)
+        writer.close()
+    except BaseException:
+        failed_on.update(writer.nodes)
+        writer.abort()
+        raise
+
+
+def _rename(files: Files, temporary: str, path: str, size_bytes: int) -> None:
+    try:
+        files.place.rename(temporary, path)
+    except NotFoundError:
+        # A try whose answer was lost may have done it.
+        if files.place.stat(path).size_bytes != size_bytes:
+            raise

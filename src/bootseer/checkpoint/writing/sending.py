@@ -19,12 +19,11 @@ from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.budget import Budget
+from bootseer.checkpoint.ranges import Ranges
 from bootseer.checkpoint.writing.pipeline import Pipeline
-from bootseer.checkpoint.writing.ranges import Ranges
 from bootseer.checkpoint.writing.readback import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
-from bootseer.checkpoint.writing.spool import Spool
+from bootseer.checkpoint.writing.spool import Budget, Spool
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.io.executor import Executor
 

@@ -15,15 +15,12 @@ from typing import Literal
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.budget import Budget
 from bootseer.checkpoint.writing.file_writer import FileWriter
-from bootseer.checkpoint.writing.ordinary import write_ordinary
-from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target
-from bootseer.checkpoint.writing.replayed import write_replayed
+from bootseer.checkpoint.writing.placement import SickNodes
+from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
+from bootseer.checkpoint.writing.replayed import Replayable, write_replayed
 from bootseer.checkpoint.writing.settings import WritingSettings
-from bootseer.checkpoint.writing.sick import SickNodes
-from bootseer.checkpoint.writing.source import Replayable
-from bootseer.checkpoint.writing.spool import Spool
+from bootseer.checkpoint.writing.spool import Budget, Spool
 from bootseer.errors import PermanentError
 from bootseer.io.executor import Executor, run_reported
 from bootseer.io.timer import Timer

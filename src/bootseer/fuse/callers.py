@@ -1,8 +1,12 @@
-"""How many descriptors a process still has that can write to a file, when one of them was closed.
+"""What /proc tells of the thread that made a request: whether it is being killed, and what its process still has open.
+
+The kernel reports with INTERRUPT the first signal only, and not whether it ends the process. Most do not, and a program
+must not be given EINTR for these: on a disk it never is, and a page fault that gets it is a SIGBUS. /proc shows a
+thread that is to die: SIGKILL is pending, whatever signal it was that kills.
 
 A shell opens the file of `{ a; b; } > file` once; each program in it gets a copy of the descriptor and closes it when
 it ends. The kernel tells a file system of each of these closes, and not which one is the last before the file is to be
-complete. /proc tells. Called by `open_files`.
+complete. /proc tells that, too.
 
 Only files of /proc are read that never wait for the process. Of one that executes another program the kernel keeps
 `stat` and `fd/N` until the new one is there, and closes its files before: it would wait for us, and we for it.
@@ -11,7 +15,23 @@ Only files of /proc are read that never wait for the process. Of one that execut
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+
+_PENDING = "SigPnd:"
+
+
+def is_dying(thread: int) -> bool:
+    """Whether a thread is being killed. One that cannot be seen is not."""
+    if thread <= 0:
+        return False
+    try:
+        status = Path(f"/proc/{thread}/status").read_text("utf-8", "replace")
+        pending = next(line for line in status.splitlines() if line.startswith(_PENDING))
+        return bool(int(pending.removeprefix(_PENDING), 16) >> (signal.SIGKILL - 1) & 1)
+    except (OSError, ValueError, StopIteration):
+        return False
+
 
 _PROC = Path("/proc")
 _SIGNALED = 0x400  # PF_SIGNALED of the kernel

@@ -1,8 +1,7 @@
 """Which chunk of a row to compute from the others and parity, instead of waiting for its own part.
 
 Decides and touches nothing. Called by `row` when a row begins, and while its chunks are on their way; times are seconds
-from now on, 0 where the place knows nothing and infinity where nothing is expected.
-"""
+from now on, 0 where the place knows nothing and infinity where nothing is expected."""
 
 from __future__ import annotations
 

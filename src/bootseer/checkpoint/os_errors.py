@@ -1,6 +1,6 @@
-"""From our errors to the error numbers that programs get from the kernel.
+"""From our errors to the error numbers and `OSError`s that programs know.
 
-The text of an error is for the log; a program sees a number. Called by `checkpoint.mount.filesystem`.
+The text of an error is for the log; a program behind a mount sees a number only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bootseer.checkpoint.places.place import (
     NotFolderError,
     TakenError,
 )
-from bootseer.checkpoint.writing.budget import TooLargeError
-from bootseer.errors import AccessError, BootseerError, NotFoundError
+from bootseer.checkpoint.writing.spool import TooLargeError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
 
 _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (OtherFolderError, errno.EXDEV),
@@ -67,3 +67,28 @@ def told_as_numbers(what: str, on_error: Callable[[str], None]) -> Iterator[None
         if number in (errno.EIO, errno.EACCES, errno.ENOSPC):
             on_error(f"{what}: {error}")
         raise OSError(number, str(error)) from error
+
+
+_FSSPEC_NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
+    (NotFolderError, errno.ENOTDIR),  # which is a NotFoundError too
+    (NotFoundError, errno.ENOENT),
+    (AccessError, errno.EACCES),
+    (OtherFolderError, errno.EXDEV),
+    (IsFolderError, errno.EISDIR),
+    (NotEmptyError, errno.ENOTEMPTY),
+    (TakenError, errno.EEXIST),
+    (NoSpaceError, errno.ENOSPC),
+    (NoSpaceNowError, errno.ENOSPC),
+    (TooLargeError, errno.EFBIG),
+    (UsageError, errno.EINVAL),
+)
+
+
+@contextlib.contextmanager
+def os_errors(path: str) -> Iterator[None]:
+    """Raise what fits best: `FileNotFoundError`, `PermissionError`, …, else an input/output error."""
+    try:
+        yield
+    except BootseerError as error:
+        number = next((number for kind, number in _FSSPEC_NUMBERS if isinstance(error, kind)), errno.EIO)
+        raise OSError(number, str(error), path) from error

@@ -1,11 +1,12 @@
-"""How many parts of one file lie on each node, so that the next ones go to nodes that have few: a file is read as fast
-as the node that has the most of it. Called by `segment` and `part`.
+"""Which nodes new parts are placed on: not on those that failed lately, and on those that have few parts of the file,
+since a file is read as fast as the node that has the most of it.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -33,3 +34,25 @@ class NodeUse:
         with self._lock:
             counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
+
+
+class SickNodes:
+    """Remembers nodes for a while. Safe to use from many threads."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._until: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, nodes: Iterable[str]) -> None:
+        """A part failed there."""
+        until = time.monotonic() + self._for_s
+        with self._lock:
+            self._until.update(dict.fromkeys(nodes, until))
+
+    def now(self) -> frozenset[str]:
+        """Nodes to avoid."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {node: until for node, until in self._until.items() if until > now}
+            return frozenset(self._until)

@@ -1,0 +1,159 @@
+"""Ranges of files: joined to spans over small gaps, cut where they overlap, collected in sets. Decides and touches
+nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+GAP_BYTES = 1 << 20
+"""Reading so much that nobody wants costs about as much as one more request."""
+_STRETCH_BYTES = 64 << 20
+"""Within so much of a file the next span is probably on the same disk as the last."""
+_STRETCHES_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Range(Generic[T]):
+    """Bytes `start` to `end` of a file, and what they are wanted for."""
+
+    start: int
+    end: int
+    what: T
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[T]):
+    """Bytes `start` to `end` of a file, read at once; the ranges in it are in order and do not overlap."""
+
+    start: int
+    end: int
+    ranges: tuple[Range[T], ...]
+
+
+def join(ranges: Iterable[Range[T]], *, max_bytes: int, gap_bytes: int = GAP_BYTES) -> list[Span[T]]:
+    """Ranges of one file as spans, in order. A range of more than `max_bytes` is a span of its own."""
+    spans: list[Span[T]] = []
+    joined: list[Range[T]] = []
+    for one in sorted(ranges, key=lambda one: (one.start, one.end)):
+        if joined and not (0 <= one.start - joined[-1].end <= gap_bytes and one.end - joined[0].start <= max_bytes):
+            spans.append(Span(joined[0].start, joined[-1].end, tuple(joined)))
+            joined = []
+        joined.append(one)
+    if joined:
+        spans.append(Span(joined[0].start, joined[-1].end, tuple(joined)))
+    return spans
+
+
+def spread(spans: Mapping[str, Iterable[Span[T]]]) -> Iterator[tuple[str, Span[T]]]:
+    """The spans of many files, in an order in which neighbours tend to lie on different disks.
+
+    A file without stripes has its blocks one after the other, each on one disk: read in order, one disk would work
+    while all others wait.
+    """
+    stretches: dict[tuple[int, str], list[Span[T]]] = {}
+    for file, of_file in spans.items():
+        for span in of_file:
+            stretches.setdefault((span.start // _STRETCH_BYTES, file), []).append(span)
+    order = sorted(stretches)
+    for first in range(0, len(order), _STRETCHES_AT_ONCE):
+        group = order[first : first + _STRETCHES_AT_ONCE]
+        for row in zip_longest(*(stretches[key] for key in group)):
+            yield from ((file, span) for (_, file), span in zip(group, row, strict=True) if span is not None)
+
+
+class Piece(NamedTuple):
+    """Bytes `start` to `end` of the file, to be read for range number `number`."""
+
+    start: int
+    end: int
+    number: int
+
+
+class Copy(NamedTuple):
+    """Bytes `start` to `end` of the file, which range `number` has in common with range `source`."""
+
+    start: int
+    end: int
+    number: int
+    source: int
+
+
+def apart(ranges: Sequence[tuple[int, int]]) -> tuple[list[Piece], list[Copy]]:
+    """Ranges (start, end) as pieces that do not overlap, in the order of the file, and what is copied between them."""
+    pieces: list[Piece] = []
+    copies: list[Copy] = []
+    for number in sorted(range(len(ranges)), key=lambda number: (ranges[number][0], -ranges[number][1])):
+        start, end = ranges[number]
+        # Ranges come in the order of their starts: what overlaps this one is the end of what was read so far.
+        for piece in reversed(pieces):
+            if piece.end <= start:
+                break
+            low, high = max(piece.start, start), min(piece.end, end)
+            if low < high:
+                copies.append(Copy(low, high, number, piece.number))
+        read_to = pieces[-1].end if pieces else 0
+        if max(start, read_to) < end:
+            pieces.append(Piece(max(start, read_to), end, number))
+    return pieces, copies
+
+
+class Ranges:
+    """A set of offsets, kept as half-open ranges."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._starts, self._ends, strict=True)))
+
+    def add(self, start: int, end: int) -> int:
+        """Put a range in: how many offsets are new."""
+        if end <= start:
+            return 0
+        # What touches it becomes one with it.
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        known = 0
+        for at in range(first, last):
+            known += max(min(self._ends[at], end) - max(self._starts[at], start), 0)
+        fresh = end - start - known
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        return fresh
+
+    def remove(self, start: int, end: int) -> int:
+        """Take a range out: how many offsets were in."""
+        if end <= start:
+            return 0
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        if first >= last:
+            return 0
+        count = sum(min(self._ends[at], end) - max(self._starts[at], start) for at in range(first, last))
+        rests = [(self._starts[first], start), (end, self._ends[last - 1])]
+        rests = [(begin, stop) for begin, stop in rests if begin < stop]
+        self._starts[first:last] = [begin for begin, _ in rests]
+        self._ends[first:last] = [stop for _, stop in rests]
+        return count
+
+    def missing(self, start: int, end: int) -> int:
+        """How many offsets of a range are not in."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        known = sum(min(self._ends[at], end) - max(self._starts[at], start) for at in range(first, last))
+        return max(end - start, 0) - known
+
+    def end_from(self, start: int) -> int:
+        """Where the range that `start` lies in ends; `start` itself when it is not in."""
+        at = bisect_right(self._starts, start) - 1
+        return max(self._ends[at], start) if at >= 0 else start
+
+    def total(self) -> int:
+        """How many offsets are in."""
+        return sum(self._ends) - sum(self._starts)
