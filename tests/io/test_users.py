@@ -17,9 +17,9 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.reading.node_cache import Keeper
+from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.segments import LazyPart
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.checkpoint.writing.lane import Lane
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
@@ -124,16 +124,16 @@ def keeping_a_chunk(tmp_path) -> Iterator[Run]:
     data, index = content(1), None
     index = stored(MemoryStore("keeper"), data)
     cached = CallsWhat(Cache(tmp_path / "cache").open(index), "put")
-    keeper, given_back, put = Keeper(Facts()), [], []
+    cache_writer, given_back, put = CacheWriter(Counters()), [], []
 
     def run(job) -> None:
         cached.job = job
         put.append(1)
-        keeper.put(cached, 0, memoryview(data)[: index.block_size], lambda: given_back.append(1))
+        cache_writer.put(cached, 0, memoryview(data)[: index.block_size], lambda: given_back.append(1))
 
     yield run
     until(lambda: len(given_back) == len(put))
-    assert keeper.settle(60, 60)
+    assert cache_writer.settle(60, 60)
     cached.close()
 
 

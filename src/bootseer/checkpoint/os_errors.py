@@ -53,13 +53,13 @@ def stale() -> OSError:
 
 
 def bad_handle() -> OSError:
-    """An open file that nobody has open."""
+    """Not the number of an open file."""
     return refusal(errno.EBADF)
 
 
 @contextlib.contextmanager
-def told_as_numbers(what: str, on_error: Callable[[str], None]) -> Iterator[None]:
-    """Turn our errors into `OSError`s. What no program can know from a number goes to the log."""
+def logged_os_errors(what: str, on_error: Callable[[str], None]) -> Iterator[None]:
+    """For a mount. Turn our errors into `OSError`s; what a program cannot know from a number goes to the log."""
     try:
         yield
     except BootseerError as error:
@@ -69,26 +69,12 @@ def told_as_numbers(what: str, on_error: Callable[[str], None]) -> Iterator[None
         raise OSError(number, str(error)) from error
 
 
-_FSSPEC_NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
-    (NotFolderError, errno.ENOTDIR),  # which is a NotFoundError too
-    (NotFoundError, errno.ENOENT),
-    (AccessError, errno.EACCES),
-    (OtherFolderError, errno.EXDEV),
-    (IsFolderError, errno.EISDIR),
-    (NotEmptyError, errno.ENOTEMPTY),
-    (TakenError, errno.EEXIST),
-    (NoSpaceError, errno.ENOSPC),
-    (NoSpaceNowError, errno.ENOSPC),
-    (TooLargeError, errno.EFBIG),
-    (UsageError, errno.EINVAL),
-)
-
-
 @contextlib.contextmanager
 def os_errors(path: str) -> Iterator[None]:
-    """Raise what fits best: `FileNotFoundError`, `PermissionError`, …, else an input/output error."""
+    """For callers of fsspec. Raise what fits best: `FileNotFoundError`, `PermissionError`, …, else an input/output
+    error."""
     try:
         yield
     except BootseerError as error:
-        number = next((number for kind, number in _FSSPEC_NUMBERS if isinstance(error, kind)), errno.EIO)
+        number = errno.EINVAL if isinstance(error, UsageError) else number_of(error)
         raise OSError(number, str(error), path) from error

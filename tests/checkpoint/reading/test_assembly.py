@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
 from bootseer.checkpoint.reading.shared_file import Assembly
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
@@ -14,7 +14,7 @@ def ask(number):
 
 
 def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
-    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Facts())
+    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Counters())
     begun, answers = [], []
 
     def load(pieces, urgent):
@@ -43,7 +43,7 @@ def test_readers_of_several_pieces_do_not_wait_for_each_others_memory():
 
 
 def test_the_error_of_any_piece_is_the_answer_when_all_have_ended():
-    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Facts())
+    buffer = ChunkBuffer(8 * MIB, 60.0, Timer(), Counters())
     begun, answers = [], []
     asks = [ask(number) for number in range(3)]
     buffer.want(

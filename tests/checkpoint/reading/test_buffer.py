@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
@@ -47,7 +47,7 @@ def timer():
 
 @pytest.fixture
 def buffer(timer):
-    return ChunkBuffer(8 * MIB, 60.0, timer, Facts())
+    return ChunkBuffer(8 * MIB, 60.0, timer, Counters())
 
 
 def ask(number, file=1, length=MIB):
@@ -140,7 +140,7 @@ def test_a_file_that_is_closed_leaves_nothing(buffer):
 
 
 def test_what_nobody_uses_is_dropped_after_a_while(timer):
-    buffer = ChunkBuffer(8 * MIB, 0.05, timer, Facts())
+    buffer = ChunkBuffer(8 * MIB, 0.05, timer, Counters())
     load = Loads()
     buffer.ahead([ask(0), ask(1)], load)
     for piece in load.begun:
@@ -170,7 +170,7 @@ def test_pieces_that_nobody_else_can_use_are_dropped_when_they_were_used(buffer)
 
 def test_too_little_memory_is_refused(timer):
     with pytest.raises(ValueError, match="reading needs"):
-        ChunkBuffer(MIB, 1.0, timer, Facts())
+        ChunkBuffer(MIB, 1.0, timer, Counters())
 
 
 def test_calls_are_made_in_the_order_of_their_times(timer):

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from bootseer.checkpoint.reading.parity_policy import is_late, overtaken, skipped
+from bootseer.checkpoint.reading.parity_policy import chunk_to_replace, chunk_to_skip, is_late
 from bootseer.checkpoint.reading.settings import ReadingSettings
 
 
@@ -23,7 +23,7 @@ from bootseer.checkpoint.reading.settings import ReadingSettings
     ],
 )
 def test_parity_is_read_for_the_chunk_that_comes_last_where_that_pays(delays, wanted, parity_s, expected):
-    assert skipped(delays, frozenset(wanted), parity_s) == expected
+    assert chunk_to_skip(delays, frozenset(wanted), parity_s) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_parity_is_read_for_the_chunk_that_comes_last_where_that_pays(delays, wa
     ],
 )
 def test_a_chunk_on_its_way_is_given_up_where_parity_overtakes_it(left, others_s, parity_s, alone, expected):
-    assert overtaken(left, others_s, parity_s, alone=alone) == expected
+    assert chunk_to_replace(left, others_s, parity_s, alone=alone) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.cache.errors import CacheFull
-from bootseer.checkpoint.reading.node_cache import Keeper
+from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import BootseerError
 from checkpoint.striped_files import content_of, part_paths, put_striped
 
@@ -111,17 +111,17 @@ def test_a_cache_that_cannot_be_written_to_costs_nothing_but_itself(empty, tmp_p
 
 
 def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
-    facts, disk, ended = Facts(), Disk(), []
-    keeper = Keeper(facts)
+    facts, disk, ended = Counters(), Disk(), []
+    cache_writer = CacheWriter(facts)
     data = memoryview(bytearray(8 * MIB))
     for block in range(20):
-        keeper.put(disk, block, data, lambda block=block: ended.append(block))
+        cache_writer.put(disk, block, data, lambda block=block: ended.append(block))
     assert 11 <= len(ended) <= 12, "those that do not fit are let go at once"
     assert facts.all()["not_kept_chunks"] == len(ended)
-    keeper.close_file(disk)
-    assert not keeper.settle(60, 0.05)
+    cache_writer.close_file(disk)
+    assert not cache_writer.settle(60, 0.05)
     disk.go.set()
-    assert keeper.settle(60, 10)
+    assert cache_writer.settle(60, 10)
     assert disk.has_closed.wait(120)
     assert len(disk.put_blocks) == 20 - facts.all()["not_kept_chunks"]
     assert sorted(disk.released) == sorted(ended) == list(range(20))
@@ -130,16 +130,16 @@ def test_a_disk_that_is_slower_than_the_readers_never_holds_them_up():
 
 @pytest.mark.parametrize("error", [CacheFull("no room"), BootseerError("broken")])
 def test_a_full_disk_is_left_alone_for_a_while(error):
-    facts, disk = Facts(), Disk(error)
+    facts, disk = Counters(), Disk(error)
     disk.go.set()
-    keeper = Keeper(facts)
+    cache_writer = CacheWriter(facts)
     ended = threading.Event()
-    keeper.put(disk, 0, memoryview(b"data"), ended.set)
+    cache_writer.put(disk, 0, memoryview(b"data"), ended.set)
     assert ended.wait(120)
-    assert keeper.settle(60, 10)
+    assert cache_writer.settle(60, 10)
     assert facts.all()["not_kept_chunks"] == 1
     assert disk.released == [0]
-    assert keeper.has_room(1) != isinstance(error, CacheFull)
+    assert cache_writer.has_room(1) != isinstance(error, CacheFull)
 
 
 def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
@@ -153,17 +153,17 @@ def test_parts_are_not_read_for_what_is_in_the_cache(empty, reading_of):
 
 
 def test_whoever_closes_waits_no_longer_than_the_disk_goes_on():
-    facts, disk, ended = Facts(), Disk(), []
-    keeper = Keeper(facts)
+    facts, disk, ended = Counters(), Disk(), []
+    cache_writer = CacheWriter(facts)
     data = memoryview(bytearray(MIB))
     for block in range(10):
-        keeper.put(disk, block, data, lambda block=block: ended.append(block))
-    keeper.close_file(disk)
+        cache_writer.put(disk, block, data, lambda block=block: ended.append(block))
+    cache_writer.close_file(disk)
     began = time.monotonic()
-    keeper.close(60, 0.05)
+    cache_writer.close(60, 0.05)
     assert time.monotonic() - began < 30
     assert len(ended) >= 9, "all but the one that the disk is busy with"
-    keeper.put(disk, 10, data, lambda: ended.append(10))
+    cache_writer.put(disk, 10, data, lambda: ended.append(10))
     assert ended[-1] == 10
     disk.go.set()
     assert disk.has_closed.wait(120)

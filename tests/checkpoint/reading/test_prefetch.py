@@ -9,7 +9,7 @@ from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 from checkpoint.faulty_place import ERROR, GOOD
@@ -112,7 +112,7 @@ def test_what_is_to_be_brought_is_not_listed_before_there_is_room_for_it():
     timer = Timer()
     run = Prefetch(
         asks(),
-        buffer=ChunkBuffer(8 * MIB, 60.0, timer, Facts()),
+        buffer=ChunkBuffer(8 * MIB, 60.0, timer, Counters()),
         timer=timer,
         load=lambda pieces, urgent: None,
         is_wanted=lambda ask: True,
@@ -133,7 +133,7 @@ def test_a_prefetch_without_memory_that_no_thread_can_wait_for_ends():
             raise TransientError("the system refuses to start a thread")
 
     timer, over = Timer(), []
-    buffer = ChunkBuffer(8 * MIB, 60.0, timer, Facts())
+    buffer = ChunkBuffer(8 * MIB, 60.0, timer, Counters())
     assert buffer.take(8 * MIB, demand=True)
     run = Prefetch(
         iter([Ask(Key(1, 0), 0, MIB)]),

@@ -4,10 +4,10 @@ import threading
 
 from bootseer.checkpoint.places.place import Outcome
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import Means
+from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
@@ -96,10 +96,10 @@ class LateChunk:
 
 
 def test_a_chunk_that_is_given_up_while_it_is_computed_ends_once_and_not_before():
-    segment, timer, facts = OneChunk(), Timer(), Facts()
+    segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    means = Means("file", segment, ReadingSettings(late_s=0.01, look_s=0.01), facts, timer, buffer, None)
-    row = Row(means, range(1))
+    context = ReadContext("file", segment, ReadingSettings(late_s=0.01, look_s=0.01), facts, timer, buffer, None)
+    row = Row(context, range(1))
     job = LateChunk(row, segment)
     row.add(job)
     row.begin(job)
@@ -121,10 +121,10 @@ class Refused(LateChunk):
 
 
 def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_memory_taken():
-    segment, timer, facts = OneChunk(), Timer(), Facts()
+    segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    means = Means("file", segment, ReadingSettings(), facts, timer, buffer, None)
-    row = Row(means, range(1))
+    context = ReadContext("file", segment, ReadingSettings(), facts, timer, buffer, None)
+    row = Row(context, range(1))
     job = Refused(row, segment)
     row.add(job)
     row.own_ended(job, job.problem, keep=False)
@@ -137,10 +137,10 @@ def test_what_is_rebuilt_in_place_of_a_chunk_that_could_not_be_begun_leaves_no_m
 def test_a_reader_that_fails_when_it_is_told_leaves_no_memory_taken(monkeypatch):
     reported = []
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
-    segment, timer, facts = OneChunk(), Timer(), Facts()
+    segment, timer, facts = OneChunk(), Timer(), Counters()
     buffer = ChunkBuffer(8 << 20, 60.0, timer, facts)
-    means = Means("file", segment, ReadingSettings(look_s=0.01), facts, timer, buffer, None)
-    row = Row(means, range(1))
+    context = ReadContext("file", segment, ReadingSettings(look_s=0.01), facts, timer, buffer, None)
+    row = Row(context, range(1))
     job = Refused(row, segment)
 
     def broken(error, *, keep=True):

@@ -8,11 +8,11 @@ import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import Means
+from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.segments import Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Facts
-from bootseer.checkpoint.reading.sources import Ordinary, Striped
+from bootseer.checkpoint.reading.source import Counters
+from bootseer.checkpoint.reading.sources import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.transfer import Transfer
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
@@ -63,15 +63,15 @@ class Striping:
         self._head = put_striped(self._folder, "file", self.content, parity=parity)
 
     def open(self, rates):
-        links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Facts(), ReadingSettings()
+        links, facts, settings = Links(dict(zip(NODES, rates, strict=True))), Counters(), ReadingSettings()
         clock = Clock(links)
         place = LinkedPlace(self._folder, links)
-        segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, keeper=None, max_open=64)
+        segments = Segments(place, "file", self._head, workers=AtOnce(), cache=None, cache_writer=None, max_open=64)
         for part in segments.acquire(0).parts:
             part.then(lambda file, error: None)
         buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, clock, facts)
-        means = Means("file", segments, settings, facts, clock, buffer, None)
-        return Reader(self.content, links, Striped(self._head, means, None), settings)
+        context = ReadContext("file", segments, settings, facts, clock, buffer, None)
+        return Reader(self.content, links, StripedSource(self._head, context, None), settings)
 
 
 class Reader:
@@ -164,7 +164,7 @@ def ordinary(rates, nodes_of_blocks):
     block = content_of(8 * MIB)
     file = links.store("/f", [(block, nodes) for nodes in nodes_of_blocks])
     settings = ReadingSettings()
-    return Reader(block * len(nodes_of_blocks), links, Ordinary(file, settings, Facts()), settings)
+    return Reader(block * len(nodes_of_blocks), links, OrdinarySource(file, settings, Counters()), settings)
 
 
 @pytest.mark.parametrize(("part", "least"), [(1.0, 0.9), (0.1, 0.88), (0.0, 0.88)])

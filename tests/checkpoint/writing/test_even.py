@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.placement import NodeUse
+from bootseer.checkpoint.writing.placement import NodeLoad
 from bootseer.checkpoint.writing.replayed import BytesSource
 
 from .conftest import MIB, Desk
@@ -18,9 +18,9 @@ from .conftest import MIB, Desk
 def test_nodes_that_are_one_more_than_parts_are_filled_evenly(parts: int, more: int, segments: int, seed: int) -> None:
     nodes = [f"node{number}:1" for number in range(parts + more)]
     source = random.Random(seed)
-    use, lie = NodeUse(), Counter(dict.fromkeys(nodes, 0))
+    use, lie = NodeLoad(), Counter(dict.fromkeys(nodes, 0))
     for _ in range(segments):
-        spare = use.most(parts, ())
+        spare = use.most_loaded(parts, ())
         chosen = [node for node in nodes if node not in spare]
         source.shuffle(chosen)
         chosen = [*chosen, *spare][:parts]
@@ -30,13 +30,13 @@ def test_nodes_that_are_one_more_than_parts_are_filled_evenly(parts: int, more: 
 
 
 def test_a_part_that_failed_and_nodes_that_are_avoided_do_not_count() -> None:
-    use = NodeUse()
+    use = NodeLoad()
     use.add(["a", "b", "b", "c"])
     use.remove(["b"])
     use.add(["c"])
-    assert use.most(2, ()) in (["a", "c"], ["b", "c"])
-    assert use.most(1, {"c"}) in (["a", "b"], ["b", "a"])
-    assert use.most(4, ()) == []
+    assert use.most_loaded(2, ()) in (["a", "c"], ["b", "c"])
+    assert use.most_loaded(1, {"c"}) in (["a", "b"], ["b", "a"])
+    assert use.most_loaded(4, ()) == []
 
 
 def test_a_segment_is_begun_when_it_is_known_where_the_one_before_lies(desk: Desk) -> None:

@@ -106,7 +106,7 @@ def hdfs(cluster: HdfsCluster, tmp_path: Path) -> Iterator[Hdfs]:
 
 
 def test_parts_lie_on_different_datanodes_and_where_the_head_says(hdfs: Hdfs) -> None:
-    assert hdfs.writing.write_file("file", BytesSource(DATA), policy=POLICY).num_beside == 0
+    assert hdfs.writing.write_file("file", BytesSource(DATA), policy=POLICY).num_colocated == 0
     assert read_by_format(hdfs.files, "file") == DATA
     head = hdfs.files.head("file")
     assert head is not None

@@ -147,7 +147,7 @@ def test_a_part_on_a_node_that_is_much_slower_than_the_others_is_written_elsewhe
 def test_parts_that_share_a_node_are_recorded_and_counted(desk: Desk) -> None:
     desk.place.nodes_of = lambda path: ("node:1",)
     written = desk.writing.write_file("job/file", BytesSource(bytes(4 * MIB)), policy=SMALL)
-    assert written.num_beside == 1
+    assert written.num_colocated == 1
     head = desk.files.head("job/file")
     assert head is not None
     assert [part.nodes for part in head.segments[0].parts] == [("node:1",)] * 2

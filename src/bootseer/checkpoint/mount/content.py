@@ -18,15 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from bootseer.checkpoint.files import FileInfo, Files
-from bootseer.checkpoint.mount.held import Held
-from bootseer.checkpoint.mount.nodes import Node
 from bootseer.checkpoint.os_errors import number_of, refusal, stale
 from bootseer.checkpoint.places.place import Entry
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.writing.file_writer import FileWriter
+from bootseer.checkpoint.writing.publication import Written
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.fuse.filesystem import Cancel, Data, Reply
+from bootseer.fuse.filesystem import Data, Reply
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
@@ -39,65 +39,61 @@ def no_check() -> None:
     """Somebody waits."""
 
 
-class Reader(Protocol):
-    """One version of a file, as `Reading` opens it."""
+class Node:
+    """One file or folder as the kernel knows it."""
+
+    __slots__ = ("content", "held", "info", "number", "pages_of", "path")
+
+    def __init__(self, number: int, path: str, info: FileInfo) -> None:
+        self.number = number
+        self.path: str | None = path
+        """None when the name leads elsewhere or nowhere by now."""
+        self.info = info
+        """The latest that is known."""
+        self.content: Content | None = None
+        """There while the file is open."""
+        self.held = 0
+        """How often the kernel was told this node, minus how often it forgot."""
+        self.pages_of: str | None = None
+        """The version whose pages the kernel may have; None when it has none, "" when they must go."""
 
     @property
-    def size_bytes(self) -> int:
-        """Of the content."""
+    def is_folder(self) -> bool:
+        return self.info.is_folder
 
     @property
-    def version(self) -> str:
-        """As the place says it."""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Bytes of a range inside the file."""
-
-    def read_async(
-        self,
-        offset: int,
-        length: int,
-        done: Callable[[Data | BootseerError], None],
-        room: memoryview | None = None,
-    ) -> Cancel | None:
-        """Begin to read a range inside the file; `done` is called once, from any thread. What it gets may lie in `room`
-        when it is called before this returns."""
-
-    def close(self) -> None:
-        """Not read any more."""
+    def is_live(self) -> bool:
+        """Whether the file has content that is not published: what the place says of the name counts for nothing."""
+        return self.content is not None and self.content.is_live
 
 
-class Published(Protocol):
-    """What was published, as `Written` says it."""
+class HeldReader:
+    """One version of a file, closed when its last holder lets it go. Safe for many threads.
 
-    @property
-    def entry(self) -> Entry | None:
-        """What the place says of it; None when it was not asked."""
+    A file that is opened again is read by a new reader from then on, and so it is after a rename; reads that were about
+    to begin go on with the old one, which must not be closed under them.
+    """
 
+    def __init__(self, reader: CheckpointFile, path: str) -> None:
+        self.reader = reader
+        self.path = path
+        """Where it was opened; it may open parts there later."""
+        self._lock = threading.Lock()
+        self._holders = 1
 
-class Writer(Protocol):
-    """New content of a file, as `Writing` makes it: see `FileWriter`."""
+    def hold(self) -> HeldReader:
+        """One more holder. Called by one that holds it."""
+        with self._lock:
+            self._holders += 1
+        return self
 
-    path: str
-
-    @property
-    def size_bytes(self) -> int:
-        """As long as it is now."""
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, check: Check) -> None:
-        """Write anywhere. `check` is called while this waits for long; what it raises ends that."""
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """What was written; fewer bytes at the end."""
-
-    def truncate(self, size_bytes: int) -> None:
-        """Cut, or continue by zeros."""
-
-    def sync(self, check: Check) -> Published:
-        """Publish what was written so far; it may be written on. `check` as for `write_at`."""
-
-    def abort(self) -> None:
-        """Drop what is not published."""
+    def let_go(self) -> None:
+        """One of its holders does not need it any more."""
+        with self._lock:
+            self._holders -= 1
+            is_over = not self._holders
+        if is_over:
+            self.reader.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +101,8 @@ class Sources:
     """Where content comes from and goes to."""
 
     files: Files
-    open: Callable[[str], Reader]
-    begin: Callable[[str, int], Writer]
+    open: Callable[[str], CheckpointFile]
+    begin: Callable[[str, int], FileWriter]
     """Begins new content for a path, with these permission bits."""
     rewrite_bytes: int
     """The largest published file that is written anew when a part of it changes."""
@@ -127,9 +123,9 @@ class Content:
         self._node = node
         self._sources = sources
         self._detach = detach
-        self._read: Held | None = None
+        self._read: HeldReader | None = None
         """The version that is read, once somebody does."""
-        self._writer: Writer | None = None
+        self._writer: FileWriter | None = None
         self._is_dirty = False
         self._num_changes = 0
         """Rises with every change of content or attributes, so that code that ran without the lock can detect one."""
@@ -137,7 +133,7 @@ class Content:
         self._mtime_ns: int | None = None
         """What somebody wants the time of the last change to be."""
         self._given_up: BootseerError | None = None
-        self._published: Published | None = None
+        self._published: Written | None = None
         """What was published last. A writer says the same again when nothing was written since."""
 
     @property
@@ -207,7 +203,7 @@ class Content:
         if self._writer is None:
             self._check_small(self.size_bytes)
 
-    def _hold_reader(self) -> Held | None:
+    def _hold_reader(self) -> HeldReader | None:
         """The published version, to be let go of, or None while there is new content."""
         with self.lock:
             held = self._held_reader()
@@ -228,10 +224,10 @@ class Content:
                 self._node.pages_of = ""
             return self._held_reader()
 
-    def _held_reader(self) -> Held | None:
+    def _held_reader(self) -> HeldReader | None:
         return None if self._read is None or self._writer is not None else self._read.hold()
 
-    def _begin_reading(self, fresh: Held) -> None:
+    def _begin_reading(self, fresh: HeldReader) -> None:
         """Read by this one from now on; reads that were begun by another one still end."""
         self._end_reading()
         self._read = fresh
@@ -242,39 +238,39 @@ class Content:
         if held is not None:
             held.let_go()
 
-    def _open_version(self) -> Held:
+    def _open_version(self) -> HeldReader:
         path = self._node.path
         if path is None:
             raise stale()
         try:
-            return Held(self._sources.open(path), path)
+            return HeldReader(self._sources.open(path), path)
         except NotFoundError:
             # It may just be getting another name.
             with self.changing():
                 moved = self._node.path
                 if moved is None or moved == path:
                     raise
-                return Held(self._sources.open(moved), moved)
+                return HeldReader(self._sources.open(moved), moved)
 
-    def _is_right(self, reader: Reader) -> bool:
+    def _is_right(self, reader: CheckpointFile) -> bool:
         """Whether this is the version that the node is of. The kernel would cut off what is longer than it knows."""
         known = self._read is None or reader.version == self._read.reader.version
         return known and reader.size_bytes == self._node.info.size_bytes
 
-    def _outdated(self, fresh: Held) -> OSError:
+    def _outdated(self, fresh: HeldReader) -> OSError:
         """The name leads to another version than the node is of."""
         fresh.let_go()
         self._detach(self._node)
         return stale()
 
-    def read(self, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
+    def read(self, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         """Answer a read: from what was written, or from the node's version. See `FileSystem.read`."""
         # Without the lock: a writer that waits for room must not hold up readers.
         writer = self._writer
         while writer is not None:
             try:
                 reply(writer.read_at(offset, length))
-                return None
+                return
             except BootseerError:
                 # It may just have ended: then the published version has it all.
                 with self.lock:
@@ -283,17 +279,18 @@ class Content:
                     writer = self._writer
         held = self._hold_reader()
         if held is None:
-            return self.read(offset, length, reply, room)
+            self.read(offset, length, reply, room)
+            return
         try:
-            return self._read_version(held.reader, offset, length, reply, room)
+            self._read_version(held.reader, offset, length, reply, room)
         finally:
             held.let_go()
 
-    def _read_version(self, reader: Reader, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
+    def _read_version(self, reader: CheckpointFile, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         wanted = min(length, reader.size_bytes - offset)
         if wanted <= 0:
             reply(b"")
-            return None
+            return
         self._sources.on_read(self._node.info.path, offset, wanted)
 
         def done(result: Data | BootseerError) -> None:
@@ -306,7 +303,7 @@ class Content:
                 self._sources.on_error(f"reading {self._node.info.path}: {len(result)} bytes in place of {wanted}")
                 reply(errno.EIO)
 
-        return reader.read_async(offset, wanted, done, room[:wanted])
+        reader.read_async(offset, wanted, done, room[:wanted])
 
     def begin_empty(self, check: Check = no_check) -> None:
         """New content from nothing. What the place has stays until it is published."""
@@ -349,7 +346,7 @@ class Content:
             while self.is_dirty and writer is not None:
                 self._publish_once(writer, check)
 
-    def _publish_once(self, writer: Writer, check: Check = no_check) -> None:
+    def _publish_once(self, writer: FileWriter, check: Check = no_check) -> None:
         """Publish all that is there now. Attributes may be set meanwhile, and then it is not all."""
         num_changes = self._num_changes
         before, self._published = self._published, writer.sync(check)
@@ -384,7 +381,7 @@ class Content:
                 self._given_up = why
                 self._drop(self._writer)
 
-    def _drop(self, writer: Writer) -> None:
+    def _drop(self, writer: FileWriter) -> None:
         self._detach(self._node)
         with self.lock:
             self._writer = None
@@ -392,7 +389,7 @@ class Content:
             self._num_changes += 1
         writer.abort()
 
-    def _ended(self, writer: Writer) -> bool:
+    def _ended(self, writer: FileWriter) -> bool:
         """End the writing, if nothing is left to be published."""
         with self.lock:
             if self.is_dirty:
@@ -427,7 +424,7 @@ class Content:
             entry = replace(self._node.info.entry, mtime_ns=time.time_ns())
             self._node.info = replace(self._node.info, entry=entry)
 
-    def _begin(self) -> Writer:
+    def _begin(self) -> FileWriter:
         """New content, which is the file's from `_start` on."""
         # What has no name any more is never published, and wants no other room than what has one.
         path = self._node.info.path if self._is_removed else self._node.path
@@ -435,14 +432,14 @@ class Content:
             raise stale()
         return self._sources.begin(path, stat.S_IMODE(self._node.info.entry.mode))
 
-    def _start(self, writer: Writer) -> Writer:
+    def _start(self, writer: FileWriter) -> FileWriter:
         with self.lock:
             self._writer = writer
             self._num_changes += 1
             self._end_reading()
         return writer
 
-    def _rewrite(self, keep_bytes: int, check: Check = no_check) -> Writer:
+    def _rewrite(self, keep_bytes: int, check: Check = no_check) -> FileWriter:
         """Begin with the first `keep_bytes` of what is published."""
         self._check_small(keep_bytes)
         if keep_bytes == 0:

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field, replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
-from bootseer.checkpoint.mount import owners
-from bootseer.checkpoint.mount.content import Check, Content, Sources
-from bootseer.checkpoint.mount.nodes import Listings, Node, Nodes, is_same
+from bootseer.checkpoint.mount.content import Check, Content, Node, Sources
+from bootseer.checkpoint.mount.nodes import Listings, Nodes, is_same
 from bootseer.checkpoint.mount.open_files import OpenFiles
-from bootseer.checkpoint.os_errors import refusal, stale, told_as_numbers
+from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
+from bootseer.checkpoint.places.local_files import group_of, owner_of, shown_gid, shown_uid
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
-from bootseer.fuse.filesystem import Attributes, Caller, Cancel, Changes, Found, Listed, Opened, Reply, Space
+from bootseer.fuse.filesystem import Attributes, Caller, Changes, Found, Listed, Opened, Reply, Space
 
 _MAX_NAME = 255
 _MAX_TOLD = 100
@@ -132,8 +132,8 @@ class CheckpointFiles:
             mode=(stat.S_IFDIR if info.is_folder else stat.S_IFREG) | stat.S_IMODE(entry.mode),
             size=info.size_bytes if content is None else content.size_bytes,
             nlink=2 if info.is_folder else int(node.path is not None),
-            uid=owners.uid_of(entry.owner),
-            gid=owners.gid_of(entry.group),
+            uid=shown_uid(entry.owner),
+            gid=shown_gid(entry.group),
             mtime_ns=entry.mtime_ns,
         )
 
@@ -167,8 +167,8 @@ class CheckpointFiles:
         if path is None:
             raise stale()
         if changes.uid is not None or changes.gid is not None:
-            owner = None if changes.uid is None else owners.owner_of(changes.uid)
-            group = None if changes.gid is None else owners.group_of(changes.gid)
+            owner = None if changes.uid is None else owner_of(changes.uid)
+            group = None if changes.gid is None else group_of(changes.gid)
             self._files.set_owner(path, owner, group)
         if changes.mode is not None:
             self._files.set_mode(path, changes.mode)
@@ -194,7 +194,7 @@ class CheckpointFiles:
                 except BaseException:
                     self._nodes.forget(found.node, 1)  # the kernel does not hear of it
                     raise
-            owner = "" if caller.uid == os.geteuid() else owners.owner_of(caller.uid)
+            owner = "" if caller.uid == os.geteuid() else owner_of(caller.uid)
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
             node = self._nodes.tell_new(path, FileInfo(entry, 0, is_striped=False))
             try:
@@ -210,7 +210,7 @@ class CheckpointFiles:
         entry = self._nodes.get(parent).info.entry
         if entry.mode & stat.S_ISGID:
             return entry.group
-        return "" if caller.uid == os.geteuid() else owners.group_of(caller.gid)
+        return "" if caller.uid == os.geteuid() else group_of(caller.gid)
 
     def _is_there(self, path: str) -> bool:
         node = self._nodes.at(path)
@@ -238,9 +238,9 @@ class CheckpointFiles:
                     self._listings.forget(_folder(path))
                 raise
 
-    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
+    def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         with self._telling(f"reading {self._open.node(handle).path}"):
-            return self._open.read(handle, offset, length, reply, room)
+            self._open.read(handle, offset, length, reply, room)
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         with self._telling(f"writing {self._open.node(handle).path}"):
@@ -303,7 +303,7 @@ class CheckpointFiles:
             self._listings.forget(_folder(path))
             if caller.uid != os.geteuid():
                 with suppress(PermanentError):  # only few may give folders away
-                    self._files.set_owner(path, owners.owner_of(caller.uid), self._group_in(parent, caller))
+                    self._files.set_owner(path, owner_of(caller.uid), self._group_in(parent, caller))
             return self._told(path, self._files.stat(path))
 
     def remove_folder(self, parent: int, name: bytes) -> None:
@@ -433,7 +433,7 @@ class CheckpointFiles:
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
     def _telling(self, what: str) -> AbstractContextManager[None]:
-        return told_as_numbers(what, self._sources.on_error)
+        return logged_os_errors(what, self._sources.on_error)
 
 
 def _changed(info: FileInfo, changes: Changes) -> FileInfo:
@@ -442,8 +442,8 @@ def _changed(info: FileInfo, changes: Changes) -> FileInfo:
         entry,
         mtime_ns=entry.mtime_ns if changes.mtime_ns is None else changes.mtime_ns,
         mode=entry.mode if changes.mode is None else changes.mode,
-        owner=entry.owner if changes.uid is None else owners.owner_of(changes.uid),
-        group=entry.group if changes.gid is None else owners.group_of(changes.gid),
+        owner=entry.owner if changes.uid is None else owner_of(changes.uid),
+        group=entry.group if changes.gid is None else group_of(changes.gid),
     )
     return replace(info, entry=entry)
 

@@ -13,46 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from bootseer.checkpoint.files import FileInfo
+from bootseer.checkpoint.mount.content import Node
 from bootseer.checkpoint.os_errors import stale
 from bootseer.fuse.protocol import ROOT
 
-if TYPE_CHECKING:
-    from bootseer.checkpoint.mount.content import Content
-
-
 _FIRST = 1 << 40
 """Numbers of nodes are not smaller, the root's excepted."""
-
-
-class Node:
-    """One file or folder as the kernel knows it."""
-
-    __slots__ = ("content", "held", "info", "number", "pages_of", "path")
-
-    def __init__(self, number: int, path: str, info: FileInfo) -> None:
-        self.number = number
-        self.path: str | None = path
-        """None when the name leads elsewhere or nowhere by now."""
-        self.info = info
-        """The latest that is known."""
-        self.content: Content | None = None
-        """There while the file is open."""
-        self.held = 0
-        """How often the kernel was told this node, minus how often it forgot."""
-        self.pages_of: str | None = None
-        """The version whose pages the kernel may have; None when it has none, "" when they must go."""
-
-    @property
-    def is_folder(self) -> bool:
-        return self.info.is_folder
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the file has content that is not published: what the place says of the name counts for nothing."""
-        return self.content is not None and self.content.is_live
 
 
 def is_same(one: FileInfo, other: FileInfo) -> bool:

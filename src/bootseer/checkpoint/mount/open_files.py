@@ -13,12 +13,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bootseer.checkpoint.mount.content import Check, Content, Sources, no_check
-from bootseer.checkpoint.mount.nodes import Node, Nodes
+from bootseer.checkpoint.mount.content import Check, Content, Node, Sources, no_check
+from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.checkpoint.os_errors import bad_handle
 from bootseer.errors import BootseerError
 from bootseer.fuse.callers import num_writing, process_of, was_killed
-from bootseer.fuse.filesystem import Cancel, Opened, Reply
+from bootseer.fuse.filesystem import Opened, Reply
 
 
 @dataclass(eq=False, slots=True)
@@ -103,9 +103,9 @@ class OpenFiles:
             raise bad_handle()
         return handle
 
-    def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
+    def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         """See `FileSystem.read`."""
-        return self._get(handle).content.read(offset, length, reply, room)
+        self._get(handle).content.read(offset, length, reply, room)
 
     def write(self, handle: int, offset: int, data: memoryview, check: Check) -> None:
         """See `FileSystem.write`."""

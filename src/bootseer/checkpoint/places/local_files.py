@@ -129,7 +129,7 @@ def group_of(gid: int) -> str:
 
 
 def uid_of(name: str | None) -> int:
-    """The number of a user; -1 for None. Raises `PermanentError` for a name that nobody has."""
+    """The number of a user; -1 for None. Raises `PermanentError` for an unknown name."""
     if name is None:
         return -1
     try:
@@ -146,6 +146,25 @@ def gid_of(name: str | None) -> int:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         return _number(name, "group")
+
+
+@functools.lru_cache(maxsize=4096)
+def shown_uid(owner: str) -> int:
+    """The number of a user for programs of this machine. An unknown user is shown as the one who mounted: the place
+    decides what a caller may do, and knows the mount by that one identity."""
+    try:
+        return pwd.getpwnam(owner).pw_uid
+    except KeyError:
+        return int(owner) if owner.isdecimal() else os.geteuid()
+
+
+@functools.lru_cache(maxsize=4096)
+def shown_gid(group: str) -> int:
+    """The same for a group."""
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        return int(group) if group.isdecimal() else os.getegid()
 
 
 def _number(name: str, kind: str) -> int:

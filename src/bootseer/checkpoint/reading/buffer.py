@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from bootseer.checkpoint.reading.source import Effect, Facts, Job, carry_out, failure
+from bootseer.checkpoint.reading.source import Counters, Effect, Job, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.timer import Timer
 
@@ -47,7 +47,7 @@ class _State(Enum):
     READY = 3
 
 
-class Held:
+class BufferedPiece:
     """One piece. `data` may be read while it is held and `error` is None."""
 
     __slots__ = (
@@ -71,16 +71,16 @@ class Held:
         """Whether it was read to its end."""
 
 
-Waiter = Callable[[Held], None]
+Waiter = Callable[[BufferedPiece], None]
 """Called when a piece is ready or has failed, with the piece held: `let_go` when it is not used any more."""
-Load = Callable[[Sequence[Held], bool], None]
+Load = Callable[[Sequence[BufferedPiece], bool], None]
 """Reads pieces into their `data`; True when somebody waits. Calls `finish` for each of them when it has ended."""
 
 
 class ChunkBuffer:
     """All pieces of all files. Calls nobody while it holds its lock: see `effects`."""
 
-    def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Facts) -> None:
+    def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Counters) -> None:
         if limit_bytes < MIN_BYTES:
             raise ValueError(f"{limit_bytes} bytes of memory; reading needs {MIN_BYTES} at least")
         self._limit = limit_bytes
@@ -89,12 +89,12 @@ class ChunkBuffer:
         self._facts = facts
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
-        self._pieces: dict[Key, Held] = {}
+        self._pieces: dict[Key, BufferedPiece] = {}
         self._files: dict[int, set[Key]] = {}
         # Ready and not held, the one that was used longest ago first; those that were read to their ends apart.
-        self._idle: OrderedDict[Key, Held] = OrderedDict()
-        self._spent: OrderedDict[Key, Held] = OrderedDict()
-        self._queue: deque[Held] = deque()
+        self._idle: OrderedDict[Key, BufferedPiece] = OrderedDict()
+        self._spent: OrderedDict[Key, BufferedPiece] = OrderedDict()
+        self._queue: deque[BufferedPiece] = deque()
         self._sweeping = False
         self._overdrawn = False
         self.taken_bytes = 0
@@ -163,7 +163,7 @@ class ChunkBuffer:
         Returns how many of them need no more asking, and the bytes of those that were begun. With a `waiter`, these are
         held for it.
         """
-        begun: list[Held] = []
+        begun: list[BufferedPiece] = []
         done = 0
         with self._lock:
             for ask in asks:
@@ -180,7 +180,7 @@ class ChunkBuffer:
         carry_out(self._loads(begun, demand=False))
         return done, sum(piece.length for piece in begun)
 
-    def finish(self, piece: Held, error: BootseerError | None) -> None:
+    def finish(self, piece: BufferedPiece, error: BootseerError | None) -> None:
         """A piece was loaded, or could not be: then it is as if nobody had asked, and the next reader tries again.
         The second time, nothing happens."""
         with self._lock:
@@ -197,13 +197,13 @@ class ChunkBuffer:
             effects: list[Effect] = [*(partial(waiter, piece) for waiter in waiters), *self._serve()]
         carry_out(effects)
 
-    def hold(self, piece: Held) -> Callable[[], None]:
+    def hold(self, piece: BufferedPiece) -> Callable[[], None]:
         """Hold a piece that is held already once more; call what is returned to let go."""
         with self._lock:
             piece.users += 1
         return lambda: self.let_go(piece)
 
-    def let_go(self, piece: Held, *, spent: bool = False) -> None:
+    def let_go(self, piece: BufferedPiece, *, spent: bool = False) -> None:
         """A piece is not used any more by one of its holders. `spent`: it was read to its end."""
         with self._lock:
             piece.users -= 1
@@ -242,14 +242,14 @@ class ChunkBuffer:
         with self._lock:
             return self._emptied.wait_for(lambda: not self.taken_bytes, timeout_s)
 
-    def _loads(self, pieces: Iterable[Held], *, demand: bool) -> list[Effect]:
+    def _loads(self, pieces: Iterable[BufferedPiece], *, demand: bool) -> list[Effect]:
         """The loading of pieces whose state says already that they are loading: those of the same file together."""
-        groups: dict[Load, list[Held]] = {}
+        groups: dict[Load, list[BufferedPiece]] = {}
         for piece in pieces:
             groups.setdefault(piece.load, []).append(piece)
         return [partial(self._load, load, group, demand) for load, group in groups.items()]
 
-    def _load(self, load: Load, pieces: Sequence[Held], demand: bool) -> None:
+    def _load(self, load: Load, pieces: Sequence[BufferedPiece], demand: bool) -> None:
         try:
             for piece in pieces:
                 piece.data = bytearray(piece.length)
@@ -261,12 +261,12 @@ class ChunkBuffer:
             if not isinstance(error, Exception):
                 raise
 
-    def _add(self, ask: Ask, load: Load) -> Held:
-        piece = self._pieces[ask.key] = Held(ask, load)
+    def _add(self, ask: Ask, load: Load) -> BufferedPiece:
+        piece = self._pieces[ask.key] = BufferedPiece(ask, load)
         self._files.setdefault(ask.key.file, set()).add(ask.key)
         return piece
 
-    def _remove(self, piece: Held) -> None:
+    def _remove(self, piece: BufferedPiece) -> None:
         """Forget a piece, and give its memory back."""
         del self._pieces[piece.key]
         keys = self._files[piece.key.file]
@@ -284,7 +284,7 @@ class ChunkBuffer:
         if not self.taken_bytes:
             self._emptied.notify_all()
 
-    def _rest(self, piece: Held) -> None:
+    def _rest(self, piece: BufferedPiece) -> None:
         """Nobody holds this piece now."""
         if piece.dropped or piece.key.start < 0:
             self._remove(piece)
@@ -315,7 +315,7 @@ class ChunkBuffer:
 
     def _serve(self) -> list[Effect]:
         """Give room to those who wait for it, in their order. Returns how they are loaded."""
-        served: list[Held] = []
+        served: list[BufferedPiece] = []
         while self._queue and self._take(self._queue[0].length, demand=True):
             piece = self._queue.popleft()
             piece.state = _State.LOADING

@@ -1,29 +1,24 @@
 """One chunk of a striped file: from another process of this node, from its part, from its part again, or from parity.
 
-The bytes are compared with the chunk's digest before anybody hears of them. Wrong ones are asked for again where other
-nodes have them; a chunk that does not come right at all is for its row to rebuild (`row`), and ends with an error that
-names file, chunk, part and nodes when that cannot be. Made by `striped`.
+The bytes are compared with the chunk's digest before any reader gets them. Wrong ones are asked for again where other
+nodes have them; a chunk that does not come right at all ends with an error that names file, chunk, part and nodes, or
+is rebuilt where its row has parity: `row` derives from `ChunkRead` for that, and reads the parity by `ParityRead`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
-from bootseer.checkpoint.reading.context import Means, alike
+from bootseer.checkpoint.reading.context import ReadContext, alike
 from bootseer.checkpoint.reading.parity_policy import is_late
 from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.checkpoint.reading.source import Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.io.executor import report_exception
-
-if TYPE_CHECKING:
-    from bootseer.checkpoint.reading.row import Row
-
 
 _POLL_S = 0.01
 _MAX_WRONG = 4
@@ -31,9 +26,9 @@ _MAX_WRONG = 4
 
 
 class ChunkRead:
-    """A `Job`. While its own read is under way nobody else writes into `into`, and its row waits for its end."""
+    """A `Job`. While its own read is in flight no other thread writes into `into`."""
 
-    def __init__(self, means: Means, want: Want, stripe: int, *, row: Row | None = None, shared: bool = True) -> None:
+    def __init__(self, context: ReadContext, want: Want, stripe: int, *, shared: bool = True) -> None:
         """`shared`: leave it to another process that fetches it already."""
         self.lane: Hashable = stripe
         self.num_bytes = len(want.into)
@@ -48,10 +43,9 @@ class ChunkRead:
         self.urgent = False
         """Whether a reader waits for it."""
         self.abandoned = False
-        """Whether nobody wants it any more."""
-        self._means = means
+        """Whether it is not wanted any more."""
+        self._context = context
         self._want = want
-        self._row = row
         self._shared = shared
         self._stopped = self._own_is_over = self._is_over = False
         self._opened: OpenSegment | None = None
@@ -72,7 +66,7 @@ class ChunkRead:
         """What is read, in an error's words."""
         start = self._want.start
         part, _ = self.segment.place_of(self.chunk)
-        return f"{self._means.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
+        return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
 
     def start(self, *, urgent: bool) -> None:
         """See `Job.start`."""
@@ -89,23 +83,29 @@ class ChunkRead:
         """See `Job.cancel`."""
         self.abandoned = True
         self.stop()
-        if self._row is not None:
-            self._row.look_again()
 
     def stop(self) -> None:
-        """Have its own read end soon: its row has rebuilt it."""
+        """Have its own read end soon, because its row has rebuilt it or it is not wanted any more."""
         self._stopped = True
         if (ticket := self._ticket) is not None:
             ticket.cancel()
 
     def left_s(self) -> float:
-        """Seconds until its own part will have come, by estimate; 0 where nobody knows."""
+        """Seconds until its own part will have come, by estimate; 0 where that is not known."""
         ticket = self._ticket
         return 0.0 if ticket is None else ticket.left_s()
 
     def read_own(self) -> None:
-        """Ask its own part. Ends in `Row.own_ended`, or in `finish`."""
+        """Ask its own part."""
         self._guard(self._read_own)
+
+    def _ready(self) -> None:
+        """The chunk is to be read now: its segment is open, and no other process fetches it."""
+        self.read_own()
+
+    def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
+        """Its own part has given the chunk or an error. Called once."""
+        self.finish(error, keep=keep)
 
     def is_right(self, data: memoryview) -> bool:
         """Whether these are the bytes of the chunk."""
@@ -128,18 +128,18 @@ class ChunkRead:
     def _let_go(self, segment: OpenSegment, *, keep: bool) -> None:
         try:
             if keep:
-                self._means.keep(segment, self.chunk, self.into, self._want.hold)
+                self._context.keep(segment, self.chunk, self.into, self._want.hold)
             elif self._claimed:
-                self._means.release_claim(segment, self.chunk)
+                self._context.release_claim(segment, self.chunk)
         finally:
-            self._means.segments.release(segment)
+            self._context.segments.release(segment)
 
     def _guard(self, step: Callable[[], None]) -> None:
         """Take a step; if that goes wrong, whatever it is, its own read has ended: its readers wait for that."""
         try:
             step()
         except BaseException as error:
-            problem = failure(error, f"{self._means.path}: chunk {self.chunk}")
+            problem = failure(error, f"{self._context.path}: chunk {self.chunk}")
             if self._opened is None:
                 self.finish(problem)
             else:
@@ -148,36 +148,33 @@ class ChunkRead:
                 raise
 
     def _begin(self) -> None:
-        self._opened = self._means.segments.acquire(self.chunk)
+        self._opened = self._context.segments.acquire(self.chunk)
         self._claim()
 
     def _read_own(self) -> None:
         part, offset = self.segment.place_of(self.chunk)
         self.expected_s = part.delay_s(offset, self.num_bytes)
-        self.started_s = self._means.timer.now_s()
+        self.started_s = self._context.timer.now_s()
         part.then(self._part_opened)
 
     def _claim(self) -> None:
         """Leave the chunk to another process that fetches it already, if it does so soon."""
-        means, segment = self._means, self.segment
-        self._claimed = self._shared and means.claim(segment, self.chunk)
+        context, segment = self._context, self.segment
+        self._claimed = self._shared and context.claim(segment, self.chunk)
         if segment.cached is not None and self._shared and not self._claimed and not self._stopped:
-            if means.is_cached(segment, self.chunk):
-                if means.read_cached(segment, self.chunk, 0, self.into):
+            if context.is_cached(segment, self.chunk):
+                if context.read_cached(segment, self.chunk, 0, self.into):
                     self._own_ended(None, keep=False)
                     return
             else:
-                now = means.timer.now_s()
+                now = context.timer.now_s()
                 if self._waits_until is None:
-                    self._waits_until = now + means.settings.claim_s
-                    means.facts.add("claims_waited")
+                    self._waits_until = now + context.settings.claim_s
+                    context.facts.add("claims_waited")
                 if now < self._waits_until:
-                    means.timer.after(_POLL_S, partial(self._guard, self._claim))
+                    context.timer.after(_POLL_S, partial(self._guard, self._claim))
                     return
-        if self._row is None:
-            self.read_own()
-        else:
-            self._row.begin(self)
+        self._ready()
 
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is not None:
@@ -198,7 +195,7 @@ class ChunkRead:
         try:
             ticket = file.read_into(
                 offset, self.into, arrived,
-                check=check, urgent=self.urgent, avoid=avoid, deadline_s=self._means.settings.deadline_s,
+                check=check, urgent=self.urgent, avoid=avoid, deadline_s=self._context.settings.deadline_s,
             )  # fmt: skip
         except BootseerError as error:
             self._own_ended(self._named(error))
@@ -208,7 +205,7 @@ class ChunkRead:
             ticket.cancel()
 
     def _arrived(self, file: OpenFile, outcome: Outcome) -> None:
-        facts = self._means.facts
+        facts = self._context.facts
         if outcome.error is not None:
             self._own_ended(self._wrong_error() if self._wrong else self._named(outcome.error))
             return
@@ -245,24 +242,21 @@ class ChunkRead:
         self._own_is_over = True
         if error is not None:
             self.problem = error
-        if self._row is None:
-            self.finish(error, keep=keep)
-        else:
-            self._row.own_ended(self, error, keep=keep)
+        self._own_read_ended(error, keep=keep)
 
 
 class ParityRead:
     """One read. `ended` is called once after `start`, from any thread; then `error` or `data` holds."""
 
-    def __init__(self, means: Means, segment: OpenSegment, first_chunk: int, ended: Callable[[], None]) -> None:
+    def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, ended: Callable[[], None]) -> None:
         """`first_chunk`: of the row; none is longer."""
         self.data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
         self.error: BootseerError | None = None
-        self._means = means
+        self._context = context
         self._ended = ended
         self._part, self._offset = segment.parity_of(first_chunk)
         self._expected_s = self._part.delay_s(self._offset, CHUNK_BYTES)
-        self._since_s = means.timer.now_s()
+        self._since_s = context.timer.now_s()
         self._cancelled = self._is_over = False
         self._ticket: Ticket | None = None
 
@@ -283,10 +277,10 @@ class ParityRead:
 
     def is_late(self, now: float) -> bool:
         """Whether it has taken too long by `now`."""
-        return is_late(now - self._since_s, self._expected_s, self._means.settings)
+        return is_late(now - self._since_s, self._expected_s, self._context.settings)
 
     def left_s(self) -> float:
-        """Seconds until it will be here, by estimate; 0 where nobody knows."""
+        """Seconds until it will be here, by estimate; 0 where that is not known."""
         ticket = self._ticket
         return 0.0 if ticket is None else ticket.left_s()
 
@@ -296,7 +290,7 @@ class ParityRead:
             return
         try:
             ticket = file.read_into(
-                self._offset, self.data, self._arrived, check=False, deadline_s=self._means.settings.deadline_s
+                self._offset, self.data, self._arrived, check=False, deadline_s=self._context.settings.deadline_s
             )
         except BaseException as error:
             self._end(failure(error, self._part.path))
@@ -309,7 +303,7 @@ class ParityRead:
 
     def _arrived(self, outcome: Outcome) -> None:
         if outcome.error is None:
-            self._means.facts.add("place_bytes", len(self.data))
+            self._context.facts.add("place_bytes", len(self.data))
         self._end(outcome.error)
 
     def _end(self, error: BootseerError | None) -> None:

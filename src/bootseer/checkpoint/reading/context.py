@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.node_cache import Donors, Keeper
+from bootseer.checkpoint.reading.node_cache import CacheWriter, DedupSources
 from bootseer.checkpoint.reading.segments import OpenSegment, Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.io.timer import Timer
@@ -28,7 +28,7 @@ _RECOUNT_S = 0.25
 class Engine:
     """Of one process: a forked child makes its own. Threads are started when they are needed."""
 
-    def __init__(self, place: Place, cache: Cache | None, settings: ReadingSettings, facts: Facts) -> None:
+    def __init__(self, place: Place, cache: Cache | None, settings: ReadingSettings, facts: Counters) -> None:
         self.place = place
         self.cache = cache
         self.settings = settings
@@ -36,8 +36,10 @@ class Engine:
         self.timer = Timer()
         self.workers = Executor("bootseer-open", _OPENING)
         self.buffer = ChunkBuffer(settings.memory_bytes, settings.idle_s, self.timer, facts)
-        self.keeper = Keeper(facts) if cache is not None else None
-        self.donors = Donors(cache, settings.max_donors, settings.donors_s) if cache is not None else None
+        self.cache_writer = CacheWriter(facts) if cache is not None else None
+        self.dedup_sources = (
+            DedupSources(cache, settings.max_dedup_segments, settings.dedup_search_s) if cache is not None else None
+        )
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[float, int]] = {}
         self._counted_s = 0.0
@@ -57,28 +59,28 @@ class Engine:
     def close(self) -> None:
         """All files were closed: end what is on its way, wait a little for what is to be kept, and end the threads."""
         self.buffer.cancel(TransientError(f"{self.place.uri}: the reading was closed"))
-        if self.keeper is not None:
-            self.keeper.close(self.settings.keep_s, self.settings.keep_still_s)
+        if self.cache_writer is not None:
+            self.cache_writer.close(self.settings.keep_s, self.settings.keep_still_s)
         self.buffer.wait_empty(_CLOSE_S)
         self.timer.close()
 
     def settle(self) -> None:
         """The process ends: wait a little for what is to be kept."""
-        if self.keeper is not None:
-            self.keeper.settle(self.settings.keep_s, self.settings.keep_still_s)
+        if self.cache_writer is not None:
+            self.cache_writer.settle(self.settings.keep_s, self.settings.keep_still_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Means:
-    """Of one file. `keeper` is None when there is no cache."""
+class ReadContext:
+    """Of one file. `cache_writer` is None when there is no cache."""
 
     path: str
     segments: Segments
     settings: ReadingSettings
-    facts: Facts
+    facts: Counters
     timer: Timer
     buffer: ChunkBuffer
-    keeper: Keeper | None
+    cache_writer: CacheWriter | None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:
         """Whether no other process of this node fetches this chunk from now on. Without a cache, nobody knows."""
@@ -118,10 +120,10 @@ class Means:
 
         `hold` keeps `data` as it is until what it returns is called; without it, a copy is kept.
         """
-        keeper = self.keeper
-        if keeper is None or segment.cached is None:
+        cache_writer = self.cache_writer
+        if cache_writer is None or segment.cached is None:
             return
-        if not keeper.has_room(len(data)) or (hold is None and not self.buffer.take(len(data), demand=False)):
+        if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.take(len(data), demand=False)):
             self.facts.add("not_kept_chunks")
             self.release_claim(segment, chunk)
             return
@@ -136,7 +138,7 @@ class Means:
             let_go()
             self.segments.release(segment)
 
-        keeper.put(segment.cached, chunk - segment.first_chunk, kept, done)
+        cache_writer.put(segment.cached, chunk - segment.first_chunk, kept, done)
 
 
 def alike(error: BootseerError, message: str) -> BootseerError:

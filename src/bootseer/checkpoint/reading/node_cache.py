@@ -27,7 +27,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.reading.source import Facts
+from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import Executor
 
@@ -45,10 +45,10 @@ class _Chunk:
     then: Callable[[], None]
 
 
-class Keeper:
+class CacheWriter:
     """The thread that puts, and its queue."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Counters) -> None:
         self._facts = facts
         self._change = threading.Condition(threading.Lock())
         self._queue: deque[_Chunk | CachedFile] = deque()  # a file stands for its closing
@@ -188,7 +188,7 @@ _FRESH_S = 60.0
 """What was put into the cache since then is not known."""
 
 
-class Donors:
+class DedupSources:
     """What the cache can give. Safe to use from many threads."""
 
     def __init__(self, cache: Cache, max_files: int, timeout_s: float) -> None:

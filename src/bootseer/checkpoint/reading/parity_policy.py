@@ -18,7 +18,7 @@ _ALONE_WORTH_S = 0.25
 """... and much earlier where the other chunks of the row must be read for it, which nobody asked for."""
 
 
-def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:
+def chunk_to_skip(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:
     """Which chunk of a row not to ask its own part for; None: none of them.
 
     `delays`: when each chunk of the row would be here; `wanted`: those that somebody asked for.
@@ -28,7 +28,7 @@ def skipped(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float
     return last if _pays(delays[last], max([parity_s, *others]), alone=bool(others)) else None
 
 
-def overtaken(left: Mapping[int, float], others_s: float, parity_s: float, *, alone: bool) -> int | None:
+def chunk_to_replace(left: Mapping[int, float], others_s: float, parity_s: float, *, alone: bool) -> int | None:
     """Which of the chunks that are on their way to give up for parity; None: none of them.
 
     `left`: when each of them will be here; `others_s`: when the rest of the row will be; `alone`: some of that would be
@@ -41,7 +41,7 @@ def overtaken(left: Mapping[int, float], others_s: float, parity_s: float, *, al
     return last if _pays(left[last], max(rest_s, others_s, parity_s), alone=alone) else None
 
 
-def is_regretted(own_s: float, parity_s: float) -> bool:
+def parity_no_longer_pays(own_s: float, parity_s: float) -> bool:
     """Whether a chunk that parity is on its way for, instead of its own part, would come sooner from that by now."""
     return _pays(parity_s, own_s, alone=False)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Load
+from bootseer.checkpoint.reading.buffer import Ask, BufferedPiece, ChunkBuffer, Load
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer
 
@@ -121,7 +121,7 @@ class Prefetch:
             self._pausing = False
         self.go_on()
 
-    def _arrived(self, piece: Held) -> None:
+    def _arrived(self, piece: BufferedPiece) -> None:
         self._buffer.let_go(piece, spent=self._spent)
         with self._lock:
             self._in_flight -= piece.length

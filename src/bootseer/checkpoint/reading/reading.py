@@ -17,13 +17,13 @@ from itertools import count
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, is_head_size, parse_head, peek
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
-from bootseer.checkpoint.reading.context import Engine, Means, alike
+from bootseer.checkpoint.reading.context import Engine, ReadContext, alike
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.segments import Segments
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.shared_file import SharedFile
-from bootseer.checkpoint.reading.source import Facts, Source
-from bootseer.checkpoint.reading.sources import Ordinary, Striped
+from bootseer.checkpoint.reading.source import Counters, Source
+from bootseer.checkpoint.reading.sources import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.transfer import Waiting
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.fork import after_fork
@@ -40,7 +40,7 @@ class Reading:
         self._place = place
         self._cache = cache
         self._settings = settings or ReadingSettings()
-        self._facts = Facts()
+        self._facts = Counters()
         self._numbers = count(1)
         self._files: dict[tuple[str, str], tuple[SharedFile, int]] = {}
         self._closed = False
@@ -108,7 +108,7 @@ class Reading:
 
     def _renew(self) -> None:
         """In a child: the parent's threads are not here, its locks may be held for ever, its memory is not ours."""
-        self._facts = Facts()
+        self._facts = Counters()
         self._begin()
         for shared, _ in self._files.values():
             shared.renew(self._engine)
@@ -132,15 +132,18 @@ class Reading:
         return PermanentError(f"{path}: read after the reading of {self._place.uri} was closed")
 
     def _ordinary(self, file: OpenFile, engine: Engine) -> Source:
-        return Ordinary(file, self._settings, engine.facts)
+        return OrdinarySource(file, self._settings, engine.facts)
 
     def _striped(self, path: str, head: Head, engine: Engine) -> Source:
         segments = Segments(
             self._place, path, head,
-            workers=engine.workers, cache=engine.cache, keeper=engine.keeper, max_open=self._settings.max_segments,
+            workers=engine.workers, cache=engine.cache, cache_writer=engine.cache_writer,
+            max_open=self._settings.max_segments,
         )  # fmt: skip
-        means = Means(path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.keeper)
-        return Striped(head, means, engine.donors)
+        context = ReadContext(
+            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer
+        )
+        return StripedSource(head, context, engine.dedup_sources)
 
 
 def _read_head(file: OpenFile, path: str, settings: ReadingSettings) -> Head | None:

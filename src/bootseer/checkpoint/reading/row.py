@@ -3,10 +3,12 @@
 A row decides when it begins which chunk comes last by the place's estimate, and reads the parity part in its stead if
 that comes earlier. So a slow disk is read less, and all disks, that of the parity too, share the work. Later, a chunk
 that is late, unreadable or wrong is rebuilt. Nothing that is on its way or here already is read twice: only chunks of
-the row that nobody had asked for are read for the rebuilding alone. What was rebuilt is compared with the digest of the
+the row that were not asked for are read for the rebuilding alone. What was rebuilt is compared with the digest of the
 chunk like everything else.
 
-Made by `striped` for each batch of reads. Two rows of the same chunks do not know each other.
+There is one row for each batch of reads; two rows of the same chunks do not know each other. Locking (ADR 27): under
+its lock a row changes its own state and asks for estimates, and calls nothing else. Its lock is taken by chunks that
+hold none, and what follows from a change is called after the lock is released.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from math import inf
 
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
-from bootseer.checkpoint.reading.context import Means, alike
-from bootseer.checkpoint.reading.parity_policy import is_late, is_regretted, overtaken, skipped
+from bootseer.checkpoint.reading.context import ReadContext, alike
+from bootseer.checkpoint.reading.parity_policy import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
 from bootseer.checkpoint.reading.segments import LazyPart, OpenSegment
 from bootseer.checkpoint.reading.source import Want, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
@@ -36,11 +38,11 @@ class _Parity(Enum):
 
 
 class Row:
-    """The reads of one row in one batch. Under its lock it asks for estimates, and calls nobody else."""
+    """The reads of one row in one batch."""
 
-    def __init__(self, means: Means, chunks: range) -> None:
+    def __init__(self, context: ReadContext, chunks: range) -> None:
         """`chunks`: all of the row, whether they are wanted or not."""
-        self._means = means
+        self._context = context
         self._chunks = chunks
         self._lock = threading.Lock()
         self._jobs: dict[int, ChunkRead] = {}
@@ -63,6 +65,12 @@ class Row:
         self._watching = False
         self._waits_for_room = False
         self._num_finished = 0
+
+    def read(self, want: Want, stripe: int) -> ChunkRead:
+        """The read of a chunk of this row, not started yet."""
+        job = _RowChunk(self, self._context, want, stripe)
+        self.add(job)
+        return job
 
     def add(self, job: ChunkRead) -> None:
         """A chunk that is wanted. Before any of them is started."""
@@ -91,10 +99,10 @@ class Row:
         self._num_active += 1
         if self._segment is None:
             self._segment = job.segment
-            self._means.segments.hold(job.segment)
+            self._context.segments.hold(job.segment)
 
     def own_ended(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
-        """A chunk's own read has ended, and nobody writes into its memory any more."""
+        """A chunk's own read has ended, and no thread writes into its memory any more."""
         chunk = job.chunk
         with self._lock:
             data = self._rebuilt.pop(chunk, None)
@@ -108,7 +116,7 @@ class Row:
                     chunk not in self._begun
                 ):  # it went wrong before `begin`: the memory of the rebuilding must come back
                     self._enter(job)
-                if self._rebuilding != chunk:  # else who rebuilds it also ends it
+                if self._rebuilding != chunk:  # else the thread that rebuilds it also ends it
                     self._asked[chunk] = job
         if error is not None and data is not None:
             job.into[:] = data
@@ -117,14 +125,14 @@ class Row:
             self._finish(job, error, keep=keep)
         self._go_on()
 
-    def look_again(self) -> None:
+    def withdrawn(self) -> None:
         """A chunk is not wanted any more: it must not wait for others of the row, which may never be started now."""
         self._go_on()
 
     def _choose(self, segment: OpenSegment) -> int | None:
         """The chunk that parity is read for from the beginning; None: each chunk is read from its own part."""
         delays = {chunk: _delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
-        return skipped(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
+        return chunk_to_skip(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
 
     def _look(self) -> None:
         """Have chunks rebuilt that are late, or that would come sooner so, now that more is known of their nodes."""
@@ -141,13 +149,13 @@ class Row:
             self._watching = self._num_active > 0
             if self._watching:
                 try:
-                    self._means.timer.after(self._means.settings.look_s, self._look)
+                    self._context.timer.after(self._context.settings.look_s, self._look)
                 except TransientError:  # no thread can be started: the next chunk that begins tries again
                     self._watching = False
 
     def _late(self) -> list[ChunkRead]:
         """Ask for the rebuilding of what is late. Returns chunks whose own parts are to be asked after all."""
-        settings, now = self._means.settings, self._means.timer.now_s()
+        settings, now = self._context.settings, self._context.timer.now_s()
         with self._lock:
             on_way: dict[int, ChunkRead] = {}
             for chunk in self._begun - self._have.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
@@ -174,10 +182,10 @@ class Row:
         others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
         parity_s = self._parity_s(segment)
         helpers_s = max((one.left_s() for chunk, one in self._helpers.items() if chunk not in self._have), default=0.0)
-        loser = overtaken(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
+        loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
         if loser in on_way:
             self._asked = {loser: on_way[loser]}
-        elif loser is None and any(is_regretted(left[job.chunk], max(parity_s, helpers_s)) for job in untried):
+        elif loser is None and any(parity_no_longer_pays(left[job.chunk], max(parity_s, helpers_s)) for job in untried):
             self._asked = {}
         else:
             return []
@@ -197,7 +205,7 @@ class Row:
         is_waited_for = self._parity is _Parity.LOADING and parity is not None and parity.is_late(now)
         for chunk, helper in self._helpers.items():
             if chunk not in self._have and helper.started_s is not None:
-                is_waited_for |= is_late(now - helper.started_s, helper.expected_s, self._means.settings)
+                is_waited_for |= is_late(now - helper.started_s, helper.expected_s, self._context.settings)
         if not is_waited_for:
             return []
         untried = [job for job in self._asked.values() if job.started_s is None]
@@ -224,7 +232,7 @@ class Row:
                     break
                 step()
             except BaseException as error:
-                self._cannot_rebuild(failure(error, f"{self._means.path}: chunks {self._chunks}"))
+                self._cannot_rebuild(failure(error, f"{self._context.path}: chunks {self._chunks}"))
                 if not isinstance(error, Exception):
                     interrupt = error
         self._tidy()
@@ -275,13 +283,13 @@ class Row:
                 del self._asked[job.chunk]
                 return job.read_own
             if not self._waits_for_room:
-                self._means.timer.after(_NO_ROOM_S, self._try_again)
+                self._context.timer.after(_NO_ROOM_S, self._try_again)
                 self._waits_for_room = True
             return None
         starts: list[Callable[[], None]] = []
         made = {chunk: self._helper(job.segment, chunk) for chunk in helpers}
         if needs_parity:
-            self._parity_read = ParityRead(self._means, job.segment, self._chunks.start, self._parity_ended)
+            self._parity_read = ParityRead(self._context, job.segment, self._chunks.start, self._parity_ended)
             self._parity = _Parity.LOADING
             starts.append(self._parity_read.start)
         self._num_extra += num_reads
@@ -291,7 +299,7 @@ class Row:
 
     def _take(self, num_bytes: int, job: ChunkRead) -> bool:
         """Whether there is memory to rebuild a chunk with."""
-        buffer = self._means.buffer
+        buffer = self._context.buffer
         if not buffer.take(num_bytes, demand=job.urgent):
             # When nothing but the rebuilding ends its read, all memory may be held by such reads. It is returned in
             # time, because the row waits for nothing that has not begun.
@@ -316,7 +324,7 @@ class Row:
         self._go_on()
 
     def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
-        """Reads a chunk that nobody asked for. It has no row: if its part is of no use either, nothing helps."""
+        """Reads a chunk that was not asked for. It has no row: if its part is of no use either, nothing helps."""
         data = memoryview(bytearray(segment.index.length(chunk - segment.first_chunk)))
 
         def ended(error: BootseerError | None) -> None:
@@ -328,7 +336,7 @@ class Row:
                     self._lost.add(chunk)
             self._go_on()
 
-        return ChunkRead(self._means, Want(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
+        return ChunkRead(self._context, Want(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
 
     def _rebuild(self, job: ChunkRead) -> None:
         others = [self._have[chunk] for chunk in self._chunks if chunk != job.chunk]
@@ -352,9 +360,9 @@ class Row:
             elif running and not here:
                 self._rebuilt[job.chunk] = data
         if not right:
-            self._means.facts.add("wrong_chunks")
+            self._context.facts.add("wrong_chunks")
         elif not here:
-            self._means.facts.add("rebuilt")
+            self._context.facts.add("rebuilt")
             if running:
                 job.stop()
             else:
@@ -393,8 +401,8 @@ class Row:
             for read in extra:
                 read.cancel()
         else:
-            self._means.segments.release(segment)
-            self._means.buffer.give(given, overdrawn=overdrawn)
+            self._context.segments.release(segment)
+            self._context.buffer.give(given, overdrawn=overdrawn)
 
     def _forget(self) -> None:
         self._parity = _Parity.NONE
@@ -410,6 +418,25 @@ class Row:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
         why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
         return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
+
+
+class _RowChunk(ChunkRead):
+    """A chunk of which its row decides how it is read, and whether an error is its end."""
+
+    def __init__(self, row: Row, context: ReadContext, want: Want, stripe: int) -> None:
+        super().__init__(context, want, stripe)
+        self._row = row
+
+    def cancel(self) -> None:
+        """See `Job.cancel`."""
+        super().cancel()
+        self._row.withdrawn()
+
+    def _ready(self) -> None:
+        self._row.begin(self)
+
+    def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
+        self._row.own_ended(self, error, keep=keep)
 
 
 def _delay_s(part: LazyPart, offset: int) -> float:

@@ -18,7 +18,7 @@ from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.places.place import OpenFile, Place
-from bootseer.checkpoint.reading.node_cache import Keeper
+from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor, report_exception, run_reported
 
@@ -133,7 +133,7 @@ class Segments:
         *,
         workers: Executor,
         cache: Cache | None,
-        keeper: Keeper | None,
+        cache_writer: CacheWriter | None,
         max_open: int,
     ) -> None:
         self._place = place
@@ -141,7 +141,7 @@ class Segments:
         self._head = head
         self._workers = workers
         self._cache = cache
-        self._keeper = keeper
+        self._cache_writer = cache_writer
         self._max_open = max_open
         self._lock = threading.Lock()
         self._open: OrderedDict[int, OpenSegment] = OrderedDict()
@@ -208,5 +208,5 @@ class Segments:
         for opened in closing:
             for part in opened.parts:
                 part.close()
-            if opened.cached is not None and self._keeper is not None:
-                self._keeper.close_file(opened.cached)
+            if opened.cached is not None and self._cache_writer is not None:
+                self._cache_writer.close_file(opened.cached)

@@ -61,7 +61,7 @@ class ReadingSettings:
 
     max_segments: int = 64
     """Segments of one file that are open at once; the others are opened again when they are read."""
-    max_donors: int = 1024
+    max_dedup_segments: int = 1024
     """Cached segments that are searched for equal chunks: 256 GiB of the latest checkpoints."""
-    donors_s: float = 1.0
+    dedup_search_s: float = 1.0
     """... and how long that search may take when a file is opened, once a minute at most."""

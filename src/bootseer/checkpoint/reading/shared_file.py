@@ -12,7 +12,7 @@ from itertools import count, pairwise
 
 from bootseer.checkpoint.ahead import Advice, Ahead
 from bootseer.checkpoint.ranges import apart
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Held, Key
+from bootseer.checkpoint.reading.buffer import Ask, BufferedPiece, ChunkBuffer, Key
 from bootseer.checkpoint.reading.context import Engine
 from bootseer.checkpoint.reading.prefetch import Prefetch
 from bootseer.checkpoint.reading.source import Source, Want, failure
@@ -39,7 +39,7 @@ class Assembly:
         self._error: BootseerError | None = None
         self._whole = memoryview(bytearray(length)) if num_pieces > 1 else None
 
-    def arrived(self, piece: Held) -> None:
+    def arrived(self, piece: BufferedPiece) -> None:
         """A piece is ready, or has failed."""
         low, high = max(self._offset, piece.offset), min(self._end, piece.offset + piece.length)
         part = memoryview(piece.data)[low - piece.offset : high - piece.offset]
@@ -59,7 +59,7 @@ class Assembly:
                 return
         self._done(self._error or self._whole)
 
-    def _let_go(self, piece: Held) -> None:
+    def _let_go(self, piece: BufferedPiece) -> None:
         self._buffer.let_go(piece, spent=self._end >= piece.offset + piece.length)
 
 
@@ -161,8 +161,8 @@ class SharedFile:
     def prefetch(self, offset: int, length: int) -> None:
         """See `CheckpointFile.prefetch`."""
         engine = self._engine
-        keeper = engine.keeper if self._source.whole_units else None
-        if keeper is None:  # memory is all there is, and it is for what comes soon
+        cache_writer = engine.cache_writer if self._source.whole_units else None
+        if cache_writer is None:  # memory is all there is, and it is for what comes soon
             length = min(length, engine.settings.memory_bytes // 2)
         run = Prefetch(
             self._units(offset, length),
@@ -170,9 +170,9 @@ class SharedFile:
             timer=engine.timer,
             load=self._load,
             is_wanted=lambda ask: not self._source.is_local(ask.offset),
-            has_room=keeper.has_room if keeper is not None else lambda _: True,
+            has_room=cache_writer.has_room if cache_writer is not None else lambda _: True,
             max_bytes=engine.settings.prefetch_bytes,
-            spent=keeper is not None,
+            spent=cache_writer is not None,
             ended=self._prefetches.discard,
         )
         with self._lock:
@@ -240,7 +240,7 @@ class SharedFile:
         done(data)
         return True
 
-    def _load(self, pieces: Sequence[Held], urgent: bool) -> None:
+    def _load(self, pieces: Sequence[BufferedPiece], urgent: bool) -> None:
         """Read pieces for the buffer."""
         buffer = self._engine.buffer
         ordered = sorted(pieces, key=lambda piece: piece.offset)
@@ -265,7 +265,7 @@ class SharedFile:
             gather.expect(len(shared))
             asks = {ask.key: parts for ask, parts in shared.items()}
 
-            def arrived(piece: Held) -> None:
+            def arrived(piece: BufferedPiece) -> None:
                 if piece.error is None and not gather.has_failed:
                     data = memoryview(piece.data)
                     for offset, into in asks[piece.key]:

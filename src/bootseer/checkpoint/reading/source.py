@@ -141,7 +141,7 @@ NAMES = (
 )
 
 
-class Facts:
+class Counters:
     """Counts by name, of `NAMES`."""
 
     def __init__(self) -> None:

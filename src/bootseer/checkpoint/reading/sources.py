@@ -16,20 +16,20 @@ from bootseer.checkpoint.head import Head, Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
 from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
-from bootseer.checkpoint.reading.context import Means
-from bootseer.checkpoint.reading.node_cache import Donors
+from bootseer.checkpoint.reading.context import ReadContext
+from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Facts, Job, Want, failure
+from bootseer.checkpoint.reading.source import Counters, Job, Want, failure
 
 
-class Ordinary:
+class OrdinarySource:
     """A `Source` over one open file. Takes it over."""
 
     whole_units = False
     num_lanes = 0
 
-    def __init__(self, file: OpenFile, settings: ReadingSettings, facts: Facts) -> None:
+    def __init__(self, file: OpenFile, settings: ReadingSettings, facts: Counters) -> None:
         self.size_bytes = file.size_bytes
         self.version = file.version
         self.unit_bytes = self.row_bytes = settings.unit_bytes
@@ -63,7 +63,7 @@ class _Piece:
 
     __slots__ = ("_cancelled", "_deadline_s", "_facts", "_file", "_ticket", "_want", "lane", "num_bytes")
 
-    def __init__(self, file: OpenFile, want: Want, deadline_s: float, facts: Facts) -> None:
+    def __init__(self, file: OpenFile, want: Want, deadline_s: float, facts: Counters) -> None:
         self.lane: Hashable = frozenset(file.nodes(want.start))
         self.num_bytes = len(want.into)
         self._file = file
@@ -107,60 +107,62 @@ class _Piece:
         self._want.done(outcome.error)
 
 
-class Striped:
+class StripedSource:
     """A `Source` over the parts of one striped file."""
 
     whole_units = True
     unit_bytes = CHUNK_BYTES
 
-    def __init__(self, head: Head, means: Means, donors: Donors | None) -> None:
+    def __init__(self, head: Head, context: ReadContext, dedup_sources: DedupSources | None) -> None:
         self.size_bytes = head.size_bytes
         self.version = head.id
         self.num_lanes = max(segment.stripes for segment in head.segments)
         self.row_bytes = self.num_lanes * CHUNK_BYTES
-        self.max_ahead_bytes = means.settings.ahead.max_bytes
+        self.max_ahead_bytes = context.settings.ahead.max_bytes
         self._head = head
-        self._means = means
-        self._donors = donors
+        self._context = context
+        self._dedup_sources = dedup_sources
 
     def prepare(self) -> None:
         """See `Source.prepare`."""
         if any(segment.parity is not None for segment in self._head.segments):
             make_ready()
-        if self._donors is not None:
-            self._donors.search()
+        if self._dedup_sources is not None:
+            self._dedup_sources.search()
 
     def is_local(self, start: int) -> bool:
         """See `Source.is_local`."""
-        if self._means.keeper is None:
+        if self._context.cache_writer is None:
             return False
         chunk = start // CHUNK_BYTES
-        segment = self._means.segments.acquire(chunk)
+        segment = self._context.segments.acquire(chunk)
         try:
-            if self._means.is_cached(segment, chunk):
+            if self._context.is_cached(segment, chunk):
                 return True
-            return self._donors is not None and self._donors.has(segment.index.digest(chunk - segment.first_chunk))
+            return self._dedup_sources is not None and self._dedup_sources.has(
+                segment.index.digest(chunk - segment.first_chunk)
+            )
         finally:
-            self._means.segments.release(segment)
+            self._context.segments.release(segment)
 
     def read_local(self, start: int, into: memoryview) -> bool:
         """See `Source.read_local`. What another file gave is kept as this one's, for when that one is gone."""
         chunk = start // CHUNK_BYTES
         inside = start - chunk * CHUNK_BYTES
-        means = self._means
-        segment = means.segments.acquire(chunk)
+        context = self._context
+        segment = context.segments.acquire(chunk)
         try:
-            if means.is_cached(segment, chunk) and means.read_cached(segment, chunk, inside, into):
+            if context.is_cached(segment, chunk) and context.read_cached(segment, chunk, inside, into):
                 return True
             block = chunk - segment.first_chunk
-            if self._donors is None or not self._donors.read(segment.index.digest(block), inside, into):
+            if self._dedup_sources is None or not self._dedup_sources.read(segment.index.digest(block), inside, into):
                 return False
-            means.facts.add("donor_bytes", len(into))
+            context.facts.add("donor_bytes", len(into))
             if len(into) == segment.index.length(block):
-                means.keep(segment, chunk, into, None)
+                context.keep(segment, chunk, into, None)
             return True
         finally:
-            means.segments.release(segment)
+            context.segments.release(segment)
 
     def jobs(self, wants: Sequence[Want]) -> list[Job]:
         """See `Source.jobs`. Chunks of a row with parity know each other."""
@@ -177,15 +179,13 @@ class Striped:
             if segment.parity is not None and chunk not in chunks:
                 of_segment = row_of(chunk - first, segment.index.num_blocks, segment.stripes)
                 chunks = range(of_segment.start + first, of_segment.stop + first)
-                row = Row(self._means, chunks)
-            job = ChunkRead(self._means, want, (chunk - first) % segment.stripes, row=row)
-            if row is not None:
-                row.add(job)
-            jobs.append(job)
+                row = Row(self._context, chunks)
+            stripe = (chunk - first) % segment.stripes
+            jobs.append(ChunkRead(self._context, want, stripe) if row is None else row.read(want, stripe))
         return jobs
 
     def close(self) -> None:
         """See `Source.close`."""
-        self._means.segments.close()
-        if self._donors is not None:
-            self._donors.give_back()
+        self._context.segments.close()
+        if self._dedup_sources is not None:
+            self._dedup_sources.give_back()

@@ -18,7 +18,7 @@ from dataclasses import replace
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.placement import SickNodes
+from bootseer.checkpoint.writing.placement import ExcludedNodes
 from bootseer.checkpoint.writing.publication import Publication, Written, write_ordinary
 from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -50,13 +50,13 @@ class FileWriter:
         mode: int,
         verify: str,
         workers: Executor,
-        sick: SickNodes,
+        excluded: ExcludedNodes,
         settings: WritingSettings,
         free_some: Callable[[], bool],
         ended: Callable[[FileWriter], None],
     ) -> None:
         """`free_some` says whether room in the spool will come back; `ended` hears of the end."""
-        self.sending = Sending(publication.target(sick), policy, spool, budget, workers)
+        self.sending = Sending(publication.target(excluded), policy, spool, budget, workers)
         """For whoever looks after all files of a `Writing`."""
         self._files = files
         self._publication = publication

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 
-class NodeUse:
+class NodeLoad:
     """Of one file. Safe to use from many threads."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class NodeUse:
         with self._lock:
             self._parts.subtract(nodes)
 
-    def most(self, num_parts: int, without: Collection[str]) -> list[str]:
+    def most_loaded(self, num_parts: int, without: Collection[str]) -> list[str]:
         """The nodes with the most, the most last: fewer remain than so many parts need, so that at least one of these
         goes to a node that has none, if there is one. Those of `without` are no nodes to remain."""
         with self._lock:
@@ -36,21 +36,21 @@ class NodeUse:
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
 
 
-class SickNodes:
-    """Remembers nodes for a while. Safe to use from many threads."""
+class ExcludedNodes:
+    """Nodes on which a part has failed lately, each for a while. Safe to use from many threads."""
 
     def __init__(self, for_s: float) -> None:
         self._for_s = for_s
         self._until: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def add(self, nodes: Iterable[str]) -> None:
+    def exclude(self, nodes: Iterable[str]) -> None:
         """A part failed there."""
         until = time.monotonic() + self._for_s
         with self._lock:
             self._until.update(dict.fromkeys(nodes, until))
 
-    def now(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """Nodes to avoid."""
         now = time.monotonic()
         with self._lock:

@@ -21,7 +21,7 @@ from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head,
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError
 from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.placement import NodeUse, SickNodes
+from bootseer.checkpoint.writing.placement import ExcludedNodes, NodeLoad
 from bootseer.checkpoint.writing.readback import verify_parts
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -43,7 +43,7 @@ class Written:
     num_parts: int = 0
     num_retries: int = 0
     """Parts that were begun again."""
-    num_beside: int = 0
+    num_colocated: int = 0
     """Parts that lie on a node of a sibling: the two cannot be read as fast as others."""
     entry: Entry | None = None
     """What the place says of a small file that is not striped; None of others."""
@@ -63,7 +63,7 @@ class Publication:
         self._mode = mode
         self._settings = settings
         self._workers = workers
-        self._use = NodeUse()
+        self._use = NodeLoad()
         self._named: frozenset[str] = frozenset()
         """Parts that the visible head names, and those of every head that may be visible."""
         # The first lease comes late: what is written in a minute needs none, `collect` leaves younger folders alone.
@@ -75,7 +75,7 @@ class Publication:
         self._in_attempt = ATTEMPTS in path.split("/")
         self._lease_lock = threading.Lock()
 
-    def target(self, sick: SickNodes) -> Target:
+    def target(self, excluded: ExcludedNodes) -> Target:
         """Where segments are written to."""
         return Target(
             place=self._files.place,
@@ -85,7 +85,7 @@ class Publication:
             part_bytes=self._policy.part_bytes,
             replication=self._policy.replication,
             mode=self._mode,
-            sick=sick,
+            excluded=excluded,
             use=self._use,
             settings=self._settings,
             begins=self.use_folder,
@@ -113,8 +113,8 @@ class Publication:
         self.put(lambda: self._show(data, names), keep=self.id)
         self._named = names
         self.remove_rest()
-        beside = sum(_num_beside(segment) for segment in segments)
-        return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_beside=beside)
+        colocated = sum(_num_colocated(segment) for segment in segments)
+        return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_colocated=colocated)
 
     def use_folder(self) -> None:
         """Something will be written into the folder of parts: `remove_rest` has something to look for from now on."""
@@ -229,14 +229,14 @@ def check_target(files: Files, path: str) -> None:
             raise IsFolderError(f"{files.place.uri}/{path} is a folder")
 
 
-def _num_beside(segment: Segment) -> int:
+def _num_colocated(segment: Segment) -> int:
     """Parts whose every node has another part of the segment."""
     seen: set[str] = set()
-    beside = 0
+    colocated = 0
     for part in segment.all_parts:
-        beside += bool(part.nodes) and seen.issuperset(part.nodes)
+        colocated += bool(part.nodes) and seen.issuperset(part.nodes)
         seen.update(part.nodes)
-    return beside
+    return colocated
 
 
 _WHOLE_BYTES = 8 << 20

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.pipeline import Pipeline
-from bootseer.checkpoint.writing.placement import SickNodes
+from bootseer.checkpoint.writing.placement import ExcludedNodes
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written
 from bootseer.checkpoint.writing.segment import SegmentWriter
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -119,14 +119,14 @@ def write_replayed(
     policy: Policy,
     *,
     workers: Executor,
-    sick: SickNodes,
+    excluded: ExcludedNodes,
     settings: WritingSettings,
     verify: str,
     progress: Progress | None,
 ) -> Written:
     """Write a file and show it. Whatever fails leaves nothing behind. `progress` is called in this thread."""
     count = _Count()
-    pipeline = Pipeline(publication.target(sick), workers, source.read, count.on_end, count.on_sent)
+    pipeline = Pipeline(publication.target(excluded), workers, source.read, count.on_end, count.on_sent)
     segments: list[SegmentWriter] = []
     try:
         for start, length, stripes in policy.segments_of(source.size_bytes):

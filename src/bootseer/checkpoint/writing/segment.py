@@ -30,7 +30,7 @@ from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
 from bootseer.checkpoint.places.place import PartWriter, Place
 from bootseer.checkpoint.writing.lane import Lane
-from bootseer.checkpoint.writing.placement import NodeUse, SickNodes
+from bootseer.checkpoint.writing.placement import ExcludedNodes, NodeLoad
 from bootseer.checkpoint.writing.settings import WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
@@ -162,7 +162,7 @@ class PartTask:
         writer, self._writer = self._writer, None
         if writer is not None:
             if isinstance(error, TransientError):  # others are no fault of a node
-                segment.sick.add(writer.nodes)
+                segment.excluded.exclude(writer.nodes)
             if self.row and len(self.nodes) == 1:
                 segment.use.remove(self.nodes)
             # A dead node may hold this for seconds.
@@ -208,8 +208,8 @@ class Target:
     part_bytes: int
     replication: int | None
     mode: int
-    sick: SickNodes
-    use: NodeUse
+    excluded: ExcludedNodes
+    use: NodeLoad
     settings: WritingSettings
     begins: Callable[[], None] = lambda: None
     """Called before something is written there."""
@@ -238,7 +238,7 @@ class SegmentWriter:
         self.start = start
         self.stripes = stripes
         self.lane = lane
-        self.sick = target.sick
+        self.excluded = target.excluded
         self.use = target.use
         self.settings = target.settings
         self.path = target.folder
@@ -358,11 +358,11 @@ class SegmentWriter:
 
     def begin_again(self, part: PartTask) -> PartWriter:
         """A new file for a part: not on a node that failed, and not on a sibling's if there is another one."""
-        sick = self.sick.now()
+        excluded = self.excluded.names()
         siblings = [sibling.nodes for sibling in self._parts if sibling is not part]
         # With replicas the siblings are everywhere, and only nodes that fail are worth avoiding.
         taken = [nodes[0] for nodes in siblings if nodes] if all(len(nodes) <= 1 for nodes in siblings) else []
-        (writer,) = self._begin_files([part.number], sick.union(taken))
+        (writer,) = self._begin_files([part.number], excluded.union(taken))
         return writer
 
     def is_much_slower(self, part: PartTask) -> bool:
@@ -395,7 +395,7 @@ class SegmentWriter:
             if self.is_over:
                 return
             try:
-                writers = self._begin_files(numbers, self.sick.now())
+                writers = self._begin_files(numbers, self.excluded.names())
                 break
             except TransientError as error:
                 if failures == self.settings.part_tries or time.monotonic() >= until:
@@ -426,7 +426,7 @@ class SegmentWriter:
             mode=target.mode,
             replication=target.replication,
             avoid=avoid,
-            spare=target.use.most(self.stripes + target.parity, self.sick.now()),
+            spare=target.use.most_loaded(self.stripes + target.parity, self.excluded.names()),
         )
 
     def _wake(self) -> None:

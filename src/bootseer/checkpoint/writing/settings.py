@@ -22,7 +22,7 @@ class WritingSettings:
     """The longest pause between two tries; the first ones are shorter."""
     retry_for_s: float = 90.0
     """No try begins so long after the first failure: a NameNode restarts or another one takes over in less."""
-    sick_s: float = 120.0
+    excluded_s: float = 120.0
     """How long a node is avoided after a part on it failed."""
     spool_bytes: int = 2 << 30
     """Bytes on the local disk that are not safe elsewhere yet, of all files that are written as a stream."""

@@ -1,4 +1,4 @@
-"""All writing to a place by one process: its threads, its room on the local disk, its knowledge of sick nodes.
+"""All writing to a place by one process: its threads, its room on the local disk, its knowledge of excluded nodes.
 
 One `Writing` serves all files of a mount or of a job; make another one after a fork. Called by the mount, by
 `bootseer ckpt put` and by the adapters for PyTorch, safetensors and fsspec.
@@ -16,7 +16,7 @@ from typing import Literal
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing.file_writer import FileWriter
-from bootseer.checkpoint.writing.placement import SickNodes
+from bootseer.checkpoint.writing.placement import ExcludedNodes
 from bootseer.checkpoint.writing.publication import Progress, Publication, Written, check_target, write_ordinary
 from bootseer.checkpoint.writing.replayed import Replayable, write_replayed
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -53,7 +53,7 @@ class Writing:
         self._spool = spool or Path(os.environ.get("TMPDIR") or _SPOOL)
         self._settings = settings or WritingSettings()
         self._workers = Executor("bootseer-write", self._settings.max_threads)
-        self._sick = SickNodes(self._settings.sick_s)
+        self._excluded = ExcludedNodes(self._settings.excluded_s)
         self._budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
         self._lock = threading.Lock()
         self._writers: set[FileWriter] = set()
@@ -84,7 +84,8 @@ class Writing:
             if policy.is_striped(source.size_bytes):
                 return write_replayed(
                     publication, source, policy,
-                    workers=self._workers, sick=self._sick, settings=self._settings, verify=verify, progress=progress,
+                    workers=self._workers, excluded=self._excluded, settings=self._settings, verify=verify,
+                    progress=progress,
                 )  # fmt: skip
             return write_ordinary(
                 self._files, publication, source.size_bytes, source.read,
@@ -110,7 +111,7 @@ class Writing:
         try:
             writer = FileWriter(
                 self._files, publication, policy, Spool(self._spool), self._budget,
-                mode=mode, verify=verify, workers=self._workers, sick=self._sick, settings=self._settings,
+                mode=mode, verify=verify, workers=self._workers, excluded=self._excluded, settings=self._settings,
                 free_some=self._free_some, ended=lambda writer: self._ended(writer, publication),
             )  # fmt: skip
         except BaseException:
@@ -124,7 +125,7 @@ class Writing:
         """What is on its way, and nodes that are avoided."""
         with self._lock:
             num_files = len(self._publications)
-        return {"files": num_files, "spool_bytes": self._budget.used_bytes, "sick": sorted(self._sick.now())}
+        return {"files": num_files, "spool_bytes": self._budget.used_bytes, "sick": sorted(self._excluded.names())}
 
     def close(self) -> None:
         """Abort what was not committed."""
