@@ -1,12 +1,13 @@
 """Read-ahead: from the reads of one file, which bytes will be wanted next.
 
 Several readers may go through one file at once: threads, processes that share a descriptor, eight ranks behind one
-mount. So reads are told apart by where they are, not by who made them: each sequential *stream* has a place that it has
-reached, and a read belongs to the stream that it is nearest to. Around that place reads may come out of order, as the
-kernel sends them, and may skip a little. A stream earns its window: it doubles while the stream goes on, and begins
-anew where less than half of what was passed was read. Reads that belong to no stream bring nothing but themselves.
+mount. So reads are told apart by where they are, not by the handle they came through: each sequential *stream* has a
+place that it has reached, and a read belongs to the stream that it is nearest to. Around that place reads may come out
+of order, as the kernel sends them, and may skip a little. A stream earns its window: it doubles while the stream goes
+on, and begins anew where less than half of what was passed was read. Reads that belong to no stream bring nothing but
+themselves.
 
-Decides and touches nothing; whoever calls it does so from one thread at a time. Called by `reading.file`.
+Decides and touches nothing. Not safe for threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AheadSettings:
     first_bytes: int = 2 * _MIB
     """The first window of a stream: little is lost when it ends there, as the reading of a header does."""
     max_bytes: int = 64 * _MIB
-    """The largest window: 0.1 s of a line of 5 Gbit/s, more than any line here keeps under way. Files whose disks take
+    """The largest window: 0.1 s of a 5 Gbit/s link, more than any link here keeps in flight. Files whose disks take
     turns at long stretches need more."""
     forward_bytes: int = 16 * _MIB
     """A read so far beyond its stream still belongs to it."""
@@ -97,7 +98,7 @@ class Ahead:
         end = offset + length
         number = self._nearest(offset, end)
         if number is None:
-            # Whoever begins at the beginning wants a header or everything. Elsewhere, one read proves nothing.
+            # A reader that begins at the start wants a header or everything. Elsewhere, one read proves nothing.
             number = self._begin(offset, end, proven=offset == 0)
         else:
             self._follow(self._streams[number], offset, end)

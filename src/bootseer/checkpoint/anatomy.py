@@ -1,4 +1,4 @@
-"""What one file of a checkpoint consists of, and where that lies now. Called by `bootseer ckpt stat`.
+"""What one file of a checkpoint consists of, and where that lies now.
 
 A head says where its parts were put; HDFS moves blocks when nodes come and go. Both are shown, for they explain the
 speed of reading.
@@ -30,7 +30,7 @@ class PartFound:
     kind: str
     """`data` or `parity`."""
     nodes: tuple[str, ...]
-    """Where it lies now; empty where nobody knows."""
+    """Where it lies now; empty where unknown."""
     problem: str
     """"" when it is there and as long as it was."""
 

@@ -1,20 +1,19 @@
 """Checkpoints on their way: written in a hidden folder, shown by one renaming, and removed when their writer has died.
 
     <folder>/.attempts/<id>/        what is being written
-    <folder>/.attempts/<id>.lease   a file whose age says whether the writer lives
+    <folder>/.attempts/<id>.lease   a file whose age says whether the writer is alive
     <folder>/.attempts/<id>.old     what a replacing attempt has taken away, until it is replaced
     <folder>/.attempts/<id>.gone    what is being deleted
 
 A writer that was killed or interrupted leaves all of it. The next one of the same checkpoint takes that over
 (`Attempt.take_over`): at once when it ran on this machine, otherwise when its lease is old.
 
-The writer writes its lease again every minute. One that is older than ten minutes by the place's own clock belongs to
-nobody, and `collect` removes what it stood for; a writer that was stopped for so long notices when it publishes. No
+The writer writes its lease again every minute. One that is older than ten minutes by the place's own clock is
+stale, and `collect` removes what it stood for; a writer that was stopped for so long notices when it publishes. No
 clock of any node matters.
 
-Files that are written in place, through a mount, leave parts without a head when their writer dies. Writers keep a
-file `lease` among the parts as long as they are on their way; where there is none, `collect` waits for a day.
-Called by `publish`, `catalog` and the mount.
+Files that are written in place, through a mount, leave parts without a head when their writer dies. Writers keep a file
+`lease` among the parts as long as they are on their way; where there is none, `collect` waits for a day.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from bootseer.io.executor import Executor, report_exception
 from bootseer.mounts.process import ProcessId
 
 LEASE_S = 600.0
-"""A lease that was not renewed for so long belongs to nobody."""
+"""A lease that was not renewed for so long is stale."""
 LEASE_NAME = "lease"
 """Of a file's parts on their way, among them."""
 _RENEW_S = 60.0
@@ -119,13 +118,13 @@ class Attempt:
     ) -> None:
         """Remove what was not published. After an interrupt or a `TransientError` whole files stay for another try."""
         self._over.set()
-        # A place that does not answer holds it up; what it writes then is a lease that nobody renews.
+        # A place that does not answer holds it up; what it writes then is a lease that is not renewed.
         self._thread.close(_END_S)
         if self.has_whole_files and isinstance(error, (TransientError, Interrupted)):
             return
         if self._has_taken:
             return  # it could not be put back: `collect` will do it, and needs the lease to know its name
-        with contextlib.suppress(TransientError):  # who does not answer once is not asked again
+        with contextlib.suppress(TransientError):  # a place that does not answer is not asked again
             for rest in (self.path, self.path + _LEASE):
                 with contextlib.suppress(PermanentError):
                     self._place.delete(rest, recursive=True)
@@ -166,7 +165,7 @@ class Attempt:
         """Show the folder as the target. Raises `TakenError` when there is something of this name.
 
         With `replace` that is removed. For a moment there is nothing of the name then: no place can exchange two
-        folders. Whoever dies in this moment leaves it to `collect` to put the old one back.
+        folders. After a crash in this moment `collect` puts the old one back.
         """
         self._check_lease()
         try:
@@ -215,12 +214,12 @@ class Attempt:
             with contextlib.suppress(TakenError):
                 self._show()
                 return
-            # What we took away before was replaced by somebody else.
+            # What we took away before was replaced by another writer.
             self._drop_taken()
             self._has_taken = True
             try:
                 self._place.rename(self._target, self.path + _OLD, replace=False)
-            except NotFoundError:  # somebody else has just taken it away
+            except NotFoundError:  # another writer has just taken it away
                 self._has_taken = False
         raise TransientError(f"{self._what()}: others keep replacing it; try again")
 
@@ -274,7 +273,7 @@ class Attempt:
 def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: float = _NO_LEASE_S) -> int:
     """Remove what dead writers have left in a folder. Returns how many things that were.
 
-    What cannot be removed, because it belongs to somebody else, stays.
+    What cannot be removed, because it belongs to another user, stays.
     """
     now_s = place.now_s()
     attempts = _join(folder, ATTEMPTS)
@@ -318,7 +317,7 @@ def _put_back(place: Place, path: str) -> None:
     try:
         target = json.loads(place.read_bytes(path + _LEASE, _MAX_LEASE_BYTES))["target"]
     except (PermanentError, ValueError, LookupError, TypeError, RecursionError):
-        return  # nobody knows what it was: it stays, for people
+        return  # it is not known what it was: it stays, for people
     # The name alone: the writer's place may have had its root in another folder.
     name = target.rpartition("/")[2] if isinstance(target, str) else ""
     if name in ("", ".", "..") or is_hidden(name):
@@ -341,7 +340,7 @@ def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:
 
 
 def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_lease_s: float) -> int:
-    """Remove folders of parts that no head names and nobody fills."""
+    """Remove folders of parts that no head names and no writer fills."""
     old = [
         entry
         for entry in _listed(place, _join(folder, STRIPES))

@@ -1,7 +1,7 @@
 """The checkpoints of a job: which there are, whether they are whole, and their removal.
 
 A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses, with none at all,
-or that `latest` names. Trees that were written without BootSeer are listed as well. Called by `bootseer ckpt`.
+or that `latest` names. Trees that were written without BootSeer are listed as well.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Checkpoint:
 def checkpoints(files: Files, folder: str, refused: Callable[[str], None] = lambda name: None) -> list[Checkpoint]:
     """The checkpoints in a folder that may be read, the newest last: by step, and without steps by time.
 
-    `refused` hears the names of the others.
+    `refused` is called with the names of the others.
     """
     latest = _latest(files, folder)
     return _sorted(files, [info for info in files.list(folder) if _is_checkpoint(info, latest)], latest, refused)
@@ -95,7 +95,7 @@ def newest_whole(files: Files, folder: str, *, without: str | None = None) -> st
 
 
 def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
-    """Remove a checkpoint, hidden first, so that nobody reads a half. Returns the bytes that it had.
+    """Remove a checkpoint, hidden first, so that no reader gets a half. Returns the bytes that it had.
 
     Refuses the one that `latest` names, and a folder that checkpoints are put into: raises `UsageError`. With `force`
     they go, and `latest` names the newest whole one of the others afterwards.
@@ -180,7 +180,7 @@ def _sorted(
                 found.append(measuring.result())
             except NotFoundError:  # removed meanwhile
                 continue
-            except AccessError:  # somebody else's
+            except AccessError:  # another user's
                 refused(info.path.rpartition("/")[2])
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.mtime_ns))
 

@@ -1,4 +1,4 @@
-"""Copying a checkpoint to a local disk: all of it under its name, or nothing. Called by `bootseer ckpt get`.
+"""Copying a checkpoint to a local disk: all of it under its name, or nothing.
 
 It is written beside its name and renamed when every byte of it has been verified as far as it can be, and is on the
 disk. A name that is taken is taken away only then.
@@ -124,7 +124,7 @@ def _says(folder: Path, what: str) -> bool:
 
 
 def _take(lock: int) -> bool:
-    """Whether nobody else has it. Where there are no such locks, nobody can say."""
+    """Whether no other process has it. Where there are no such locks, that is not known."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -43,7 +43,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentE
 from bootseer.io.tasks import Tasks
 
 GONE = ".gone"
-"""Hidden names of what is being deleted end so: whoever finds it may go on."""
+"""Hidden names of what is being deleted end so: any process may go on with it."""
 _AT_ONCE = 16
 """Small questions that are asked at the same time: enough to hide the round trips of 10,000 files."""
 _MAX_SIZES = 1 << 17
@@ -76,7 +76,7 @@ class FileInfo:
 class Files:
     """The visible tree of a place.
 
-    `within`: a hidden folder whose content counts as visible, for whoever makes something in it.
+    `within`: a hidden folder whose content counts as visible, for a writer that makes something in it.
     """
 
     def __init__(self, place: Place, *, within: str = "") -> None:
@@ -135,7 +135,7 @@ class Files:
             return
         hidden = _join(_folder(path), f"{TEMPORARY}{secrets.token_hex(8)}{GONE if recursive else ''}")
         self.place.rename(path, hidden)
-        # Looked at again where nobody can add to it: a file that came meanwhile must not be lost.
+        # Looked at again where no writer can add to it: a file that came meanwhile must not be lost.
         if not recursive and any(not is_hidden(_name(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
             raise NotEmptyError(f"{self._what(path)} is not empty")
@@ -172,13 +172,13 @@ class Files:
         self.place.make_folder(path, mode=mode, parents=parents)
 
     def set_mode(self, path: str, mode: int) -> None:
-        """Set the permission bits, of a striped file's parts too: whoever cannot read it must not read those."""
+        """Set the permission bits, of a striped file's parts too: a user who cannot read it must not read those."""
         self._to_all(path, lambda one: self.place.set_mode(one, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
         """Set owner and group, by name."""
         head = self._to_all(path, lambda one: self.place.set_owner(one, owner, group))
-        if head is not None:  # who owns the file removes its parts one day
+        if head is not None:  # the file's owner removes its parts one day
             self.place.set_owner(parts_folder(path, head.id), owner, group)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
@@ -191,7 +191,7 @@ class Files:
         return self.policy_and_folder(path)[0]
 
     def policy_and_folder(self, path: str) -> tuple[Policy, str | None]:
-        """What holds for new files in a folder, and the address of the folder that says so; None when nobody does.
+        """What holds for new files in a folder, and the address of the folder that says so; None when none does.
 
         Folders above the root of the place count too: a policy does not depend on what was mounted.
         """
@@ -316,7 +316,7 @@ _BELIEVED_S = 5.0
 """So long may another machine's change go unnoticed."""
 
 Found = tuple[Policy, str | None]
-"""What holds, and the address of the folder that says so; None when nobody does."""
+"""What holds, and the address of the folder that says so; None when none does."""
 
 
 class FolderPolicies:

@@ -4,7 +4,7 @@ Another start reads another checkpoint of the same job, whose files have the sam
 name within the checkpoint, for each place that a node can have in the job: each reads its own share. Without a record,
 a node that is alone needs all of it; one of many needs what is small, and the rest when it is asked for.
 
-Decides and touches nothing. Called by `mount`, which records and prefetches.
+Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def decode(data: bytes, checkpoint: str) -> list[Range]:
             raise ValueError
         return [_range(row, checkpoint) for row in value["ranges"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError("this is no hot list of a checkpoint") from error
+        raise CorruptError("malformed hot list of a checkpoint") from error
 
 
 def _range(row: Any, checkpoint: str) -> Range:

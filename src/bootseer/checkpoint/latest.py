@@ -4,7 +4,7 @@ Training code that keeps such a file itself reads and writes the same. It moves 
 before, and never backwards: of two writers, the higher step wins. People may set it to any published checkpoint.
 
 Moving is reading, comparing and writing, which no place does in one step: a lock file in the folder's `.attempts` makes
-them one. A lock of somebody who died is taken away after a minute. Called by `publish`, `catalog` and `bootseer ckpt`.
+them one. A lock of a dead process is taken away after a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, Permanen
 
 LATEST = "latest"
 LOCK_S = 60.0
-"""A lock is held for a few small operations; one of this age belongs to nobody."""
+"""A lock is held for a few small operations; one of this age is stale."""
 _MAX_BYTES = 4096
 _MAX_NAME_BYTES = 255
 """What file systems take."""
@@ -50,7 +50,7 @@ def can_be_checkpoint(name: str) -> bool:
 
 
 def read_latest(place: Place, folder: str) -> str | None:
-    """The name that `latest` says; None when there is no such file, but perhaps a folder of somebody's own.
+    """The name that `latest` says; None when there is no such file, but perhaps a user's own folder.
 
     Raises `CorruptError` when it says no name.
     """
@@ -130,7 +130,7 @@ def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
                 _take_away(place, lock, lock_s)
                 continue
         if time.monotonic() > until:
-            raise TransientError(f"{place.uri}/{folder}: somebody else keeps moving `latest`; try again")
+            raise TransientError(f"{place.uri}/{folder}: another process keeps moving `latest`; try again")
         time.sleep(_POLL_S)
     try:
         yield
@@ -146,7 +146,7 @@ def _is_old(place: Place, lock: str, lock_s: float) -> bool:
 
 
 def _take_away(place: Place, lock: str, lock_s: float) -> None:
-    """Remove an old lock. Somebody may have been faster, and this be the new one: that is put back."""
+    """Remove an old lock. Another process may have been faster, and this be the new one: that is put back."""
     aside = f"{lock}-{secrets.token_hex(8)}"
     place.rename(lock, aside, replace=False)
     if _is_old(place, aside, lock_s):

@@ -4,7 +4,7 @@ A file is cut into segments, a segment into chunks of 1 MiB. Chunk i of a segmen
 offset (i // S) chunks; the S chunks of one such turn are a row. The last chunk of a file may be short. A parity part
 holds the byte-wise XOR of each row, short chunks filled up with zeros: it is as long as the first part.
 
-Used by `head`, and by all who write and read striped files. Decides and touches nothing.
+Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """File systems that this process reads checkpoints from, each opened once: connections, buffers and what is known of
 slow nodes are shared by all readers.
 
-Called by the readers and writers for PyTorch, safetensors and fsspec; the mount has its own. A process that was forked
-opens its own: neither connections nor threads survive a fork.
+A process that was forked opens its own: neither connections nor threads survive a fork.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Opened:
         folder, _, name = self.path.rpartition("/")
         if name != LATEST:
             return self
-        with contextlib.suppress(IsFolderError):  # somebody's own folder of this name
+        with contextlib.suppress(IsFolderError):  # a user's own folder of this name
             chosen = read_latest(self.system.place, folder)
             if chosen is not None:
                 return replace(self, path=posixpath.join(folder, chosen))

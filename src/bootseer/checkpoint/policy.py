@@ -80,7 +80,7 @@ def parse_policy(data: bytes) -> Policy:
     except (ValueError, RecursionError):
         raise CorruptError("the stripe policy is not JSON") from None
     if not isinstance(values, dict) or not str(values.get("schema")).startswith("bootseer.stripes/"):
-        raise CorruptError("the stripe policy is none")
+        raise CorruptError("malformed stripe policy")
     if values["schema"] != SCHEMA:
         raise PermanentError(f"a stripe policy of {str(values['schema'])[:40]!r}; this BootSeer knows {SCHEMA}")
     found = {field.name: values[field.name] for field in fields(Policy) if field.name in values}

@@ -1,8 +1,8 @@
 """Putting a checkpoint from a local disk into a place: hidden until it is whole, then shown at once.
 
 Killed at any step, it harms nothing that is published, and readers see nothing of it. The next put of the same name
-goes on with the striped files that were complete, if they have what the source has now; another later put into the
-same folder removes the rests. `latest` moves last. Called by `bootseer ckpt put`.
+goes on with the striped files that were complete, if they have what the source has now; another later put into the same
+folder removes the rests. `latest` moves last.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 GAP_BYTES = 1 << 20
-"""Reading so much that nobody wants costs about as much as one more request."""
+"""Reading so many unwanted bytes costs about as much as one more request."""
 _STRETCH_BYTES = 64 << 20
 """Within so much of a file the next span is probably on the same disk as the last."""
 _STRETCHES_AT_ONCE = 16

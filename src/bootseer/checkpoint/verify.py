@@ -1,4 +1,4 @@
-"""Reading a checkpoint to its last byte and comparing it with what was written. Called by `bootseer ckpt verify`.
+"""Reading a checkpoint to its last byte and comparing it with what was written.
 
 Of striped files, each chunk is compared with its digest and each row with its parity, not as readers do it: a chunk is
 asked from one node only, and what that node gives is judged. Of ordinary files, a place with checksums compares those;
@@ -41,7 +41,7 @@ class Problem:
     part: str
     """Of a striped file, its part; "" otherwise."""
     node: str
-    """Who gave the bytes, as far as is known."""
+    """The node that gave the bytes, as far as is known."""
     what: str
     repairable: bool
     """Whether parity and the other parts give the bytes that were written."""

@@ -1,7 +1,6 @@
-"""Tie an open /dev/fuse to a folder, and take it off again: by mount(2) as root, through fusermount3 otherwise.
+"""Mount an open /dev/fuse on a folder, and unmount it: by mount(2) as root, through fusermount3 otherwise.
 
 The program fusermount3 is set-uid root; it opens the device, mounts, and hands the descriptor back over a socket.
-Who calls: `session` and `writable_session`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Reply = Callable[[Data | int], None]
 counts."""
 
 Cancel = Callable[[], None]
-"""Tells a tree that nobody waits for a read any more."""
+"""Tells a tree that a read is not waited for any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Tree(Protocol):
 
 
 class Caller(NamedTuple):
-    """Who asks."""
+    """The process that a request comes from."""
 
     uid: int
     gid: int
@@ -125,7 +125,7 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What somebody wants to have changed of a node; None is left as it is. Times in nanoseconds since 1970."""
+    """Attributes of a node that are to be changed; None is left as it is. Times in nanoseconds since 1970."""
 
     size: int | None = None
     mode: int | None = None
@@ -164,11 +164,11 @@ class FileSystem(Protocol):
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> Cancel | None:
         """Begin to read. `reply` gets at most `length` bytes, fewer only at the file's end, or an error number; from
         any thread, perhaps before this returns. `room` has `length` bytes in which an answer may lie that is given
-        before this returns. Returns what to call when nobody waits any more."""
+        before this returns. Returns what to call when the reader does not wait any more."""
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
-        """Write all of `data`, which is valid until this returns. `dying` tells when a long wait is for nobody, here
-        and in `flush` and `sync`."""
+        """Write all of `data`, which is valid until this returns. `callers` tells when the caller of a long wait is
+        being killed, here and in `flush` and `sync`."""
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
         """A descriptor that can write was closed; others of the same handle may still be open."""
@@ -177,7 +177,7 @@ class FileSystem(Protocol):
         """fsync(2)."""
 
     def release(self, node: int, handle: int) -> None:
-        """The last descriptor of a handle is gone. Nobody hears of an error."""
+        """The last descriptor of a handle is gone. An error is reported to no program."""
 
     def unlink(self, parent: int, name: bytes) -> None:
         """Remove a file."""

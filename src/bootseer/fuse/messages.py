@@ -1,7 +1,7 @@
 """The structures of <linux/fuse.h> that a file system needs beyond a read-only tree (`protocol`): requests that
 change something, open files, and answers that are true for a while only.
 
-Bytes in and bytes out. Who calls: `requests` and `writable_session`.
+Bytes in and bytes out.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def entry_out(found: Found | None, valid_s: int) -> bytes:
 
 
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
-    """struct fuse_open_out. Of an open file that nobody `writes` to, no close is told before the last."""
+    """struct fuse_open_out. Of a handle that does not write (`writes`), no close is told before the last."""
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
 
 
@@ -165,7 +165,7 @@ def write_out(size: int) -> bytes:
 
 
 def statfs_out(space: Space) -> bytes:
-    """struct fuse_statfs_out. Nobody counts files."""
+    """struct fuse_statfs_out. Files are not counted."""
     unit = PREFERRED_BYTES
     free = space.free // unit
     return _STATFS_OUT.pack(space.total // unit, free, free, 0, 0, unit, 255, unit, 0)

@@ -3,8 +3,8 @@
 What a mounted tree (`session`) and a mounted file system (`writable_session`) have in common; how requests are taken
 from the device and carried out is theirs. Answers may be sent from any thread, in any order.
 
-State: `_waiting` maps the number of a request to the read that is under way. Whoever takes an entry out of it, which
-is one step under Python's lock, owns the answer; so there is exactly one.
+State: `_waiting` maps the number of a request to the read that is under way. The thread that takes an entry out of it,
+which is one step under Python's lock, owns the answer; so there is exactly one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from bootseer.fuse.filesystem import Cancel, Data
 from bootseer.io.executor import run_reported, show_threads
 
 OnError = Callable[[str], None]
-"""Hears of a fault, in one line, from any thread."""
+"""Called with a fault, in one line, from any thread."""
 
 GONE = (errno.ENODEV, errno.ECONNABORTED, errno.EBADF)
 """What the device says when the mount has ended."""
 JOIN_S = 5.0
-"""How long `close` waits until nobody uses what was unmounted."""
+"""How long `close` waits until what was unmounted is not in use any more."""
 READ_DEADLINE_S = 90.0
 """A read that was not answered by then is an I/O error. The kernel may be told to give up a whole mount for one
 request (fs.fuse.max_request_timeout), and a reader should hear of trouble one day."""
 LOOK_S = 1.0
-"""How often somebody looks after reads that wait."""
+"""How often reads that wait are looked after."""
 _MAX_ERRNO = 511
 """The kernel refuses an answer with a larger error number, which would leave its caller waiting."""
 
@@ -55,7 +55,7 @@ class Reading:
     def __call__(self, result: Data | int) -> None:
         mounted = self.mounted
         if mounted._waiting.pop(self.unique, None) is None:
-            return  # answered before, or nobody waits any more
+            return  # answered before, or not waited for any more
         if isinstance(result, int):
             mounted._send_error(self.unique, result)
             return
@@ -97,7 +97,7 @@ class Mounted(Generic[R]):
         return len(self._waiting)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the mount is gone, by whomever; False when it is still there."""
+        """Wait until the mount is gone, however that came; False when it is still there."""
         return self._ended.wait(timeout_s)
 
     def close(self, *, force: bool = False) -> None:
@@ -107,7 +107,7 @@ class Mounted(Generic[R]):
         try:
             attach.detach(self.target, force=force)
         except BootseerError:
-            # Somebody else unmounted it a moment ago: then those who take requests end by themselves.
+            # Another process unmounted it a moment ago: then the threads that take requests end by themselves.
             if not self._ended.wait(0.1):
                 raise
         if not self._ended.wait(JOIN_S) and not force:
@@ -119,7 +119,7 @@ class Mounted(Generic[R]):
             attach.detach(self.target, lazy=True)
 
     def _stop(self) -> None:
-        """Nobody asks any more: stop what is under way, and let go of the device."""
+        """No requests come any more: stop what is in flight, and let go of the device."""
         self._ended.set()
         for unique in list(self._waiting):
             reading = self._waiting.pop(unique, None)
@@ -152,7 +152,7 @@ class Mounted(Generic[R]):
                     self._give_up(reading, errno.EINTR)
 
     def _is_abandoned(self, reading: R) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether it is not waited for any more."""
         return False
 
     def _fail(self, unique: int, number: int) -> None:

@@ -1,7 +1,7 @@
 """The kernel's FUSE protocol: the structures of <linux/fuse.h> that a read-only tree needs.
 
 Version 7.31 is spoken, which kernels since 5.4 know; the kernel adapts to the lower version of both sides. Everything
-here is bytes in and bytes out. Who calls: `session`; `messages` adds what a tree that can be changed needs.
+here is bytes in and bytes out. `messages` adds what a tree that can be changed needs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_READ = 1024 * 1024
 """Bytes of the largest read request; the kernel's own limit (fs.fuse.max_pages_limit) is 256 pages unless raised."""
 MAX_WRITE = 4096  # the kernel takes no less
 REQUEST_BYTES = 8192
-"""Room for the largest request of a tree that nobody writes to; the kernel refuses to read into less."""
+"""Room for the largest request of a read-only tree; the kernel refuses to read into less."""
 MAX_BACKGROUND = 1024
 """Read-ahead requests that the kernel sends before the first is answered. Its default of 12 would let a dozen reads
 that wait for the network hold up all others."""
@@ -77,7 +77,7 @@ class Hello:
 
 
 def parse_request(buffer: bytearray, received: int) -> Request | None:
-    """The header of a request of `received` bytes, or None for what is no request."""
+    """The header of a request of `received` bytes, or None for a malformed one."""
     if received < IN_HEADER.size:
         return None
     length, opcode, unique, inode, *_ = IN_HEADER.unpack_from(buffer)

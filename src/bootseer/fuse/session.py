@@ -4,7 +4,7 @@ One thread reads requests and runs the tree's methods. Answers to reads may come
 that a read that waits for the network holds up no other one. When this process dies the kernel answers all readers
 with an error at once; it never makes up data.
 
-Who calls: `mounts.fetched` and the tests. How answers are sent, and how it ends: `mounted`.
+How answers are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Session(Mounted[Reading]):
         self.requests += 1
         request = protocol.parse_request(buffer, received)
         if request is None:
-            self._on_error(f"{self.target}: the kernel sent a request that is none")
+            self._on_error(f"{self.target}: malformed FUSE request")
             return True
         opcode, unique, inode, end = request
         try:
@@ -92,7 +92,7 @@ class Session(Mounted[Reading]):
         # The kernel would fill what is missing with zeros, so that less is no answer.
         reading = Reading(self, unique, length, length)
         self._waiting[unique] = reading
-        # INTERRUPT comes in on this very thread, so that nobody looks for the cancel before it is stored.
+        # INTERRUPT comes in on this very thread, so that the cancel is not looked for before it is stored.
         reading.cancel = self.tree.read(inode, offset, length, reading)
 
     def _interrupt(self, unique: int) -> None:
@@ -151,7 +151,7 @@ def mount(
 ) -> Session:
     """Show `tree` on the folder `target`; it answers when this returns.
 
-    `on_error` hears of faults, in one line each, from any thread. `helper`: see `attach`.
+    `on_error` is called with faults, in one line each, from any thread. `helper`: see `attach`.
     """
     device = attach.attach(target, label=label, helper=helper)
     session = Session(tree, target, device, on_error)
@@ -162,7 +162,7 @@ def mount(
 
 
 def showing(tree: Tree) -> Callable[[Path, str, OnError], Session]:
-    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and who hears of faults."""
+    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and what is told of faults."""
 
     def show(target: Path, label: str, on_error: OnError) -> Session:
         return mount(tree, target, label=label, on_error=on_error)

@@ -1,7 +1,4 @@
-"""mount(2) and umount2(2), which Python does not have, with errors in words.
-
-Who calls: `attach`, and `mounts.kernel` for all other kinds of mounts.
-"""
+"""mount(2) and umount2(2), which Python does not have, with errors in words."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Several threads read requests, each into a buffer of its own, and run the file system's methods, which may wait: as
 long as one is idle no other is started, and when all wait another one is, up to a bound. A read may be answered from
 any thread, so that none of these has to wait for its data; the thread of a small file's read may fetch them itself.
-Who calls: the daemon of `checkpoint.mount`, and the tests. How answers are sent, and how it ends: `mounted`.
+How answers are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Requests:
     def answer(self, request: Request) -> bytes | None:
         """The body of the answer, None when the kernel expects none. Raises `OSError` with the number to answer with.
 
-        What nobody knows is refused with ENOSYS, which the kernel remembers: it does not ask again for extended
+        Unknown requests are refused with ENOSYS, which the kernel remembers: it does not ask again for extended
         attributes before each write.
         """
         handler = self._handlers.get(request.opcode)
@@ -215,7 +215,8 @@ READ_AHEAD_KIB = 8 * 1024
 VALID_S = 1
 """How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
 _MAX_THREADS = 256
-"""More than the programs of a node that write or publish at the same moment: while so many wait, nobody reads."""
+"""More than the programs of a node that write or publish at the same moment: while so many wait, no thread reads
+requests."""
 _IDLE_THREADS = 8
 _BODY = protocol.IN_HEADER.size
 
@@ -309,7 +310,7 @@ class WritableSession(Mounted[_Reading]):
         self.requests += 1
         head = protocol.IN_HEADER.unpack_from(buffer) if received >= _BODY else (0,)
         if head[0] != received:
-            self._on_error(f"{self.target}: the kernel sent a request that is none")
+            self._on_error(f"{self.target}: malformed FUSE request")
             return False
         _, opcode, unique, node, uid, gid, thread, *_ = head
         body = view[_BODY:received]
@@ -365,7 +366,7 @@ def mount_writable(
 ) -> WritableSession:
     """Show `files` on the folder `target`; it answers when this returns. `read_only`: the kernel refuses changes.
 
-    `on_error` hears of faults, in one line each, from any thread. `shared`, `helper`: see `attach`.
+    `on_error` is called with faults, in one line each, from any thread. `shared`, `helper`: see `attach`.
     """
     device = attach.attach(target, label=label, helper=helper, writable=not read_only, shared=shared)
     session = WritableSession(files, target, device, on_error)

@@ -1,6 +1,6 @@
 """Which part of a stored tensor a target wants, as bytes in a row, and where they probably lie.
 
-Called by `load`. Decides and reads nothing.
+Decides and reads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Folders and small files of checkpoints, as PyTorch's own writer asks for them.
-
-Called by `writer` and by the base class that it shares with PyTorch's `FileSystemWriter`.
-"""
+"""Folders and small files of checkpoints, as PyTorch's own writer asks for them."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Streamed(io.RawIOBase):
-    """Appends to a `FileWriter`. Closing it ends nothing: whoever made the writer commits it or drops it."""
+    """Appends to a `FileWriter`. Closing it ends nothing: the caller commits or drops the writer."""
 
     def __init__(self, writer: FileWriter) -> None:
         super().__init__()

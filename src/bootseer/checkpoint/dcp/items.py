@@ -1,6 +1,6 @@
 """What a load plan wants from which bytes of which file, checked against the checkpoint's metadata.
 
-Called by `reader`. Decides and reads nothing.
+Decides and reads nothing.
 """
 
 from __future__ import annotations

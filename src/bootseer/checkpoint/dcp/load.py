@@ -2,8 +2,6 @@
 
 Only the thread that called asks the planner anything, since planners are not made for threads. The first error ends
 the load at once: other ranks wait in a collective until this one has something to say.
-
-Called by `reader`.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class StripedReader(StorageReader):
 
     def _check_unchanged(self, folder: Opened) -> None:
         """Files of two checkpoints, one written over the other, would fit together: same names, same sizes. Our writer
-        and whoever replaces the folder remove the metadata before any of the new data is there."""
+        and every tool that replaces the folder remove the metadata before any of the new data is there."""
         if self._read is None:
             return
         try:

@@ -1,6 +1,6 @@
 """What `torch.save` writes, kept as it lies in memory: the elements of tensors are not copied, and can be read again.
 
-A part of a striped file that fails is sent a second time from here. Called by `writer`.
+A part of a striped file that fails is sent a second time from here.
 """
 
 from __future__ import annotations

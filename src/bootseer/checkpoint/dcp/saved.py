@@ -4,8 +4,7 @@ It is a ZIP archive of records that are not compressed: a pickle that says type,
 few short ones. Knowing the place of the elements, they are read where they belong instead of through `torch.load`,
 which allocates and copies. Whatever is not exactly of this kind is left to `torch.load`.
 
-Called by `direct` and `job`. Nothing of the pickle is executed but the four functions that make a tensor, which here
-only note their arguments.
+Nothing of the pickle is executed but the four functions that make a tensor, which here only note their arguments.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         return infos if detail else [one["name"] for one in infos]
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether there is something. Raises `OSError` when nobody can tell."""
+        """Whether there is something. Raises `OSError` when that cannot be told."""
         try:
             self.info(path)
         except (FileNotFoundError, NotADirectoryError):

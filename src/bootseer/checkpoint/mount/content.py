@@ -1,12 +1,12 @@
 """The content of one open file: a published version that is read, or new content that will be published.
 
 A file that is written exists twice: what the place has under its name, which all other machines see, and what was
-written here, which everybody on this mount sees. `publish` makes the second take the place of the first, in one step.
-To change a part of a published file, or to append to it, it is written anew, which is done for small files only.
+written here, which every program on this mount sees. `publish` makes the second take the place of the first, in one
+step. To change a part of a published file, or to append to it, it is written anew, which is done for small files only.
 
 What changes the content or its name takes turns (`changing`), and a turn lasts as long as the place takes to publish.
 `lock` guards what the content consists of and is held for moments: never while the place is asked. So files are opened,
-read and looked at while they are published. Turn before lock. Called by `open_files` and `filesystem`.
+read and looked at while they are published. Turn before lock.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5
 """Seconds between two checks whether the caller that waits for its turn is being killed."""
 Check = Callable[[], None]
-"""Raises when nobody waits any more for what is being waited for."""
+"""Raises when the caller does not wait any more."""
 
 
 def no_check() -> None:
-    """Somebody waits."""
+    """For callers that cannot give up."""
 
 
 class Node:
@@ -108,7 +108,7 @@ class Sources:
     """The largest published file that is written anew when a part of it changes."""
     on_error: Callable[[str], None]
     on_read: Callable[[str, int, int], None]
-    """Hears of each read of a published file: path, offset and length."""
+    """Called with each read of a published file: path, offset and length."""
 
 
 class Content:
@@ -124,14 +124,14 @@ class Content:
         self._sources = sources
         self._detach = detach
         self._read: HeldReader | None = None
-        """The version that is read, once somebody does."""
+        """The version that is read, once it is."""
         self._writer: FileWriter | None = None
         self._is_dirty = False
         self._num_changes = 0
         """Rises with every change of content or attributes, so that code that ran without the lock can detect one."""
         self._is_removed = False
         self._mtime_ns: int | None = None
-        """What somebody wants the time of the last change to be."""
+        """The time of the last change that a program has set."""
         self._given_up: BootseerError | None = None
         self._published: Written | None = None
         """What was published last. A writer says the same again when nothing was written since."""
@@ -190,7 +190,7 @@ class Content:
         raise self._outdated(fresh)
 
     def begin_writing(self) -> bool:
-        """Somebody may write, who reads nothing. As `begin_reading`."""
+        """A handle that writes and does not read. As `begin_reading`."""
         with self.lock:
             if self._writer is None and self._read is None:
                 # Whatever is written anew begins with what the place has then.
@@ -407,7 +407,7 @@ class Content:
             self._writer.path = path
 
     def removed(self) -> None:
-        """The name is gone, or leads to another file: what is written is for those who have it open."""
+        """The name is gone, or leads to another file: what is written is for the handles that have it open."""
         with self.lock:
             self._is_removed = True
 

@@ -1,7 +1,7 @@
 """Checkpoints as a mounted file system: what the kernel asks of names, folders and open files.
 
 Names and attributes come from `Files`, content from `Content`. What holds of POSIX here and what does not is told in
-docs/semantics.md. Called by `fuse.writable_session` on many threads; made by `serving`.
+docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from bootseer.fuse.filesystem import Attributes, Caller, Changes, Found, Listed,
 
 _MAX_NAME = 255
 _MAX_TOLD = 100
-"""Names in one answer to whoever asks what is not published."""
+"""Names in one answer about what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
-"""Told of names whose node nobody has asked for: all numbers of nodes are larger."""
+"""For names whose node was not looked up: all numbers of nodes are larger."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class CheckpointFiles:
         self._folders: dict[int, _Listing] = {}
         self._numbers = itertools.count(1)
         self._lost: deque[str] = deque(maxlen=_MAX_TOLD)
-        """Files that could not be published when nobody waited for it any more."""
+        """Files that could not be published after their last close."""
 
     # Names
 
@@ -95,7 +95,7 @@ class CheckpointFiles:
         try:
             text = name.decode()
         except UnicodeDecodeError:
-            # Places have names of text; one that is none cannot be there, and cannot be made.
+            # Places have names of text; one that is not UTF-8 cannot be there, and cannot be made.
             raise refusal(errno.EILSEQ) from None
         return f"{folder}/{text}" if folder else text
 
@@ -176,7 +176,7 @@ class CheckpointFiles:
             self._files.set_mtime(path, changes.mtime_ns)
         self._listings.forget(_folder(path))
         info = self._files.stat(path)
-        # Another time is another version, and might be another file, whose size those who read this one must not see.
+        # Another time is another version, and might be another file, whose size the readers of this one must not see.
         is_ours = node.content is None or info.size_bytes == node.info.size_bytes
         node.info = info if is_ours else _changed(node.info, changes)
 
@@ -405,13 +405,13 @@ class CheckpointFiles:
             return Space(*self._files.place.space())
 
     def unpublished(self) -> list[str]:
-        """The files that somebody is writing; the first hundred."""
+        """The files that are being written; the first hundred."""
         live = self._nodes.live_below("")
         names = sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
         return names[:_MAX_TOLD]
 
     def lost(self) -> list[str]:
-        """The files that could not be published when nobody waited for it any more; the latest hundred."""
+        """The files that could not be published after their last close; the latest hundred."""
         return sorted(self._lost)
 
     def publish_all(self) -> tuple[list[str], list[str]]:

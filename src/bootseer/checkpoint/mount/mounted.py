@@ -1,7 +1,7 @@
 """Mount a place on a folder of this machine, and take it away again.
 
 What is mounted is written down in the runtime folder, so that another process than the one that mounted it can ask for
-it and unmount it. Called by `cli.ckpt_mount` and by `launch.checkpoint_stage`.
+it and unmount it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END_S = 600.0
 """How long an unmount waits for what is still being sent to the place."""
 _START_S = 60.0
 _WINDOW_S = 1800.0
-"""A start reads its checkpoint for so long at most; whoever knows says earlier that it is over."""
+"""A start reads its checkpoint for so long at most; `began` says earlier that it is over."""
 _FOLDER = "checkpoints"
 
 
@@ -76,10 +76,10 @@ class MountedCheckpoint:
         self.unmount()
 
     def unmount(self, *, force: bool = False, waiting: Waiting = lambda: None) -> Mapping[str, Any]:
-        """Take it away. With `force`, whoever uses its files gets errors, and what was written so far is published.
+        """Take it away. With `force`, programs that use its files get errors, and what was written so far is published.
 
         In what is returned, `published` are the files that were published by this, as they were, and `lost` those that
-        could not be when nobody waited for it, now or earlier. Where another mount namespace has a copy of the mount,
+        could not be, now or after an earlier last close. Where another mount namespace has a copy of the mount,
         the daemon goes on until that is gone. `waiting` is called twice a second meanwhile; when it raises something,
         the daemon does its work to the end all the same.
 

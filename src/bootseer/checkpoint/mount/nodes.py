@@ -1,8 +1,7 @@
 """Which node belongs to which path: what the kernel remembers of names is remembered here too.
 
-The kernel keeps pages of a node. So when somebody has replaced a file, its name leads to a new node, and whoever has
-the old one open keeps that; pages of two contents never meet. Called by `filesystem` and `content`; safe to use from
-many threads.
+The kernel keeps pages of a node. So when a file was replaced, its name leads to a new node, and a handle of the
+old one keeps that; pages of two contents never meet. Safe to use from many threads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ class Nodes:
     def __init__(self, root: FileInfo) -> None:
         self.root = Node(ROOT, "", root)
         self._lock = threading.Lock()
-        # Unlike those of other file systems: by its number alone it is known who has a file open (`holders`).
+        # Unlike those of other file systems: by its number alone `fuse.callers` finds the processes that have a file
+        # open.
         self._numbers = itertools.count(_FIRST + secrets.randbits(40))
         self._by_number = {ROOT: self.root}
         self._by_path = {"": self.root}
@@ -89,7 +89,7 @@ class Nodes:
                 self._drop_unused(node)
 
     def closed(self, node: Node) -> None:
-        """Nobody has the file open any more."""
+        """No handle has the file open any more."""
         with self._lock:
             node.content = None
             self._drop_unused(node)

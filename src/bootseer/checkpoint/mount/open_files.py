@@ -1,7 +1,6 @@
-"""The files that programs have open: handles, who writes, and when a close is the one that publishes.
+"""The files that programs have open: handles, which of them write, and when a close is the one that publishes.
 
-Called by `filesystem`, on many threads. The lock of a content is taken before the lock of the table, never after it;
-neither is held while a file is published.
+The lock of a content is taken before the lock of the table, never after it; neither is held while a file is published.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Handle:
     content: Content
     writes: bool
     opener: int
-    """The process that opened it; 0 when nobody knows."""
+    """The process that opened it; 0 when unknown."""
     is_done: bool = False
     """Whether its last descriptor seems to be closed."""
 
@@ -51,7 +50,7 @@ class OpenFiles:
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         if flags & os.O_TRUNC and not writes:
-            # Nothing will be added to it by this one, whose closing nobody hears of.
+            # This handle adds nothing, and its close is not reported.
             with self.changing(node) as emptied:
                 emptied.begin_empty(check)
         handle = self._new_handle(node, writes, thread)
@@ -123,7 +122,7 @@ class OpenFiles:
         if not opened.writes:
             return
         if was_killed(thread):
-            return  # nobody can be told, and it could not end before: `close` publishes
+            return  # no program is left to be told, and it could not end before: `close` publishes
         process = process_of(thread)
         with opened.content.lock:
             if opened.content.is_live and self._may_be_written(opened, {opened.opener, process}):
@@ -145,11 +144,11 @@ class OpenFiles:
             return [self._handles[number] for number in content.handles]
 
     def _publish_if_last(self, content: Content, check: Check = no_check, *, give_up: bool = False) -> None:
-        """Publish, unless somebody may write still, whose closing publishes then. `give_up`: drop what cannot be
-        published, unless somebody may write by then."""
+        """Publish, unless a handle may still write, whose close publishes then. `give_up`: drop what cannot be
+        published, unless a handle may write by then."""
         if self._has_writer(content):
             return
-        # In one turn: what somebody writes who opens it meanwhile must not be dropped behind their back.
+        # In one turn: what a program writes that opens it meanwhile must not be dropped behind its back.
         with content.changing(check):
             if self._has_writer(content):
                 return
@@ -180,7 +179,7 @@ class OpenFiles:
             with content.changing():
                 if not content.handles:
                     content.end_writing()
-                elif opened.writes:  # somebody has opened it meanwhile, and goes on with the same content
+                elif opened.writes:  # it was opened again meanwhile, and the same content goes on
                     self._publish_if_last(content)
         finally:
             with self._lock:

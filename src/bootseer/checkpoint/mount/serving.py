@@ -119,7 +119,7 @@ class Serving:
 
 
 def _ignore(path: str, offset: int, length: int) -> None:
-    """Nobody wants to know what is read."""
+    """Reads are not recorded."""
 
 
 class _Source:
@@ -162,7 +162,7 @@ class _Source:
             self._opened = opened.pop_all()
 
     def status(self) -> dict[str, object]:
-        """Figures for whoever asks the daemon."""
+        """Figures for `bootseer ckpt mounted`."""
         reading: Mapping[str, Any] = self._reading.facts()
         return {
             "uri": self._request.uri,

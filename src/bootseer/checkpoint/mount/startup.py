@@ -1,7 +1,7 @@
 """What a mount does for the start of a job: it brings what the start will read, and notes what it did read.
 
 The checkpoint is the one that `latest` names, or what lies in the mounted folder itself. What was read is kept in the
-node's cache, for the next start of the same part of the job. Called by `serving`, in the daemon.
+node's cache, for the next start of the same part of the job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A folder as the place of checkpoints: a disk, NFS, Lustre, or whatever the kernel has mounted. Made by `open`.
+"""A folder as the place of checkpoints: a disk, NFS, Lustre, or whatever the kernel has mounted.
 
 Every path is walked from the root by descriptors, without following symbolic links: what lies outside cannot be
 reached, whatever others put into the folder meanwhile. Symbolic links and special files are not shown.
 
-What is written is synced to the disk, with the folder that names it, before anybody hears that it was written.
+What is written is synced to the disk, with the folder that names it, before it is reported as written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_NAME_BYTES = 255
 
 
 class FolderPlace:
-    """A `Place` in a folder, which must be there. Links in its own path are followed: who names it decides that."""
+    """A `Place` in a folder, which must be there. Links in its own path are followed: the caller has named it so."""
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.realpath(root))
@@ -90,7 +90,7 @@ class FolderPlace:
         )
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """See `Place.delay_s`: nobody knows."""
+        """See `Place.delay_s`: not known."""
         return 0.0
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
@@ -233,7 +233,7 @@ class FolderPlace:
                     os.close(descriptor)
                     drop(name, folder)
         except AccessError:
-            return time.time()  # who may not write there has no lease there
+            return time.time()  # a caller that may not write there has no lease there
 
     def space(self) -> tuple[int, int]:
         """See `Place.space`."""

@@ -1,7 +1,7 @@
 """Reads of files in a folder, by a few threads: those of one disk or file server overlap, and no caller waits in one.
 
-Reads that somebody waits for go first. A file system that hangs cannot be interrupted: a deadline ends only what has
-not been begun. Called by `folder` alone.
+Reads that a reader waits for go first. A file system that hangs cannot be interrupted: a deadline ends only what has
+not been begun.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Read:
         self.reads.threads.hurry(self.run)
 
     def left_s(self) -> float:
-        """See `Ticket.left_s`: nobody knows."""
+        """See `Ticket.left_s`: not known."""
         return 0.0
 
     def run(self) -> None:
@@ -140,7 +140,7 @@ class FolderFile:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._users = 1  # who opened it, and each read of this process
+        self._users = 1  # the opener, and each read of this process
 
     def nodes(self, offset: int) -> tuple[str, ...]:
         """See `OpenFile.nodes`: a folder has none."""
@@ -185,7 +185,7 @@ class FolderFile:
                 if count == 0:
                     return TransientError(f"{self.what} became shorter while it was read")
                 offset, into = offset + count, into[count:]
-            # Looked at afterwards: what was read before somebody wrote is of this version.
+            # Looked at afterwards: what was read before a change is of this version.
             if version_of(os.fstat(self._descriptor)) != self.version:
                 return TransientError(f"{self.what} was changed while it was read")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A folder of HDFS as the place of checkpoints. Made by `open`; needs the extra `hdfs`.
+"""A folder of HDFS as the place of checkpoints.
 
 Names, folders and writing go through `hdfs.client`, reading through its own connections to the DataNodes. Every call
 has a deadline. A file that appears whole is written under a hidden name beside it and renamed.
@@ -112,7 +112,7 @@ class HdfsPlace:
         """See `Place.list`."""
         full = self._full(path)
         with place_errors():
-            # To the end: whoever takes only some of it would leave the library's call behind, half done.
+            # To the end: a caller that takes only some of it would leave the library's call behind, half done.
             found = list(self._client.list(full))
         if len(found) == 1 and found[0].path == full:
             raise NotFolderError(f"{self._what(path)} is not a folder")
@@ -226,7 +226,7 @@ class HdfsPlace:
                 now_s = self._client.stat(full).mtime_ms / 1000
                 self._client.delete(full)
         except AccessError:
-            return time.time()  # who may not write there has no lease there
+            return time.time()  # a caller that may not write there has no lease there
         with self._lock:
             self._clock = (now_s, time.monotonic())
         return now_s

@@ -1,4 +1,4 @@
-"""The place that an address names. Called by whoever has an address: command line, mount, adapters for Python.
+"""The place that an address names.
 
 The adapter of HDFS is imported when it is needed: it wants an extra that may be missing.
 """
@@ -18,12 +18,12 @@ _FORMS = "use hdfs://host:port/dir, hdfs://service/dir, hdfs:///dir, file:///dir
 def open_place(uri: str) -> Place:
     """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `file:///dir` or `/dir`. Nothing is connected yet.
 
-    Raises `UsageError` for what is no place.
+    Raises `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
     # hdfs:/dir is not meant to be a local folder of this name.
     if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "file:"))):
-        raise UsageError(f"{uri!r} is no place for checkpoints", hint=_FORMS)
+        raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
     if any(is_hidden(name) for name in names):
         raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
@@ -34,7 +34,7 @@ def open_place(uri: str) -> Place:
             raise UsageError(f"{uri} names no folder", hint="file:/// and the absolute path")
         return FolderPlace(Path(rest or "/"))
     if scheme != "hdfs":
-        raise UsageError(f"{scheme}:// is no place for checkpoints", hint=_FORMS)
+        raise UsageError(f"{scheme}:// is not a place for checkpoints", hint=_FORMS)
     return _open_hdfs(uri, rest)
 
 

@@ -18,7 +18,7 @@ from bootseer.checkpoint.head import is_head_size
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 
 TEMPORARY = ".attempts-"
-"""Names of files on their way begin so. Whoever shows names to people leaves these out (`head.is_hidden`)."""
+"""Names of files on their way begin so. Lists of names for users leave these out (`head.is_hidden`)."""
 SMALL_COPIES = 3
 """Copies of a small file, at least, where a place keeps any: one that cannot be read, as a head or a checkpoint's
 metadata, makes all others useless."""
@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
     error: BootseerError | None
     node: str
-    """Who served it: `host:port` of a DataNode, "" where nobody has a name."""
+    """The node that served it: `host:port` of a DataNode, "" where nodes have no names."""
 
 
 class Ticket(Protocol):
@@ -96,7 +96,7 @@ class Ticket(Protocol):
         """A reader waits for it now: serve it before those that no reader waits for."""
 
     def left_s(self) -> float:
-        """Seconds until it will have ended, by estimate; 0 if nobody knows, infinity while its node is left alone.
+        """Seconds until it will have ended, by estimate; 0 if unknown, infinity while its node is not asked.
         Asked under locks: calls no `done`, and waits for nothing."""
 
 
@@ -112,11 +112,11 @@ class OpenFile(Protocol):
         """Differs from that of every other content of the file."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Who has the byte at `offset`; empty where nobody knows."""
+        """Who has the byte at `offset`; empty where unknown."""
 
     def delay_s(self, offset: int, length: int) -> float:
-        """Seconds until this range would be here if it was asked for now, by estimate; 0 where nobody knows, infinity
-        when nobody is expected to give it. Asked under locks: calls no `done`, and waits for nothing."""
+        """Seconds until this range would be here if it was asked for now, by estimate; 0 where unknown, infinity
+        when no node is expected to give it. Asked under locks: calls no `done`, and waits for nothing."""
 
     def read_into(
         self,
@@ -143,7 +143,7 @@ class OpenFile(Protocol):
 
 
 class PartWriter(Protocol):
-    """A new file that is written from its beginning to its end. Others see it grow: write it where nobody looks."""
+    """A new file that is written from its beginning to its end. Others see it grow: write it under a hidden name."""
 
     @property
     def path(self) -> str:
@@ -170,7 +170,8 @@ class Place(Protocol):
     """Where the root is, without credentials; `open_place` takes it."""
 
     def refusal(self, name: str) -> str:
-        """Why nothing here can have this name, "" when something can: known before hours of writing, asking nobody."""
+        """Why nothing here can have this name, "" when something can: known before hours of writing, without a
+        request."""
 
     def stat(self, path: str) -> Entry:
         """What is known of a name."""
@@ -214,7 +215,7 @@ class Place(Protocol):
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         """Give a file or folder another name, in one step. A file replaces a file, a folder only an empty folder.
 
-        Without `replace` nothing is: raises `TakenError`; of many who want a file's name, one gets it.
+        Without `replace` nothing is: raises `TakenError`; of many callers that want a file's name, one gets it.
         """
 
     def delete(self, path: str, *, recursive: bool = False) -> None:

@@ -1,9 +1,10 @@
-"""Pieces of files in memory: read ahead of their readers, shared by all who read the same file, bounded for all files.
+"""Pieces of files in memory: read ahead of their readers, shared by all readers of the same file, bounded for all
+files.
 
-A piece is waiting for memory, loading, or ready; nobody changes a ready one. Who uses it holds it, and nothing that is
-held is dropped. Memory is taken before it is allocated. When there is none left, reads that somebody waits for drop
-what was read ahead and not used for longest, or wait in turn until others let go; reads ahead drop only what is used
-up or idle, and else are refused. Shared by all files of a `Reading`; `file` decides what is loaded and why.
+A piece is waiting for memory, loading, or ready; a ready one never changes. A reader holds the pieces that it uses, and
+nothing that is held is dropped. Memory is taken before it is allocated. When there is none left, reads that a reader
+waits for drop what was read ahead and not used for longest, or wait in turn until others let go; reads ahead drop only
+what is used up or idle, and else are refused.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from bootseer.io.timer import Timer
 MIN_BYTES = 8 << 20
 """With less, the largest pieces would hardly fit."""
 _FOR_DEMAND = 4
-"""One of so many bytes is left by reads ahead to reads that somebody waits for."""
+"""One of so many bytes is left by reads ahead to reads that a reader waits for."""
 
 
 class Key(NamedTuple):
-    """Which piece: of which file, and from where on. Pieces that nobody else can use have a `start` below zero."""
+    """Which piece: of which file, and from where on. Pieces that no other read can use have a `start` below zero."""
 
     file: int
     start: int
 
 
 class Ask(NamedTuple):
-    """A piece that somebody wants: `length` bytes of the file from `offset` on."""
+    """A piece that is wanted: `length` bytes of the file from `offset` on."""
 
     key: Key
     offset: int
@@ -60,7 +61,7 @@ class BufferedPiece:
         self.data = bytearray()
         self.error: BootseerError | None = None
         self.job: Job | None = None
-        """Who loads it. Set by `load`."""
+        """The read that loads it. Set by `load`."""
         self.load = load
         self.state = _State.QUEUED
         self.users = 0
@@ -74,11 +75,11 @@ class BufferedPiece:
 Waiter = Callable[[BufferedPiece], None]
 """Called when a piece is ready or has failed, with the piece held: `let_go` when it is not used any more."""
 Load = Callable[[Sequence[BufferedPiece], bool], None]
-"""Reads pieces into their `data`; True when somebody waits. Calls `finish` for each of them when it has ended."""
+"""Reads pieces into their `data`; True when a reader waits. Calls `finish` for each of them when it has ended."""
 
 
 class ChunkBuffer:
-    """All pieces of all files. Calls nobody while it holds its lock: see `effects`."""
+    """All pieces of all files. Makes no calls while it holds its lock: see `carry_out`."""
 
     def __init__(self, limit_bytes: int, idle_s: float, timer: Timer, facts: Counters) -> None:
         if limit_bytes < MIN_BYTES:
@@ -108,7 +109,8 @@ class ChunkBuffer:
             return self._take(num_bytes, demand=demand)
 
     def overdraw(self, num_bytes: int) -> bool:
-        """Take memory whether there is any or not, for what nobody's memory comes back without: one at a time."""
+        """Take memory whether there is any or not, for a rebuild without which no memory would come back: one at a
+        time."""
         with self._lock:
             if self._overdrawn:
                 return False
@@ -158,7 +160,7 @@ class ChunkBuffer:
         carry_out([*hurries, *self._loads(begun, demand=True), *(partial(waiter, piece) for piece in ready)])
 
     def ahead(self, asks: Sequence[Ask], load: Load, *, waiter: Waiter | None = None) -> tuple[int, int]:
-        """Load pieces before anybody wants them, as far as there is room.
+        """Load pieces before a reader wants them, as far as there is room.
 
         Returns how many of them need no more asking, and the bytes of those that were begun. With a `waiter`, these are
         held for it.
@@ -181,8 +183,8 @@ class ChunkBuffer:
         return done, sum(piece.length for piece in begun)
 
     def finish(self, piece: BufferedPiece, error: BootseerError | None) -> None:
-        """A piece was loaded, or could not be: then it is as if nobody had asked, and the next reader tries again.
-        The second time, nothing happens."""
+        """A piece was loaded, or could not be: then it is as if it had not been asked for, and the next reader tries
+        again. The second time, nothing happens."""
         with self._lock:
             if piece.state is _State.READY:
                 return
@@ -216,7 +218,7 @@ class ChunkBuffer:
         carry_out(effects)
 
     def drop(self, file: int) -> None:
-        """Nobody reads this file any more: cancel what is on its way, and drop what nobody holds."""
+        """The file is not read any more: cancel what is on its way, and drop what is not held."""
         with self._lock:
             jobs = []
             for key in list(self._files.get(file, ())):
@@ -230,7 +232,7 @@ class ChunkBuffer:
         carry_out(effects)
 
     def cancel(self, error: BootseerError) -> None:
-        """End all reads that are on their way or wait for memory; who waits for them gets an error."""
+        """End all reads that are on their way or wait for memory; their readers get an error."""
         with self._lock:
             queued = list(self._queue)
             self._queue.clear()
@@ -255,7 +257,7 @@ class ChunkBuffer:
                 piece.data = bytearray(piece.length)
             load(pieces, demand)
         except BaseException as error:
-            # Nobody else would ever end these pieces, and every later reader would wait for them.
+            # Nothing else would ever end these pieces, and every later reader would wait for them.
             for piece in pieces:
                 self.finish(piece, failure(error, f"bytes {piece.offset} to {piece.offset + piece.length}"))
             if not isinstance(error, Exception):
@@ -285,7 +287,7 @@ class ChunkBuffer:
             self._emptied.notify_all()
 
     def _rest(self, piece: BufferedPiece) -> None:
-        """Nobody holds this piece now."""
+        """This piece is not held now."""
         if piece.dropped or piece.key.start < 0:
             self._remove(piece)
             return

@@ -83,7 +83,7 @@ class ReadContext:
     cache_writer: CacheWriter | None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:
-        """Whether no other process of this node fetches this chunk from now on. Without a cache, nobody knows."""
+        """Whether no other process of this node fetches this chunk from now on. Without a cache, that is not known."""
         if segment.cached is None:
             return False
         try:

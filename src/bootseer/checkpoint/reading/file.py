@@ -1,4 +1,4 @@
-"""An open file of a checkpoint, striped or ordinary: what readers work with. Made by `Reading.open`."""
+"""An open file of a checkpoint, striped or ordinary: what readers work with."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class CheckpointFile:
         """Read a range, cut at the end of the file: `done` is called once, from any thread. It is waited for when the
         range is all of a small file; call this without locks.
 
-        It gets the bytes, which nobody changes, or the error, and must return soon. With `room`, of `length` bytes,
-        they may lie there when `done` is called before this returns. What will probably be read next is brought
+        It gets the bytes, which do not change any more, or the error, and must return soon. With `room`, of `length`
+        bytes, they may lie there when `done` is called before this returns. What will probably be read next is brought
         meanwhile.
         """
         try:
@@ -90,7 +90,7 @@ class CheckpointFile:
     def prefetch(self, offset: int, length: int) -> None:
         """Bring a range into the node's cache without waiting, or into memory when there is no cache.
 
-        Gives way to all that readers wait for. Nobody hears of its errors: what it did not bring is read when it is
+        Gives way to all that readers wait for. Its errors are not reported: what it did not bring is read when it is
         wanted.
         """
         length = self._length(offset, length)

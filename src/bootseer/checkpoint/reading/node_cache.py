@@ -66,7 +66,7 @@ class CacheWriter:
 
     def put(self, cached: CachedFile, block: int, data: memoryview, then: Callable[[], None]) -> None:
         """Keep a verified chunk, and give up the claim on it if there is one. `then` is called when it is done, or not
-        to be done: until then nobody may change `data` or close `cached`.
+        to be done: until then `data` may not be changed nor `cached` closed.
         """
         with self._change:
             accepted = self.has_room(len(data)) and self._add(_Chunk(cached, block, data, then))
@@ -234,7 +234,7 @@ class DedupSources:
             closing = list(self._open.values())
             self._open.clear()
         for cached in closing:
-            cached.close()  # who reads at this moment gets an error, and asks the place
+            cached.close()  # a reader at this moment gets an error, and asks the place
 
     def _search(self, until: float) -> dict[bytes, tuple[Index, int]]:
         places: dict[bytes, tuple[Index, int]] = {}

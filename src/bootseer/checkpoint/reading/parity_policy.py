@@ -1,7 +1,7 @@
 """Which chunk of a row to compute from the others and parity, instead of waiting for its own part.
 
-Decides and touches nothing. Called by `row` when a row begins, and while its chunks are on their way; times are seconds
-from now on, 0 where the place knows nothing and infinity where nothing is expected."""
+Decides and touches nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WORTH_S = 0.05
 """Rebuilding costs some time of the processor: parity must come so much earlier."""
 _ALONE_WORTH = 2.0
 _ALONE_WORTH_S = 0.25
-"""... and much earlier where the other chunks of the row must be read for it, which nobody asked for."""
+"""... and much earlier where the other chunks of the row must be read for it, which were not asked for."""
 
 
 def chunk_to_skip(delays: Mapping[int, float], wanted: frozenset[int], parity_s: float) -> int | None:
     """Which chunk of a row not to ask its own part for; None: none of them.
 
-    `delays`: when each chunk of the row would be here; `wanted`: those that somebody asked for.
+    `delays`: when each chunk of the row would be here; `wanted`: those that were asked for.
     """
     last = max(wanted, key=lambda chunk: delays[chunk])
     others = [delay_s for chunk, delay_s in delays.items() if chunk not in wanted]

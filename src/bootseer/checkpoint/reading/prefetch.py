@@ -1,7 +1,7 @@
-"""Bringing part of a file into the node's cache, or into memory, before anybody reads it.
+"""Bringing part of a file into the node's cache, or into memory, before it is read.
 
-It keeps a bounded number of pieces under way, gives way to everybody who waits for a read, for memory or for the disk,
-and is in nobody's way when it fails: what it did not bring is read when it is wanted. Made by `shared_file`.
+It keeps a bounded number of pieces under way, gives way to all that wait for a read, for memory or for the disk,
+and its failure does no harm: what it did not bring is read when it is wanted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Prefetch:
             try:
                 self._timer.after(_PAUSE_S, self._resume)
                 self._pausing = True
-            except TransientError:  # no thread can be started, and nobody would go on: readers bring what they want
+            except TransientError:  # no thread can be started to go on: readers bring what they want
                 self._coming = iter(())
                 self._left.clear()
 

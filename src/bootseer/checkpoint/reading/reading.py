@@ -1,8 +1,7 @@
 """Reading checkpoints: opens files of a place, striped or ordinary, for everything that reads them.
 
 One for each process or mount. All its files share memory, threads and what is known of the node's cache; handles of the
-same version of a file share what was read ahead. Used by the mount, by the readers for PyTorch, safetensors and fsspec,
-and by the command line.
+same version of a file share what was read ahead.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Reading:
     """Safe to use from many threads, and in a child after `fork`, which begins with empty memory."""
 
     def __init__(self, place: Place, *, cache: Cache | None = None, settings: ReadingSettings | None = None) -> None:
-        """`cache`: this node's, where chunks of striped files are kept; whoever made `place` closes it."""
+        """`cache`: this node's, where chunks of striped files are kept; the caller closes `place`."""
         self._place = place
         self._cache = cache
         self._settings = settings or ReadingSettings()

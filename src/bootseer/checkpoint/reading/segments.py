@@ -27,7 +27,7 @@ Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
 
 
 class LazyPart:
-    """A part that is open, or will be when somebody asks."""
+    """A part that is open, or will be when it is read."""
 
     def __init__(self, place: Place, path: str, part: Part, workers: Executor) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class LazyPart:
                 self._opened(None, error)
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Who has the byte at `offset`, as far as is known."""
+        """The nodes that have the byte at `offset`, as far as is known."""
         file = self._file
         return self._part.nodes if file is None else file.nodes(offset)
 

@@ -39,7 +39,7 @@ class ReadingSettings:
     """The largest window of an ordinary file, as far as half of the memory allows: its blocks lie one after the other,
     usually 128 MiB each, so that several disks have work only where the window spans several blocks."""
     idle_s: float = 5.0
-    """What nobody has asked for in so long is dropped: handles that nobody reads from hold nothing."""
+    """What was not asked for in so long is dropped: idle handles hold nothing."""
 
     deadline_s: float = 60.0
     """One attempt at one chunk, by all means the place has."""
@@ -55,7 +55,7 @@ class ReadingSettings:
     """How long to wait for a chunk that another process of this node is fetching, before it is fetched twice."""
 
     keep_s: float = 5.0
-    """Who ends waits so long, at most, for what was read and is still on its way into the node's cache."""
+    """The end of a process waits so long, at most, for what was read and is still on its way into the node's cache."""
     keep_still_s: float = 1.0
     """... and not for a disk that has kept nothing for so long."""
 

@@ -128,7 +128,7 @@ class SharedFile:
         self._bring(advice)
 
     def read_ranges(self, ranges: Sequence[_Slice], gather: Gather) -> None:
-        """Fill memory with ranges that lie inside the file. `gather` ends when nobody writes into any of it.
+        """Fill memory with ranges that lie inside the file. `gather` ends when no thread writes into any of it.
 
         Blocks for what lies on this node's disk.
         """
@@ -182,7 +182,7 @@ class SharedFile:
         run.go_on()
 
     def close(self) -> None:
-        """Nobody has it open any more."""
+        """No handle has it open any more."""
         with self._lock:
             self._closed = True
             prefetches = list(self._prefetches)

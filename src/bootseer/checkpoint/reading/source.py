@@ -22,7 +22,7 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.io.executor import report_exception
 
 Done = Callable[[BootseerError | None], None]
-"""Called once, from any thread, when a read has ended: None, or what went wrong. From then on nobody writes."""
+"""Called once, from any thread, when a read has ended: None, or what went wrong. From then on no thread writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Want:
     into: memoryview
     done: Done
     hold: Callable[[], Callable[[], None]] | None = None
-    """Where nobody changes `into` later: keeps it as it is until the function that this returns is called."""
+    """Where `into` is not changed later: keeps it as it is until the function that this returns is called."""
     here: bool = False
     """Whether the thread that starts the read may carry it out."""
 
@@ -52,7 +52,7 @@ class Job(Protocol):
         """A reader waits for it now."""
 
     def cancel(self) -> None:
-        """Nobody wants it any more; it still ends."""
+        """It is not wanted any more; it still ends."""
 
 
 class Source(Protocol):

@@ -40,8 +40,8 @@ class Transfer:
         moved: Callable[[], None],
         then: Done,
     ) -> None:
-        """`then` is called once, from any thread, when nobody writes into any of the memory any more; `moved` whenever
-        a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane."""
+        """`then` is called once, from any thread, when no thread writes into any of the memory any more; `moved`
+        whenever a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane."""
         self._moved = moved
         self._then = then
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class Transfer:
             self._lanes[job.lane].in_flight -= job.num_bytes
             self._in_flight -= job.num_bytes
             self._left -= 1
-            # Once: who is cancelled ends with an error too, and nothing is started after the first.
+            # Once: a read that is cancelled ends with an error too, and nothing is started after the first.
             running = list(self._running) if error is not None and self._error is None else []
             ended = self._give_up(error) if error is not None else not self._left
         for other in running:
@@ -193,7 +193,7 @@ class Gather:
         self._then(self._error)
 
     def cancel(self, error: BootseerError) -> None:
-        """Nobody wants it any more. It ends with this error, soon, when nobody writes into the caller's memory."""
+        """It is not wanted any more. It ends with this error, soon, when no thread writes into the caller's memory."""
         with self._lock:
             self._error = self._error or error
             transfers = list(self._transfers)

@@ -1,6 +1,6 @@
 """Which bytes hold a slice of a tensor: as few requests as it takes, and no more bytes than they are worth.
 
-Called by `tensor_slice`. Decides and reads nothing.
+Decides and reads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Headers of safetensors files: what lies where, checked before anything is allocated by it.
 
-A file is: length of the header (8 bytes, little endian), the header (JSON), the tensors without gaps. Called by
-`model` and `checkpoint.dcp`. Knows no PyTorch.
+A file is: length of the header (8 bytes, little endian), the header (JSON), the tensors without gaps. Knows no PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing a file as programs do: at any offset, of any length, nobody knows how many bytes will come.
+"""Writing a file as programs do: at any offset, of any length, with an unknown number of bytes to come.
 
 Everything goes to the spool first, and is sent from there while the program goes on (`sending`). So sequential writers
 need little room whatever the size of the file, and all others need as much as they write out of order.
@@ -6,7 +6,7 @@ need little room whatever the size of the file, and all others need as much as t
 `sync` and `commit` make what was written so far durable, verified and visible, in one step, and nothing is visible
 before. A file that is written on after a `sync` shows the content of that moment until the next one.
 
-Methods may be called from many threads; those that change the file take turns. Made by `writing`.
+Methods may be called from many threads; those that change the file take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Check = Callable[[], None]
 
 
 def _wait_on() -> None:
-    """Whoever waits does so to the end."""
+    """For callers that wait to the end."""
 
 
 class FileWriter:
@@ -55,9 +55,9 @@ class FileWriter:
         free_some: Callable[[], bool],
         ended: Callable[[FileWriter], None],
     ) -> None:
-        """`free_some` says whether room in the spool will come back; `ended` hears of the end."""
+        """`free_some` says whether room in the spool will come back; `ended` is called at the end."""
         self.sending = Sending(publication.target(excluded), policy, spool, budget, workers)
-        """For whoever looks after all files of a `Writing`."""
+        """For the `Writing`, which looks after all files."""
         self._files = files
         self._publication = publication
         self._policy = policy
@@ -68,7 +68,7 @@ class FileWriter:
         self._settings = settings
         self._free_some = free_some
         self._ended = ended
-        # Whoever changes the file holds this, for as long as it takes.
+        # Held by the thread that changes the file, for as long as it takes.
         self._turn = threading.RLock()
         self._size_bytes = 0
         self._written: Written | None = None

@@ -4,7 +4,7 @@ A part does not hold a thread while it waits for its data: work comes in small s
 queued. A lane runs as many steps at a time as a segment has parts, of the oldest segment first. So the links never idle
 between two segments, and the segments do not all end at the same moment.
 
-Called by `segment` and `pipeline`. Safe to use from many threads.
+Safe to use from many threads.
 """
 
 from __future__ import annotations

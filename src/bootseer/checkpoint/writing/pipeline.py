@@ -1,8 +1,6 @@
 """The segments of one file on their way: a few open at a time, begun in the order in which they were asked for.
 
 The next one begins when it is known where the one before lies, and goes elsewhere as far as there are other nodes.
-
-Called by `replayed` and `sending`, which differ in where the bytes come from.
 """
 
 from __future__ import annotations

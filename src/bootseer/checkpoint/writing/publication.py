@@ -1,8 +1,7 @@
 """How a file becomes visible: the folder of its parts, the check of what lies there, the head that names them.
 
-Nobody sees anything until the head is renamed into its place, which is one step of the place. A writer that dies
-before leaves a folder of parts that no head names, and a lease that nobody renews: `attempts.collect` removes it.
-Called by `replayed` and `file_writer`.
+Nothing is visible until the head is renamed into its place, which is one step of the place. A writer that dies before
+leaves a folder of parts that no head names, and a stale lease: `attempts.collect` removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from bootseer.io.executor import Executor
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Hears how many bytes were written, of how many."""
+"""Called with the number of bytes written, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class Publication:
         replaced = self._replaced()
         done = self.again(step)
         if replaced is not None and replaced.id != keep:
-            # Nobody can find it any more. Rests cost room, and no error of a file that is safe.
+            # No reader can find it any more. What is left costs room, and is no error of a file that is safe.
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
             if replaced.id == self.id:
@@ -183,8 +182,9 @@ class Publication:
         return step()
 
     def _show(self, head: bytes, names: frozenset[str]) -> None:
-        """Put a head in place. Only when that was refused, it is certain that nobody sees what it names: of all other
-        errors, and of an interrupt, just the answer may have been lost. Then a collector decides, who can wait."""
+        """Put a head in place. Only when that was refused, it is certain that no reader sees what it names: of all
+        other errors, and of an interrupt, just the answer may have been lost. Then `collect` decides, which can
+        wait."""
         before, self._named = self._named, self._named | names
         try:
             self._files.place.write_bytes(self.path, head, mode=self._mode)
@@ -206,7 +206,7 @@ class Publication:
                 )
 
     def _replaced(self) -> Head | None:
-        """What has the name now; None when there is nothing, or nobody can tell.
+        """What has the name now; None when there is nothing, or that cannot be told.
 
         A file may be written again just because it cannot be read any more. Its parts are left to a collector then.
         """

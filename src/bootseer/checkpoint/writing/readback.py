@@ -1,6 +1,6 @@
 """Reading back what was written: to verify it before it is shown, and for writers that come back to what was sent.
 
-Called by `publication` and `sending`. For reading checkpoints there is `checkpoint.reading`.
+For reading checkpoints there is `checkpoint.reading`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_segment(
 ) -> None:
     """Give the bytes of a file from `offset` to `end`, which lie in a segment, to `take`, a verified chunk at a time.
 
-    `take` hears where in the file the bytes lie.
+    `take` gets the offset in the file of the bytes, and the bytes.
     """
     first = (offset - segment.start) // CHUNK_BYTES
     last = -(-(end - segment.start) // CHUNK_BYTES)

@@ -169,7 +169,7 @@ class PartTask:
             segment.lane.apart(lambda: _abort(writer))
         self._failures += 1
         now_s = time.monotonic()
-        if self.row or self._failing_since_s is None:  # a try that came as far as a node is no wait for nobody
+        if self.row or self._failing_since_s is None:  # a try that reached a node was not a wait for none
             self._failing_since_s = now_s
         if (
             isinstance(error, TransientError)
@@ -309,14 +309,14 @@ class SegmentWriter:
         self._wake()
 
     def cancel(self) -> None:
-        """Nobody wants it any more: what was written is removed, soon; `on_end` is not called."""
+        """It is not wanted any more: what was written is removed, soon; `on_end` is not called."""
         self._over.set()
         self._wake()
 
     def give_up(self, error: Exception) -> None:
         """It cannot be written."""
         if not isinstance(error, BootseerError):
-            # Nobody else hears of it: whoever waits for the segment would wait for ever.
+            # It is not reported elsewhere: the thread that waits for the segment would wait for ever.
             error = PermanentError(f"{self.path}: {type(error).__name__}: {error}")
         with self._lock:
             if self._over.is_set():
@@ -415,7 +415,7 @@ class SegmentWriter:
 
     def _begin_files(self, numbers: Sequence[int], avoid: frozenset[str]) -> Sequence[PartWriter]:
         target = self._target
-        # The random end: names are never used again, not even by a try whose end nobody knows.
+        # The random end: names are never used again, not even by a try whose end is unknown.
         names = [
             f"{self.start // CHUNK_BYTES:06x}.{'p' if number == self.stripes else number}.{secrets.token_hex(4)}"
             for number in numbers

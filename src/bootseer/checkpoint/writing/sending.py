@@ -3,8 +3,6 @@
 A sequential writer leaves whole chunks behind, which are sent as segments while it goes on; a segment that is safe
 gives its room in the spool back. What is written into a sent range is taken back first. At every moment each byte of
 the file is in the spool, or in a segment that is complete, or a hole that was never written.
-
-Called by `file_writer`, one change at a time; workers tell when a segment has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """All writing to a place by one process: its threads, its room on the local disk, its knowledge of excluded nodes.
 
-One `Writing` serves all files of a mount or of a job; make another one after a fork. Called by the mount, by
-`bootseer ckpt put` and by the adapters for PyTorch, safetensors and fsspec.
+One `Writing` serves all files of a mount or of a job; make another one after a fork.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SPOOL = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many 
 Verify = Literal["length", "read"]
 """How parts are checked before their file is shown: by their lengths, as the place says them, or by reading them.
 
-Places acknowledge what they have stored; whoever does not believe them reads. Files that are not striped have no
+Places acknowledge what they have stored; `read` checks that. Files that are not striped have no
 digests to compare with: always by their length."""
 
 
