@@ -343,7 +343,6 @@ class Reads:
         return facts
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """See `HdfsReads.delay_s`."""
         return self._own.delay_s(nodes, length)
 
     def close(self) -> None:

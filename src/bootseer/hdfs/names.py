@@ -28,7 +28,6 @@ class Names:
         self._namenode = namenode
 
     def stat(self, path: str) -> FileStatus:
-        """See `HdfsClient.stat`."""
         answer = self._ask("getFileInfo", field(1, path), path)
         try:
             if 1 not in answer:
@@ -38,7 +37,6 @@ class Names:
             raise self._malformed(path, error) from error
 
     def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
-        """See `HdfsClient.list`."""
         folders = deque([path])
         while folders:
             folder = folders.popleft()
@@ -52,7 +50,6 @@ class Names:
         self._ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
-        """See `HdfsClient.rename`."""
         self._ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
 
     def delete(self, path: str, *, recursive: bool) -> bool:
@@ -64,11 +61,9 @@ class Names:
             raise self._malformed(path, error) from error
 
     def set_permission(self, path: str, mode: int) -> None:
-        """See `HdfsClient.set_permission`."""
         self._ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """See `HdfsClient.set_owner`."""
         request = field(1, path)
         if owner is not None:
             request += field(2, owner)
@@ -77,7 +72,6 @@ class Names:
         self._ask("setOwner", request, path)
 
     def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
-        """See `HdfsClient.set_times`."""
         atime = _UNCHANGED if atime_ms is None else atime_ms
         self._ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, atime), path)
 

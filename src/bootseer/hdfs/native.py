@@ -203,11 +203,9 @@ class NativeNames:
         self._native = native
 
     def stat(self, path: str) -> FileStatus:
-        """See `HdfsClient.stat`."""
         return _status(self._call(path, lambda client: client.get_file_info(path)))
 
     def list(self, path: str, *, recursive: bool) -> Iterator[FileStatus]:
-        """See `HdfsClient.list`."""
         what = f"{self._native.uri}{path}"
         for found in self._native.stream(what, lambda client: client.list_status(path, recursive)):
             yield _status(found)
@@ -217,7 +215,6 @@ class NativeNames:
         self._call(path, lambda client: client.mkdirs(path, mode, parents))
 
     def rename(self, source: str, target: str, *, overwrite: bool) -> None:
-        """See `HdfsClient.rename`."""
         self._call(source, lambda client: client.rename(source, target, overwrite=overwrite))
 
     def delete(self, path: str, *, recursive: bool) -> bool:
@@ -225,15 +222,12 @@ class NativeNames:
         return self._call(path, lambda client: client.delete(path, recursive))
 
     def set_permission(self, path: str, mode: int) -> None:
-        """See `HdfsClient.set_permission`."""
         self._call(path, lambda client: client.set_permission(path, mode))
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """See `HdfsClient.set_owner`."""
         self._call(path, lambda client: client.set_owner(path, owner, group))
 
     def set_times(self, path: str, mtime_ms: int, atime_ms: int | None) -> None:
-        """See `HdfsClient.set_times`."""
 
         def change(client: Client) -> None:
             atime = client.get_file_info(path).access_time if atime_ms is None else atime_ms

@@ -103,17 +103,14 @@ class OpenFiles:
         return handle
 
     def read(self, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
-        """See `FileSystem.read`."""
         self._get(handle).content.read(offset, length, reply, room)
 
     def write(self, handle: int, offset: int, data: memoryview, check: Check) -> None:
-        """See `FileSystem.write`."""
         opened = self._get(handle)
         opened.is_done = False
         opened.content.write(offset, data, check)
 
     def sync(self, handle: int, check: Check) -> None:
-        """See `FileSystem.sync`."""
         self._get(handle).content.publish(check)
 
     def flush(self, handle: int, thread: int, check: Check) -> None:

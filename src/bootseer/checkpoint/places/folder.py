@@ -55,11 +55,9 @@ class FolderPlace:
         self.uri = f"file://{self._root}".removesuffix("/")
 
     def refusal(self, name: str) -> str:
-        """See `Place.refusal`."""
         return "" if len(os.fsencode(name)) <= _MAX_NAME_BYTES else f"it has more than {_MAX_NAME_BYTES} bytes"
 
     def stat(self, path: str) -> Entry:
-        """See `Place.stat`."""
         with self._parent(path) as (folder, name):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             entry = _entry(path, status)
@@ -68,7 +66,6 @@ class FolderPlace:
         return entry
 
     def list(self, path: str) -> Iterator[Entry]:
-        """See `Place.list`."""
         with self._parent(path) as (folder, name):
             descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder)
         front = f"{path}/" if path else ""
@@ -84,7 +81,6 @@ class FolderPlace:
         return (entry for entry in entries if entry is not None)
 
     def open(self, path: str) -> FolderFile:
-        """See `Place.open`."""
         return FolderFile(
             self._open(path), self._what(path), self._reads, lambda error: mapped(error, self._what(path))
         )
@@ -94,7 +90,6 @@ class FolderPlace:
         return 0.0
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        """See `Place.read_bytes`."""
         descriptor = self._open(path)
         try:
             length = self._size(descriptor, path) - start
@@ -105,7 +100,6 @@ class FolderPlace:
             os.close(descriptor)
 
     def read_first(self, path: str, length: int) -> bytes:
-        """See `Place.read_first`."""
         descriptor = self._open(path)
         try:
             return self._read(descriptor, path, 0, min(length, self._size(descriptor, path)))
@@ -113,7 +107,6 @@ class FolderPlace:
             os.close(descriptor)
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
-        """See `Place.write_bytes`."""
         with self._parent(path) as (folder, name):
             temporary = write_temporary(folder, data, mode)
             try:
@@ -127,7 +120,6 @@ class FolderPlace:
         return entry
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
-        """See `Place.create_bytes`."""
         with self._parent(path) as (folder, name):
             temporary = write_temporary(folder, data, mode)
             try:
@@ -158,7 +150,6 @@ class FolderPlace:
         return begun
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
-        """See `Place.rename`."""
         with self._parent(source) as (old, name), self._parent(target) as (new, new_name):
             if replace:
                 os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
@@ -168,7 +159,6 @@ class FolderPlace:
             sync(old)
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """See `Place.delete`."""
         self._not_root(path)
         with self._parent(path) as (folder, name):
             if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
@@ -183,7 +173,6 @@ class FolderPlace:
             sync(folder)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """See `Place.make_folder`."""
         if parents:
             with contextlib.suppress(NotFoundError):
                 if self.stat(path).is_folder:
@@ -206,17 +195,14 @@ class FolderPlace:
             sync(folder)
 
     def set_mode(self, path: str, mode: int) -> None:
-        """See `Place.set_mode`."""
         with self._parent(path) as (folder, name):
             self._chmod(name, mode, folder)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """See `Place.set_owner`."""
         with self._parent(path) as (folder, name):
             os.chown(name, uid_of(owner), gid_of(group), dir_fd=folder, follow_symlinks=False)
 
     def set_mtime(self, path: str, mtime_ns: int) -> None:
-        """See `Place.set_mtime`."""
         with self._parent(path) as (folder, name):
             read_ns = os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns
             os.utime(name, ns=(read_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
@@ -236,17 +222,14 @@ class FolderPlace:
             return time.time()  # a caller that may not write there has no lease there
 
     def space(self) -> tuple[int, int]:
-        """See `Place.space`."""
         with self._mapping(""):
             status = os.statvfs(self._root)
         return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
     def facts(self) -> dict[str, object]:
-        """See `Place.facts`."""
         return self._reads.facts()
 
     def close(self) -> None:
-        """See `Place.close`."""
         self._reads.close()
 
     @contextlib.contextmanager
@@ -326,7 +309,6 @@ class _FolderWriter:
             self._folder = os.dup(folder)
 
     def write(self, data: bytes) -> None:
-        """See `PartWriter.write`."""
         if self._descriptor < 0:
             raise PermanentError(f"{self.path}: written to after its end")
         if len(data) > self._left:
@@ -338,7 +320,6 @@ class _FolderWriter:
                 rest = rest[os.write(self._descriptor, rest) :]
 
     def close(self) -> tuple[str, ...]:
-        """See `PartWriter.close`."""
         with self._place._mapping(self.path):
             os.fsync(self._descriptor)
             sync(self._folder)
@@ -346,7 +327,6 @@ class _FolderWriter:
         return ()
 
     def abort(self) -> None:
-        """See `PartWriter.abort`."""
         if self._descriptor >= 0:
             drop(self._name, self._folder)
             self._release()

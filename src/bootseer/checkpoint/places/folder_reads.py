@@ -38,11 +38,9 @@ class _Read:
     cancelled: bool = field(default=False)
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         self.cancelled = True
 
     def hurry(self) -> None:
-        """See `Ticket.hurry`."""
         self.reads.threads.hurry(self.run)
 
     def left_s(self) -> float:
@@ -147,7 +145,6 @@ class FolderFile:
         return ()
 
     def delay_s(self, offset: int, length: int) -> float:
-        """See `OpenFile.delay_s`."""
         return 0.0
 
     def read_into(
@@ -202,7 +199,6 @@ class FolderFile:
             os.close(self._descriptor)
 
     def close(self) -> None:
-        """See `OpenFile.close`."""
         with self._lock:
             if self._closed:
                 return

@@ -98,18 +98,15 @@ class HdfsPlace:
         self._lock = threading.Lock()
 
     def refusal(self, name: str) -> str:
-        """See `Place.refusal`."""
         if ":" in name:
             return "HDFS takes no name with a colon"
         return "" if _is_utf8(name) else "names in HDFS are UTF-8"
 
     def stat(self, path: str) -> Entry:
-        """See `Place.stat`."""
         with place_errors():
             return self._entry(self._client.stat(self._full(path)))
 
     def list(self, path: str) -> Iterator[Entry]:
-        """See `Place.list`."""
         full = self._full(path)
         with place_errors():
             # To the end: a caller that takes only some of it would leave the library's call behind, half done.
@@ -119,17 +116,14 @@ class HdfsPlace:
         return map(self._entry, found)
 
     def open(self, path: str) -> OpenFile:
-        """See `Place.open`."""
         with place_errors():
             # Its outcomes are those of a place but for the name of their class.
             return cast(OpenFile, self._client.reads().open(self._full(path)))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        """See `Place.delay_s`."""
         return self._client.reads().delay_s(nodes, length)
 
     def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        """See `Place.read_bytes`."""
         with contextlib.closing(self.open(path)) as file:
             length = file.size_bytes - start
             if length > limit:
@@ -137,18 +131,15 @@ class HdfsPlace:
             return self._read(file, path, start, length)
 
     def read_first(self, path: str, length: int) -> bytes:
-        """See `Place.read_first`."""
         with contextlib.closing(self.open(path)) as file:
             return self._read(file, path, 0, min(length, file.size_bytes))
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
-        """See `Place.write_bytes`."""
         with self._temporary(path, data, mode) as (temporary, status):
             self._client.rename(temporary, self._full(path), overwrite=True)
         return replace(self._entry(status), path=path)
 
     def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
-        """See `Place.create_bytes`."""
         try:
             with self._temporary(path, data, mode) as (temporary, _):
                 self._client.rename(temporary, self._full(path))
@@ -173,7 +164,6 @@ class HdfsPlace:
         return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
-        """See `Place.rename`."""
         with place_errors():
             try:
                 self._client.rename(self._full(source), self._full(target), overwrite=replace)
@@ -187,24 +177,20 @@ class HdfsPlace:
                 raise IsFolderError(f"{self._what(target)} is a folder") from error
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """See `Place.delete`."""
         if not path:
             raise PermanentError(f"{self.uri} is the root and stays")
         with place_errors():
             self._client.delete(self._full(path), recursive=recursive)
 
     def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """See `Place.make_folder`."""
         with place_errors():
             self._client.make_folder(self._full(path), mode=mode, parents=parents)
 
     def set_mode(self, path: str, mode: int) -> None:
-        """See `Place.set_mode`."""
         with place_errors():
             self._client.set_permission(self._full(path), mode)
 
     def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """See `Place.set_owner`."""
         with place_errors():
             self._client.set_owner(self._full(path), owner, group)
 
@@ -232,17 +218,14 @@ class HdfsPlace:
         return now_s
 
     def space(self) -> tuple[int, int]:
-        """See `Place.space`."""
         with place_errors():
             return self._client.space(self._root or "/")
 
     def facts(self) -> Mapping[str, object]:
-        """See `Place.facts`."""
         facts = self._client.reads().facts()
         return {**facts, "fallback": facts["fallback"] or self._client.fallback}
 
     def close(self) -> None:
-        """See `Place.close`."""
         self._client.close()
 
     def _begin_long(
@@ -348,19 +331,15 @@ class _HdfsPart:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """See `PartWriter.nodes`."""
         return self._writer.nodes
 
     def write(self, data: bytes) -> None:
-        """See `PartWriter.write`."""
         with place_errors():
             self._writer.write(data)
 
     def close(self) -> tuple[str, ...]:
-        """See `PartWriter.close`."""
         with place_errors():
             return self._writer.close()
 
     def abort(self) -> None:
-        """See `PartWriter.abort`."""
         self._writer.abort()

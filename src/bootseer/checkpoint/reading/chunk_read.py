@@ -69,18 +69,15 @@ class ChunkRead:
         return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
 
     def start(self, *, urgent: bool) -> None:
-        """See `Job.start`."""
         self.urgent = self.urgent or urgent
         self._guard(self._begin)
 
     def hurry(self) -> None:
-        """See `Job.hurry`."""
         self.urgent = True
         if (ticket := self._ticket) is not None:
             ticket.hurry()
 
     def cancel(self) -> None:
-        """See `Job.cancel`."""
         self.abandoned = True
         self.stop()
 

@@ -428,7 +428,6 @@ class _RowChunk(ChunkRead):
         self._row = row
 
     def cancel(self) -> None:
-        """See `Job.cancel`."""
         super().cancel()
         self._row.withdrawn()
 

@@ -60,7 +60,6 @@ class LazyPart:
         return self._part.nodes if file is None else file.nodes(offset)
 
     def delay_s(self, offset: int, length: int) -> float:
-        """See `OpenFile.delay_s`."""
         file = self._file
         return self._place.delay_s(self._part.nodes, length) if file is None else file.delay_s(offset, length)
 

@@ -159,7 +159,6 @@ class SharedFile:
             gather.ended()
 
     def prefetch(self, offset: int, length: int) -> None:
-        """See `CheckpointFile.prefetch`."""
         engine = self._engine
         cache_writer = engine.cache_writer if self._source.whole_units else None
         if cache_writer is None:  # memory is all there is, and it is for what comes soon

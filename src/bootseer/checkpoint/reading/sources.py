@@ -46,15 +46,12 @@ class OrdinarySource:
         return False
 
     def read_local(self, start: int, into: memoryview) -> bool:
-        """See `Source.read_local`."""
         return False
 
     def jobs(self, wants: Sequence[Want]) -> list[Job]:
-        """See `Source.jobs`."""
         return [_Piece(self._file, want, self._settings.deadline_s, self._facts) for want in wants]
 
     def close(self) -> None:
-        """See `Source.close`."""
         self._file.close()
 
 
@@ -74,7 +71,6 @@ class _Piece:
         self._ticket: Ticket | None = None
 
     def start(self, *, urgent: bool) -> None:
-        """See `Job.start`."""
         want = self._want
         try:
             ticket = self._file.read_into(
@@ -90,12 +86,10 @@ class _Piece:
             ticket.cancel()
 
     def hurry(self) -> None:
-        """See `Job.hurry`."""
         if self._ticket is not None:
             self._ticket.hurry()
 
     def cancel(self) -> None:
-        """See `Job.cancel`."""
         self._cancelled = True
         if self._ticket is not None:
             self._ticket.cancel()
@@ -124,14 +118,12 @@ class StripedSource:
         self._dedup_sources = dedup_sources
 
     def prepare(self) -> None:
-        """See `Source.prepare`."""
         if any(segment.parity is not None for segment in self._head.segments):
             make_ready()
         if self._dedup_sources is not None:
             self._dedup_sources.search()
 
     def is_local(self, start: int) -> bool:
-        """See `Source.is_local`."""
         if self._context.cache_writer is None:
             return False
         chunk = start // CHUNK_BYTES
@@ -185,7 +177,6 @@ class StripedSource:
         return jobs
 
     def close(self) -> None:
-        """See `Source.close`."""
         self._context.segments.close()
         if self._dedup_sources is not None:
             self._dedup_sources.give_back()

@@ -40,11 +40,9 @@ class BytesSource:
 
     @property
     def size_bytes(self) -> int:
-        """See `Replayable.size_bytes`."""
         return len(self._data)
 
     def read(self, offset: int, length: int) -> bytes:
-        """See `Replayable.read`."""
         return bytes(self._data[offset : offset + length])
 
 
@@ -71,11 +69,9 @@ class FileSource:
 
     @property
     def size_bytes(self) -> int:
-        """See `Replayable.size_bytes`."""
         return self._size_bytes
 
     def read(self, offset: int, length: int) -> bytes:
-        """See `Replayable.read`."""
         try:
             data = os.pread(self._descriptor, length, offset)
             while len(data) < length:
