@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bootseer.fuse.filesystem import Attributes, Caller, Cancel, Changes, Found, Listed, Opened, Reply, Space
+from bootseer.fuse.filesystem import Attributes, Caller, Cancel, Changes, FoundNode, Listed, Opened, Reply, Space
 
 OnRead = Callable[[bytes, Reply], Cancel | None]
 
@@ -49,10 +49,10 @@ class MemoryFiles:
             number, node.mode, len(node.data), uid=node.uid, gid=node.gid, mtime_ns=node.mtime_ns, nlink=1
         )
 
-    def _found(self, number: int) -> Found:
+    def _found(self, number: int) -> FoundNode:
         with self._lock:
             self.held[number] = self.held.get(number, 0) + 1
-        return Found(number, self._attributes(number))
+        return FoundNode(number, self._attributes(number))
 
     def _child(self, parent: int, name: bytes) -> int:
         number = self.nodes[parent].children.get(name)
@@ -60,7 +60,7 @@ class MemoryFiles:
             raise FileNotFoundError(errno.ENOENT, "none")
         return number
 
-    def lookup(self, parent: int, name: bytes) -> Found | None:
+    def lookup(self, parent: int, name: bytes) -> FoundNode | None:
         number = self.nodes[parent].children.get(name)
         return None if number is None else self._found(number)
 
@@ -90,7 +90,7 @@ class MemoryFiles:
         self.nodes[parent].children[name] = number
         return number
 
-    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Found, Opened]:
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[FoundNode, Opened]:
         found = self._found(self._make(parent, name, stat.S_IFREG | mode, caller))
         return found, self.open(found.node, flags, caller)
 
@@ -133,7 +133,7 @@ class MemoryFiles:
         self._child(parent, name)
         del self.nodes[parent].children[name]
 
-    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> Found:
+    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         return self._found(self._make(parent, name, stat.S_IFDIR | mode, caller))
 
     def remove_folder(self, parent: int, name: bytes) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse import messages, protocol
-from bootseer.fuse.filesystem import Attributes, Changes, Found, Listed, Space
+from bootseer.fuse.filesystem import Attributes, Changes, FoundNode, Listed, Space
 
 
 def setattr_in(valid: int, **values: int) -> memoryview:
@@ -46,7 +46,7 @@ def test_no_more_is_forgotten_than_was_sent(count: int, pairs: list[tuple[int, i
 
 
 def test_a_listing_holds_what_the_kernel_expects() -> None:
-    found = Found(7, Attributes(8, stat.S_IFREG | 0o600, 5))
+    found = FoundNode(7, Attributes(8, stat.S_IFREG | 0o600, 5))
     for plus in (False, True):
         packed = messages.listed(Listed(b"name", 8, stat.S_IFREG, found), 3, 1, plus=plus)
         assert len(packed) == messages.entry_size(b"name", plus=plus)
@@ -63,7 +63,7 @@ def test_a_name_that_is_not_there_is_not_remembered() -> None:
 
 
 def test_answers_hold_for_as_long_as_is_said() -> None:
-    assert struct.unpack_from("=QQQQ", messages.entry_out(Found(7, Attributes(8, 0)), 5)) == (7, 0, 5, 5)
+    assert struct.unpack_from("=QQQQ", messages.entry_out(FoundNode(7, Attributes(8, 0)), 5)) == (7, 0, 5, 5)
     assert struct.unpack_from("=Q", messages.attr_out(Attributes(8, 0), 5)) == (5,)
 
 

@@ -44,7 +44,7 @@ def test_a_folder_is_cut_between_entries(names: list[bytes], start: int, room: i
     assert len(packed) <= room
     seen = []
     while packed:
-        inode, following, length, kind = protocol._DIRENT.unpack_from(packed)
+        inode, following, length, kind = protocol.DIRENT.unpack_from(packed)
         seen.append((packed[24 : 24 + length], inode, following, kind))
         packed = packed[-(-(24 + length) // 8) * 8 :]
     wanted = [(entry.name, entry.inode, start + place + 1, 8) for place, entry in enumerate(entries[start:])]

@@ -91,7 +91,7 @@ class Caller(NamedTuple):
     """Number of the thread, as processes of the mounter's process namespace see it; 0 for one they cannot see."""
 
 
-class Found(NamedTuple):
+class FoundNode(NamedTuple):
     """A node that a name leads to. `attributes.inode` is what programs see, and may outlive the node."""
 
     node: int
@@ -113,7 +113,7 @@ class Listed(NamedTuple):
     name: bytes
     inode: int
     mode: int
-    found: Found | None = None
+    found: FoundNode | None = None
 
 
 class Space(NamedTuple):
@@ -143,7 +143,7 @@ class FileSystem(Protocol):
     number, any other exception with EIO.
     """
 
-    def lookup(self, parent: int, name: bytes) -> Found | None:
+    def lookup(self, parent: int, name: bytes) -> FoundNode | None:
         """The child of a folder, or None."""
 
     def forget(self, node: int, count: int) -> None:
@@ -155,7 +155,7 @@ class FileSystem(Protocol):
     def change(self, node: int, changes: Changes) -> Attributes:
         """Change attributes, or the size of a file; what is known afterwards."""
 
-    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Found, Opened]:
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[FoundNode, Opened]:
         """Make a file and open it. `flags` are those of open(2)."""
 
     def open(self, node: int, flags: int, caller: Caller) -> Opened:
@@ -182,7 +182,7 @@ class FileSystem(Protocol):
     def unlink(self, parent: int, name: bytes) -> None:
         """Remove a file."""
 
-    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> Found:
+    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         """Make a folder."""
 
     def remove_folder(self, parent: int, name: bytes) -> None:

@@ -11,7 +11,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Attributes, Changes, Found, Listed, Space
+from bootseer.fuse.filesystem import Attributes, Changes, FoundNode, Listed, Space
 
 SETATTR, SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK = 4, 6, 8, 9, 10, 11, 12, 13
 WRITE, RELEASE, FSYNC, FLUSH, RELEASEDIR, FSYNCDIR = 16, 18, 20, 25, 29, 30
@@ -53,14 +53,9 @@ OPEN_IN = Struct("=II")  # flags, open_flags
 CREATE_IN = Struct("=IIII")  # flags, mode, umask, open_flags
 HANDLE_IN = Struct("=Q")  # fh: the first field of all requests with an open file
 WRITE_IN = Struct("=QQIIQII")  # fh, offset, size, write_flags, lock_owner, flags, padding
-_ENTRY_OUT = Struct("=QQQQII")  # nodeid, generation, two validities in seconds, their nanoseconds
-_ATTR_OUT = Struct("=QII")
 _OPEN_OUT = Struct("=QII")
 _WRITE_OUT = Struct("=II")
-_DIRENT = Struct("=QQII")
-_STATFS_OUT = Struct("=QQQQQIIII24x")
-_INIT_OUT = Struct("=IIIIHHIIHHI28x")
-_NO_ATTRIBUTES = bytes(len(protocol.attributes(Attributes(1, 0))))
+_NO_ENTRY = bytes(protocol.ENTRY_OUT.size + protocol.ATTR.size)
 
 _MODE, _UID, _GID, _SIZE, _MTIME, _HANDLE, _MTIME_NOW = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 6, 1 << 8
 _NANOSECONDS = 1_000_000_000
@@ -86,21 +81,7 @@ class Rename(NamedTuple):
 
 def init_out(hello: protocol.Hello) -> bytes:
     """Agree on a version, on what both sides can do, and on large requests both ways."""
-    if hello.major > protocol.MAJOR:  # it will ask again in our version
-        return protocol.init_out(hello)
-    return _INIT_OUT.pack(
-        protocol.MAJOR,
-        protocol.MINOR,
-        hello.max_readahead,
-        hello.flags & _WANTED,
-        MAX_BACKGROUND,
-        MAX_BACKGROUND * 3 // 4,
-        MAX_WRITE,
-        1,  # times are exact to the nanosecond
-        protocol.MAX_READ // protocol.PAGE,
-        0,
-        0,
-    )
+    return protocol.init_out(hello, wanted=_WANTED, max_background=MAX_BACKGROUND, max_write=MAX_WRITE)
 
 
 def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
@@ -138,20 +119,22 @@ def parse_rename(body: memoryview, *, has_flags: bool) -> Rename:
     return Rename(name, to_parent, rest.partition(b"\0")[0], flags)
 
 
-def _attributes(of: Attributes) -> bytes:
-    return protocol.attributes(of, PREFERRED_BYTES if of.is_file else protocol.PAGE)
+def _preferred_bytes(of: Attributes) -> int:
+    return PREFERRED_BYTES if of.is_file else protocol.PAGE
 
 
 def attr_out(of: Attributes, valid_s: int) -> bytes:
     """struct fuse_attr_out: attributes that hold for `valid_s` seconds."""
-    return _ATTR_OUT.pack(valid_s, 0, 0) + _attributes(of)
+    return protocol.attr_out(of, valid_s, _preferred_bytes(of))
 
 
-def entry_out(found: Found | None, valid_s: int) -> bytes:
+def entry_out(found: FoundNode | None, valid_s: int) -> bytes:
     """struct fuse_entry_out. A name that is not there is not remembered: another machine may be about to make it."""
     if found is None:
-        return _ENTRY_OUT.pack(0, 0, 0, 0, 0, 0) + _NO_ATTRIBUTES
-    return _ENTRY_OUT.pack(found.node, 0, valid_s, valid_s, 0, 0) + _attributes(found.attributes)
+        return _NO_ENTRY
+    of = found.attributes
+    validity = protocol.ENTRY_OUT.pack(found.node, 0, valid_s, valid_s, 0, 0)
+    return validity + protocol.attributes(of, _preferred_bytes(of))
 
 
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
@@ -168,18 +151,16 @@ def statfs_out(space: Space) -> bytes:
     """struct fuse_statfs_out. Files are not counted."""
     unit = PREFERRED_BYTES
     free = space.free // unit
-    return _STATFS_OUT.pack(space.total // unit, free, free, 0, 0, unit, 255, unit, 0)
+    return protocol.STATFS_OUT.pack(space.total // unit, free, free, 0, 0, unit, 255, unit, 0)
 
 
 def entry_size(name: bytes, *, plus: bool) -> int:
     """Bytes that an entry of this name takes in a listing."""
-    head = _ENTRY_OUT.size + len(_NO_ATTRIBUTES) if plus else 0
-    return head + -(-(_DIRENT.size + len(name)) // 8) * 8
+    head = len(_NO_ENTRY) if plus else 0
+    return head + -(-(protocol.DIRENT.size + len(name)) // 8) * 8
 
 
 def listed(entry: Listed, number: int, valid_s: int, *, plus: bool) -> bytes:
     """struct fuse_dirent, or fuse_direntplus, of entry `number`; its offset is its successor's number."""
-    size = _DIRENT.size + len(entry.name)
-    packed = _DIRENT.pack(entry.inode, number + 1, len(entry.name), stat.S_IFMT(entry.mode) >> 12)
-    packed += entry.name + bytes(-size % 8)
+    packed = protocol.dirent(entry, number)
     return entry_out(entry.found, valid_s) + packed if plus else packed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-from bootseer.fuse.filesystem import Attributes, Entry
+from bootseer.fuse.filesystem import Attributes, Entry, Listed
 
 MAJOR, MINOR = 7, 31
 ROOT = 1
@@ -49,15 +49,15 @@ XATTR_IN = Struct("=II")  # size, padding
 INIT_IN = Struct("=IIII")  # major, minor, max_readahead, flags
 OUT_HEADER = Struct("=IiQ")  # len, negative error, unique
 _INIT_OUT = Struct("=IIIIHHIIHHI28x")
-_ATTR = Struct("=QQQQQQIIIIIIIIII")
-_ENTRY_OUT = Struct("=QQQQII")
+ATTR = Struct("=QQQQQQIIIIIIIIII")
+ENTRY_OUT = Struct("=QQQQII")
 _ATTR_OUT = Struct("=QII")
-_DIRENT = Struct("=QQII")
-_STATFS_OUT = Struct("=QQQQQIIII24x")
+DIRENT = Struct("=QQII")
+STATFS_OUT = Struct("=QQQQQIIII24x")
 _XATTR_OUT = Struct("=II")
 
 
-class Request(NamedTuple):
+class RequestHeader(NamedTuple):
     """What the header of a request says. `body` is the place of the rest in the same buffer."""
 
     opcode: int
@@ -76,12 +76,12 @@ class Hello:
     flags: int
 
 
-def parse_request(buffer: bytearray, received: int) -> Request | None:
+def parse_request(buffer: bytearray, received: int) -> RequestHeader | None:
     """The header of a request of `received` bytes, or None for a malformed one."""
     if received < IN_HEADER.size:
         return None
     length, opcode, unique, inode, *_ = IN_HEADER.unpack_from(buffer)
-    return Request(opcode, unique, inode, length) if length == received else None
+    return RequestHeader(opcode, unique, inode, length) if length == received else None
 
 
 def parse_name(body: memoryview) -> bytes:
@@ -94,24 +94,18 @@ def header(unique: int, length: int, errno: int = 0) -> bytes:
     return OUT_HEADER.pack(OUT_HEADER.size + length, -errno, unique)
 
 
-def init_out(hello: Hello) -> bytes:
+def init_out(
+    hello: Hello, *, wanted: int = WANTED, max_background: int = MAX_BACKGROUND, max_write: int = MAX_WRITE
+) -> bytes:
     """Agree on a version, on what both sides can do, and on large requests."""
     if hello.major > MAJOR:  # it will ask again in our version
         return _INIT_OUT.pack(MAJOR, MINOR, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    flags = hello.flags & WANTED
+    exact_ns = 1  # times are exact to the nanosecond
+    congested = max_background * 3 // 4
     return _INIT_OUT.pack(
-        MAJOR,
-        MINOR,
-        hello.max_readahead,
-        flags,
-        MAX_BACKGROUND,
-        MAX_BACKGROUND * 3 // 4,
-        MAX_WRITE,
-        1,  # times are exact to the nanosecond
-        MAX_READ // PAGE,
-        0,
-        0,
-    )
+        MAJOR, MINOR, hello.max_readahead, hello.flags & wanted, max_background, congested, max_write, exact_ns,
+        MAX_READ // PAGE, 0, 0,
+    )  # fmt: skip
 
 
 def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
@@ -119,7 +113,7 @@ def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
     seconds, nanoseconds = divmod(of.mtime_ns, 1_000_000_000)
     # Times before 1970 go over the wire as the two's complement, which is how the kernel reads them.
     seconds &= (1 << 64) - 1
-    return _ATTR.pack(
+    return ATTR.pack(
         of.inode,
         of.size,
         -(-of.size // 512),
@@ -139,34 +133,38 @@ def attributes(of: Attributes, preferred_bytes: int = PAGE) -> bytes:
     )
 
 
-def attr_out(of: Attributes) -> bytes:
-    return _ATTR_OUT.pack(FOREVER_S, 0, 0) + attributes(of)
+def attr_out(of: Attributes, valid_s: int = FOREVER_S, preferred_bytes: int = PAGE) -> bytes:
+    """struct fuse_attr_out: attributes that hold for `valid_s` seconds."""
+    return _ATTR_OUT.pack(valid_s, 0, 0) + attributes(of, preferred_bytes)
 
 
 def entry_out(of: Attributes | None) -> bytes:
     """Answer to a lookup; None is a name that is not there, which the kernel remembers too."""
     if of is None:
-        return _ENTRY_OUT.pack(0, 0, FOREVER_S, 0, 0, 0) + bytes(_ATTR.size)
-    return _ENTRY_OUT.pack(of.inode, 0, FOREVER_S, FOREVER_S, 0, 0) + attributes(of)
+        return ENTRY_OUT.pack(0, 0, FOREVER_S, 0, 0, 0) + bytes(ATTR.size)
+    return ENTRY_OUT.pack(of.inode, 0, FOREVER_S, FOREVER_S, 0, 0) + attributes(of)
 
 
 def directory(entries: Sequence[Entry], start: int, room: int) -> bytes:
     """As many entries from number `start` on as fit into `room` bytes. The offset of an entry is its successor."""
     out = bytearray()
     for number in range(start, len(entries)):
-        entry = entries[number]
-        size = _DIRENT.size + len(entry.name)
-        padded = -(-size // 8) * 8
-        if len(out) + padded > room:
+        packed = dirent(entries[number], number)
+        if len(out) + len(packed) > room:
             break
-        out += _DIRENT.pack(entry.inode, number + 1, len(entry.name), stat.S_IFMT(entry.mode) >> 12)
-        out += entry.name + bytes(padded - size)
+        out += packed
     return bytes(out)
+
+
+def dirent(entry: Entry | Listed, number: int) -> bytes:
+    """struct fuse_dirent of entry `number`, padded; its offset is its successor's number."""
+    packed = DIRENT.pack(entry.inode, number + 1, len(entry.name), stat.S_IFMT(entry.mode) >> 12) + entry.name
+    return packed + bytes(-len(packed) % 8)
 
 
 def statfs_out(size_bytes: int, num_files: int) -> bytes:
     """A full file system of `size_bytes`."""
-    return _STATFS_OUT.pack(-(-size_bytes // PAGE), 0, 0, num_files, 0, PAGE, 255, PAGE, 0)
+    return STATFS_OUT.pack(-(-size_bytes // PAGE), 0, 0, num_files, 0, PAGE, 255, PAGE, 0)
 
 
 def xattr_size_out(size: int) -> bytes:

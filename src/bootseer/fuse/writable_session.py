@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from bootseer.fuse import attach, messages, protocol
 from bootseer.fuse.callers import is_dying
-from bootseer.fuse.filesystem import Caller, FileSystem, Found, Listed
+from bootseer.fuse.filesystem import Caller, FileSystem, FoundNode, Listed
 from bootseer.fuse.mounted import GONE, Mounted, OnError, Reading
 
 _NAMES_AT_ONCE = 256
@@ -95,7 +95,7 @@ class Requests:
             raise FileNotFoundError(errno.ENOENT, "no such file")
         return self._entry(found)
 
-    def _entry(self, found: Found) -> bytes:
+    def _entry(self, found: FoundNode) -> bytes:
         return messages.entry_out(found, self._valid_s)
 
     def _forget(self, request: Request) -> bytes:

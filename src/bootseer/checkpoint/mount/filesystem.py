@@ -27,7 +27,7 @@ from bootseer.checkpoint.places.local_files import group_of, owner_of, shown_gid
 from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
-from bootseer.fuse.filesystem import Attributes, Caller, Changes, Found, Listed, Opened, Reply, Space
+from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
 
 _MAX_NAME = 255
 _MAX_TOLD = 100
@@ -62,7 +62,7 @@ class CheckpointFiles:
 
     # Names
 
-    def lookup(self, parent: int, name: bytes) -> Found | None:
+    def lookup(self, parent: int, name: bytes) -> FoundNode | None:
         path = self._child(parent, name)
         if is_hidden(path.rpartition("/")[2]):
             return None
@@ -79,9 +79,9 @@ class CheckpointFiles:
             self._listings.looked_up(path, is_there=True)
             return self._told(path, info)
 
-    def _told(self, path: str, info: FileInfo) -> Found:
+    def _told(self, path: str, info: FileInfo) -> FoundNode:
         node = self._nodes.tell(path, info)
-        return Found(node.number, self._attributes(node))
+        return FoundNode(node.number, self._attributes(node))
 
     def forget(self, node: int, count: int) -> None:
         self._nodes.forget(node, count)
@@ -182,7 +182,7 @@ class CheckpointFiles:
 
     # Open files
 
-    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Found, Opened]:
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[FoundNode, Opened]:
         path = self._new_child(parent, name)
         with self._telling(f"creating {path}"):
             if self._is_there(path):
@@ -203,7 +203,7 @@ class CheckpointFiles:
                 self._nodes.detach(node)
                 self._nodes.forget(node.number, 1)
                 raise
-            return Found(node.number, self._attributes(node)), opened
+            return FoundNode(node.number, self._attributes(node)), opened
 
     def _group_in(self, parent: int, caller: Caller) -> str:
         """The group of what is made in a folder; "": the one that the place gives."""
@@ -294,7 +294,7 @@ class CheckpointFiles:
                 self._nodes.remove(path)
             self._listings.forget(_folder(path))
 
-    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> Found:
+    def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         path = self._new_child(parent, name)
         with self._telling(f"making {path}"):
             if self._nodes.at(path) is not None and self._is_there(path):
