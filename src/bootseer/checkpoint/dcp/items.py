@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from bootseer.checkpoint.safetensors.header import Header, HeaderFile, read_headers
+from bootseer.checkpoint.reading.file import CheckpointFile
+from bootseer.checkpoint.safetensors.header import Header, read_headers
 from bootseer.checkpoint.tensors import dtype_of
 from bootseer.errors import CorruptError
 
@@ -125,7 +126,7 @@ def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number < _MAX_BYTES
 
 
-def bare_items(items: Iterable[Stored], open_file: Callable[[str], HeaderFile]) -> list[Stored]:
+def bare_items(items: Iterable[Stored], open_file: Callable[[str], CheckpointFile]) -> list[Stored]:
     """The same items with the places of their elements. Raises `CorruptError` when they are not in the files."""
     by_begin: dict[tuple[str, int], list[Stored]] = {}
     for item in items:

@@ -7,9 +7,9 @@ Both are called by `load`.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from bootseer.checkpoint.dcp.direct import Expected, Part, part_for
 from bootseer.checkpoint.dcp.items import Form, Stored
-from bootseer.checkpoint.dcp.load import LoadSettings
 from bootseer.checkpoint.dcp.saved import Layout, Pieces, layout_of
-from bootseer.checkpoint.ranges import Span
+from bootseer.checkpoint.ranges import GAP_BYTES, Span
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.tensors import arena, memory_of
 from bootseer.errors import CorruptError, PermanentError
 
@@ -31,13 +31,22 @@ Undo = Callable[[Stored, IO[bytes]], IO[bytes]]
 """The bytes of an object without the transformations that it was written with."""
 
 
-class RangedFile(Protocol):
-    """An open file of a checkpoint."""
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """The defaults suit a node with a few GB of free memory for each rank."""
 
-    size_bytes: int
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill all buffers, each with the bytes from its offset on."""
+    threads: int = 16
+    """Reads in flight, each of up to `span_bytes`; the threads that wait for them decode too."""
+    span_bytes: int = 32 << 20
+    """Neighbours are joined to reads of at most so many bytes."""
+    gap_bytes: int = GAP_BYTES
+    """Neighbours with no more than this between them are joined."""
+    buffer_bytes: int = 512 << 20
+    """Memory for what cannot be read straight into a tensor. One object that is larger is read all the same, alone."""
+    direct_bytes: int = 128 << 10
+    """Smaller tensors are read together with their neighbours and copied: that is cheaper than checking each."""
+    stall_s: float = 300.0
+    """When nothing at all has arrived for so long, the load fails. Each read has a shorter deadline of its own."""
 
 
 @dataclass(slots=True)
@@ -137,7 +146,9 @@ def _buffer(job: Job, length: int) -> tuple[torch.Tensor, memoryview]:
     return buffer, memory_of(buffer)
 
 
-def perform(job: Job, file: RangedFile, expected: Expected, undo: Undo) -> list[tuple[ReadItem, torch.Tensor | bytes]]:
+def perform(
+    job: Job, file: CheckpointFile, expected: Expected, undo: Undo
+) -> list[tuple[ReadItem, torch.Tensor | bytes]]:
     """Read and decode: each request with its filled tensor, or the bytes of its object. Raises `CorruptError`."""
     if job.end > file.size_bytes:
         raise CorruptError(f"{job.file} has {file.size_bytes} bytes; the metadata places objects up to {job.end}")
@@ -157,7 +168,7 @@ def perform(job: Job, file: RangedFile, expected: Expected, undo: Undo) -> list[
     return done
 
 
-def _is_in_place(delivery: Delivery, part: Part, file: RangedFile, expected: Expected) -> bool:
+def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected: Expected) -> bool:
     """Whether the target holds its elements, after another read if they were elsewhere in the item."""
     item = delivery.item
     if item.form is Form.BARE:
@@ -174,7 +185,7 @@ def _is_in_place(delivery: Delivery, part: Part, file: RangedFile, expected: Exp
     return True
 
 
-def _whole(delivery: Delivery, file: RangedFile) -> Delivery:
+def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
     """The same with all of the item at hand."""
     item = delivery.item
     buffer = arena(item.length)

@@ -13,38 +13,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from bootseer.checkpoint.dcp.direct import Expected
 from bootseer.checkpoint.dcp.items import Stored
-from bootseer.checkpoint.dcp.job import Job, RangedFile, Undo, perform, prepare
-from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
+from bootseer.checkpoint.dcp.job import Job, LoadSettings, Undo, perform, prepare
+from bootseer.checkpoint.ranges import Range, Span, join, spread
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """The defaults suit a node with a few GB of free memory for each rank."""
-
-    threads: int = 16
-    """Reads in flight, each of up to `span_bytes`; the threads that wait for them decode too."""
-    span_bytes: int = 32 << 20
-    """Neighbours are joined to reads of at most so many bytes."""
-    gap_bytes: int = GAP_BYTES
-    """Neighbours with no more than this between them are joined."""
-    buffer_bytes: int = 512 << 20
-    """Memory for what cannot be read straight into a tensor. One object that is larger is read all the same, alone."""
-    direct_bytes: int = 128 << 10
-    """Smaller tensors are read together with their neighbours and copied: that is cheaper than checking each."""
-    stall_s: float = 300.0
-    """When nothing at all has arrived for so long, the load fails. Each read has a shorter deadline of its own."""
-
 
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""
@@ -52,17 +32,10 @@ _GRACE_S = 5.0
 Results = list[tuple[ReadItem, torch.Tensor | bytes]]
 
 
-class ClosableFile(RangedFile, Protocol):
-    """An open file that this module closes."""
-
-    def close(self) -> None:
-        """Not read any more."""
-
-
 def load_all(
     items: Sequence[Stored],
     planner: LoadPlanner,
-    open_file: Callable[[str], ClosableFile],
+    open_file: Callable[[str], CheckpointFile],
     undo: Undo,
     settings: LoadSettings,
 ) -> None:
@@ -84,7 +57,7 @@ class _Load:
     def __init__(
         self,
         planner: LoadPlanner,
-        open_file: Callable[[str], ClosableFile],
+        open_file: Callable[[str], CheckpointFile],
         undo: Undo,
         settings: LoadSettings,
         reads_of: Counter[str],
@@ -166,16 +139,16 @@ class _Load:
 class _Files:
     """Files that are opened when they are first read, and closed after their last read."""
 
-    def __init__(self, open_file: Callable[[str], ClosableFile], reads_of: Counter[str]) -> None:
+    def __init__(self, open_file: Callable[[str], CheckpointFile], reads_of: Counter[str]) -> None:
         self._open_file = open_file
         self._reads_of = reads_of
         self._lock = threading.Lock()  # guards what follows; each file has another for its opening
         self._opening = {file: threading.Lock() for file in reads_of}
-        self._open: dict[str, ClosableFile] = {}
+        self._open: dict[str, CheckpointFile] = {}
         self._is_closed = False
 
     @contextlib.contextmanager
-    def use(self, name: str) -> Iterator[ClosableFile]:
+    def use(self, name: str) -> Iterator[CheckpointFile]:
         """The file, for one read."""
         with self._opening[name]:
             file = self._open.get(name)

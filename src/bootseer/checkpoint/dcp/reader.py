@@ -21,7 +21,8 @@ from torch.futures import Future
 
 from bootseer.checkpoint.dcp import metadata as meta
 from bootseer.checkpoint.dcp.items import Form, Stored, bare_items, stored_items
-from bootseer.checkpoint.dcp.load import LoadSettings, load_all
+from bootseer.checkpoint.dcp.job import LoadSettings
+from bootseer.checkpoint.dcp.load import load_all
 from bootseer.checkpoint.opened import Opened, is_uri, opened
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 

@@ -9,8 +9,8 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.errors import BootseerError, CorruptError
 from bootseer.io.tasks import Tasks
 
@@ -27,18 +27,6 @@ _BITS = {
     "F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-
-
-class HeaderFile(Protocol):
-    """A file that a header is read from."""
-
-    size_bytes: int
-
-    def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a range."""
-
-    def close(self) -> None:
-        """Not read any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,7 @@ class Header:
 
 
 def read_headers(
-    begins: Sequence[tuple[str, int]], open_file: Callable[[str], HeaderFile]
+    begins: Sequence[tuple[str, int]], open_file: Callable[[str], CheckpointFile]
 ) -> dict[tuple[str, int], Header]:
     """The headers of many files, each of which begins at an offset of a file that `open_file` opens.
 
@@ -85,7 +73,7 @@ def read_headers(
         return dict(zip(begins, threads.map(read, begins), strict=True))
 
 
-def read_header(file: HeaderFile, name: str, begin: int = 0) -> Header:
+def read_header(file: CheckpointFile, name: str, begin: int = 0) -> Header:
     """The header of the safetensors file that begins at `begin` of `file` and takes the rest of it."""
     size = file.size_bytes - begin
     if size < _LENGTH.size:

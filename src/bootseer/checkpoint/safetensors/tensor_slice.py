@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.box import box_of, is_box, runs_of, strides_of
 from bootseer.checkpoint.safetensors.header import TensorEntry
 from bootseer.checkpoint.tensors import PAIRS, arena, dtype_of, memory_of
 from bootseer.errors import PermanentError
-
-
-class RangedFile(Protocol):
-    """An open file."""
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill all buffers, each with the bytes from its offset on."""
 
 
 def shape_of(entry: TensorEntry) -> tuple[int, ...]:
@@ -34,7 +27,7 @@ class TensorSlice:
     """What `get_slice` returns: `[100:200, :64]` reads just that, in rows or, where it costs less, with what lies
     between. For all that is not made of numbers and slices, as `[[3, 5]]`, the whole tensor is read."""
 
-    def __init__(self, file: RangedFile, data: int, entry: TensorEntry, device: str | int | torch.device) -> None:
+    def __init__(self, file: CheckpointFile, data: int, entry: TensorEntry, device: str | int | torch.device) -> None:
         self._file = file
         self._begin = data + entry.start
         self._entry = entry
