@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
+from bootseer.checkpoint.places.place import OpenFile, Place
 from bootseer.errors import BootseerError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
 
 GOOD = "good"
 WRONG = "wrong"
@@ -86,9 +87,9 @@ class FaultyFile:
         def end(error: BootseerError | None) -> None:
             with self._place.lock:
                 self._place.under_way -= len(into)
-            done(Outcome(error, nodes[0]))
+            done(ReadOutcome(error, nodes[0]))
 
-        def arrived(outcome: Outcome) -> None:
+        def arrived(outcome: ReadOutcome) -> None:
             if what == WRONG:
                 into[len(into) // 2] ^= 1
             end(outcome.error)

@@ -31,7 +31,7 @@ from typing import Self
 
 from bootseer.checkpoint.files import GONE, Files
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
-from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, make_alike
+from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, folder_of, join, make_alike, name_of
 from bootseer.errors import (
     AccessError,
     BootseerError,
@@ -97,7 +97,7 @@ class Attempt:
         self._target = target
         self._how = how
         self._lease_s = lease_s
-        attempts = _join(_folder(target), ATTEMPTS)
+        attempts = join(folder_of(target), ATTEMPTS)
         self.path = f"{attempts}/{secrets.token_hex(8)}"
         self._over = threading.Event()
         self.has_whole_files = False
@@ -131,8 +131,8 @@ class Attempt:
 
     def take_over(self) -> list[str]:
         """Take what dead writers of the same target have written: hidden folders in this attempt, to be removed."""
-        attempts, found = _folder(self.path), []
-        entries = {_name(entry): entry for entry in _listed(self._place, attempts)}
+        attempts, found = folder_of(self.path), []
+        entries = {name_of(entry.path): entry for entry in _listed(self._place, attempts)}
         for name, entry in entries.items():
             path, lease = f"{attempts}/{name}", entries.get(name + _LEASE)
             # One that has taken away what it was to replace needs its lease.
@@ -147,7 +147,7 @@ class Attempt:
                     found.append(inside)
         for folder in found:  # and what that writer had taken over; the list grows meanwhile
             below = _listed(self._place, folder)
-            found += [entry.path for entry in below if entry.is_folder and _name(entry).startswith(TEMPORARY)]
+            found += [entry.path for entry in below if entry.is_folder and name_of(entry.path).startswith(TEMPORARY)]
         return found
 
     def _is_left(self, path: str, lease: Entry) -> bool:
@@ -194,7 +194,7 @@ class Attempt:
             with contextlib.suppress(NotFoundError, CorruptError):
                 replaced = visible.head(self._target)
         if head is not None:
-            make_alike(self._place, _join(_folder(self._target), STRIPES))
+            make_alike(self._place, join(folder_of(self._target), STRIPES))
             self._place.rename(parts_folder(source, head.id), parts_folder(self._target, head.id))
         try:
             _rename(self._place, source, self._target, replace=replace)
@@ -276,17 +276,17 @@ def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: 
     What cannot be removed, because it belongs to another user, stays.
     """
     now_s = place.now_s()
-    attempts = _join(folder, ATTEMPTS)
+    attempts = join(folder, ATTEMPTS)
     removed = _collect_attempts(place, attempts, now_s - lease_s)
     entries = list(place.list(folder))
     for entry in entries:
-        if _name(entry).startswith(TEMPORARY) and _is_dead_temporary(place, entry, now_s - lease_s):
+        if name_of(entry.path).startswith(TEMPORARY) and _is_dead_temporary(place, entry, now_s - lease_s):
             removed += _delete(place, entry.path)
     return removed + _collect_parts(place, folder, now_s, lease_s, no_lease_s)
 
 
 def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
-    entries = {_name(entry): entry for entry in _listed(place, attempts)}
+    entries = {name_of(entry.path): entry for entry in _listed(place, attempts)}
     removed = 0
     ids = set()
     for name, entry in entries.items():
@@ -323,7 +323,7 @@ def _put_back(place: Place, path: str) -> None:
     if name in ("", ".", "..") or is_hidden(name):
         return
     try:
-        place.rename(path + _OLD, _join(_folder(_folder(path)), name), replace=False)
+        place.rename(path + _OLD, join(folder_of(folder_of(path)), name), replace=False)
     except TakenError:
         _delete(place, path + _OLD)
     except PermanentError:
@@ -336,14 +336,14 @@ def _is_dead_temporary(place: Place, entry: Entry, oldest_s: float) -> bool:
     if entry.mtime_ns / 1e9 >= oldest_s:
         return False
     # A folder that is just being removed goes back to its place when it shows something.
-    return not entry.is_folder or all(is_hidden(_name(below)) for below in _listed(place, entry.path))
+    return not entry.is_folder or all(is_hidden(name_of(below.path)) for below in _listed(place, entry.path))
 
 
 def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_lease_s: float) -> int:
     """Remove folders of parts that no head names and no writer fills."""
     old = [
         entry
-        for entry in _listed(place, _join(folder, STRIPES))
+        for entry in _listed(place, join(folder, STRIPES))
         if entry.is_folder and _is_abandoned(place, entry, now_s, lease_s, no_lease_s)
     ]
     if not old:
@@ -353,7 +353,7 @@ def _collect_parts(place: Place, folder: str, now_s: float, lease_s: float, no_l
         named = _ids_of_heads(place, place.list(folder)) | _ids_of_heads(place, place.list(folder))
     except AccessError:
         return 0  # a head that we may not read can name any of them
-    return sum(_delete(place, entry.path) for entry in old if _name(entry) not in named)
+    return sum(_delete(place, entry.path) for entry in old if name_of(entry.path) not in named)
 
 
 def _is_abandoned(place: Place, entry: Entry, now_s: float, lease_s: float, no_lease_s: float) -> bool:
@@ -406,15 +406,3 @@ def _is_there(place: Place, path: str) -> bool:
     except NotFoundError:
         return False
     return True
-
-
-def _name(entry: Entry) -> str:
-    return entry.path.rpartition("/")[2]
-
-
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

@@ -16,7 +16,7 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
 from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
-from bootseer.checkpoint.places.place import make_alike
+from bootseer.checkpoint.places.place import join, make_alike
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 
@@ -100,7 +100,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
     Refuses the one that `latest` names, and a folder that checkpoints are put into: raises `UsageError`. With `force`
     they go, and `latest` names the newest whole one of the others afterwards.
     """
-    path = f"{folder}/{name}" if folder else name
+    path = join(folder, name)
     check_visible(path)
     found = _measured(files, files.stat(path), None)
     if found.is_folder and not force and is_job(files, path):
@@ -118,7 +118,7 @@ def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
             )
         drop_latest(files, folder, name, newest_whole(files, folder, without=name))
     if found.is_folder:
-        attempts = f"{folder}/{ATTEMPTS}" if folder else ATTEMPTS
+        attempts = join(folder, ATTEMPTS)
         hidden = f"{attempts}/{secrets.token_hex(8)}{GONE}"
         make_alike(files.place, attempts)
         files.place.rename(path, hidden, replace=False)

@@ -36,7 +36,10 @@ from bootseer.checkpoint.places.place import (
     NotEmptyError,
     NotFolderError,
     Place,
+    folder_of,
+    join,
     make_alike,
+    name_of,
 )
 from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
@@ -103,7 +106,7 @@ class Files:
     def names(self, path: str) -> Iterator[Entry]:
         """What lies in a folder, as the place says it: sizes may be those of heads."""
         self._check_visible(path)
-        return (entry for entry in self.place.list(path) if not is_hidden(_name(entry.path)))
+        return (entry for entry in self.place.list(path) if not is_hidden(name_of(entry.path)))
 
     def head(self, path: str) -> Head | None:
         """The head of a striped file; None for an ordinary file."""
@@ -133,10 +136,10 @@ class Files:
         if not recursive and not self._has_only_rests(path):
             self.place.delete(path)
             return
-        hidden = _join(_folder(path), f"{TEMPORARY}{secrets.token_hex(8)}{GONE if recursive else ''}")
+        hidden = join(folder_of(path), f"{TEMPORARY}{secrets.token_hex(8)}{GONE if recursive else ''}")
         self.place.rename(path, hidden)
         # Looked at again where no writer can add to it: a file that came meanwhile must not be lost.
-        if not recursive and any(not is_hidden(_name(entry.path)) for entry in self.place.list(hidden)):
+        if not recursive and any(not is_hidden(name_of(entry.path)) for entry in self.place.list(hidden)):
             self.place.rename(hidden, path)
             raise NotEmptyError(f"{self._what(path)} is not empty")
         self.place.delete(hidden, recursive=True)
@@ -152,7 +155,7 @@ class Files:
             self.place.stat(source)
             return
         entry = self.place.stat(source)
-        if not entry.is_folder and _folder(source) != _folder(target) and self._info(entry).is_striped:
+        if not entry.is_folder and folder_of(source) != folder_of(target) and self._info(entry).is_striped:
             raise OtherFolderError(
                 f"{self._what(source)} is striped: its parts stay in its folder; copy it to {target} and remove it"
             )
@@ -266,7 +269,7 @@ class Files:
         """Whether a folder shows nothing and is not empty. Raises `NotEmptyError` when it shows something."""
         hidden = 0
         for entry in self.place.list(path):
-            if not is_hidden(_name(entry.path)):
+            if not is_hidden(name_of(entry.path)):
                 raise NotEmptyError(f"{self._what(path)} is not empty")
             hidden += 1
         return hidden > 0
@@ -300,22 +303,10 @@ def check_name(path: str) -> None:
         raise PermanentError(f"{path}: names that begin with .stripes or .attempts are BootSeer's own; choose another")
 
 
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
-
-
 _BELIEVED_S = 5.0
 """So long may another machine's change go unnoticed."""
 
-Found = tuple[Policy, str | None]
+PolicyAndFolder = tuple[Policy, str | None]
 """What holds, and the address of the folder that says so; None when none does."""
 
 
@@ -327,9 +318,9 @@ class FolderPolicies:
         self._lock = threading.Lock()
         self._own: dict[str, tuple[float, Policy | None]] = {}
         """What each folder says itself, and when that was read."""
-        self._above: tuple[float, Found] | None = None
+        self._above: tuple[float, PolicyAndFolder] | None = None
 
-    def find(self, folder: str) -> Found:
+    def find(self, folder: str) -> PolicyAndFolder:
         """What holds for new files in a folder. Raises `PermanentError` for a policy that cannot be read."""
         while True:
             found = self._said_by(folder)
@@ -341,12 +332,11 @@ class FolderPolicies:
 
     def set(self, folder: str, policy: Policy | None) -> None:
         """Let a folder say this, or nothing."""
-        stripes = f"{folder}/{STRIPES}" if folder else STRIPES
         if policy is None:
             with contextlib.suppress(NotFoundError):
                 self._place.delete(_path(folder))
         else:
-            make_alike(self._place, stripes)
+            make_alike(self._place, join(folder, STRIPES))
             self._place.write_bytes(_path(folder), encode_policy(policy))
         with self._lock:
             self._own.clear()
@@ -370,7 +360,7 @@ class FolderPolicies:
             self._own[folder] = (now_s, policy)
         return policy
 
-    def _find_above(self) -> Found:
+    def _find_above(self) -> PolicyAndFolder:
         now_s = time.monotonic()
         with self._lock:
             above = self._above
@@ -378,7 +368,7 @@ class FolderPolicies:
             return above[1]
         scheme, _, rest = self._place.uri.partition("://")
         authority, _, root = rest.partition("/")
-        found: Found = (Policy(), None)
+        found: PolicyAndFolder = (Policy(), None)
         if root:
             with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
                 found = FolderPolicies(top).find(root.rpartition("/")[0])
@@ -391,4 +381,4 @@ class FolderPolicies:
 
 
 def _path(folder: str) -> str:
-    return f"{folder}/{STRIPES}/policy.json" if folder else f"{STRIPES}/policy.json"
+    return join(folder, f"{STRIPES}/policy.json")

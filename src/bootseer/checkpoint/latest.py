@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
-from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError, make_alike
+from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError, join, make_alike
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 LATEST = "latest"
@@ -54,7 +54,7 @@ def read_latest(place: Place, folder: str) -> str | None:
 
     Raises `CorruptError` when it says no name.
     """
-    path = _path(folder, LATEST)
+    path = join(folder, LATEST)
     try:
         data = place.read_first(path, _MAX_BYTES + 1)
     except (NotFoundError, IsFolderError):
@@ -94,7 +94,7 @@ def drop_latest(files: Files, folder: str, name: str, other: str | None, *, lock
         if other is not None:
             _write(files.place, folder, other)
         else:
-            files.place.delete(_path(folder, LATEST))
+            files.place.delete(join(folder, LATEST))
 
 
 def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
@@ -102,7 +102,7 @@ def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
     if step is not None and other_step is not None and step != other_step:
         return step > other_step
     try:
-        return files.stat(_path(folder, name)).entry.mtime_ns >= files.stat(_path(folder, current)).entry.mtime_ns
+        return files.stat(join(folder, name)).entry.mtime_ns >= files.stat(join(folder, current)).entry.mtime_ns
     except NotFoundError:
         return True  # the current one is not there any more
 
@@ -110,16 +110,16 @@ def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
 def _check_published(files: Files, folder: str, name: str) -> None:
     if not can_be_checkpoint(name):
         raise PermanentError(f"{name!r} is no name that `latest` can say in {files.place.uri}/{folder}".rstrip("/"))
-    files.stat(_path(folder, name))
+    files.stat(join(folder, name))
 
 
 def _write(place: Place, folder: str, name: str) -> None:
-    place.write_bytes(_path(folder, LATEST), f"{name}\n".encode())
+    place.write_bytes(join(folder, LATEST), f"{name}\n".encode())
 
 
 @contextlib.contextmanager
 def _locked(place: Place, folder: str, lock_s: float) -> Iterator[None]:
-    attempts = _path(folder, ATTEMPTS)
+    attempts = join(folder, ATTEMPTS)
     lock = f"{attempts}/{LATEST}.lock"
     mark = lease_bytes(secrets.token_hex(8))
     make_alike(place, attempts)
@@ -153,7 +153,3 @@ def _take_away(place: Place, lock: str, lock_s: float) -> None:
         place.delete(aside)
     else:
         place.rename(aside, lock, replace=False)
-
-
-def _path(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

@@ -22,7 +22,15 @@ from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remov
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
-from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NoSpaceNowError, Place, TakenError, make_alike
+from bootseer.checkpoint.places.place import (
+    IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    Place,
+    TakenError,
+    join,
+    make_alike,
+)
 from bootseer.checkpoint.policy import Policy, encode_policy
 from bootseer.checkpoint.writing.replayed import FileSource
 from bootseer.checkpoint.writing.settings import WritingSettings
@@ -86,7 +94,7 @@ def put_checkpoint(
     """
     settings = settings or PutSettings()
     files = Files(place)
-    target = f"{folder}/{name}" if folder else name
+    target = join(folder, name)
     if not can_be_checkpoint(name):
         raise UsageError(f"{name!r} cannot be the name of a checkpoint", hint="--name step-100")
     if settings.keep_last is not None and step_of(name) is None:
@@ -142,7 +150,7 @@ def put_checkpoint(
 
 def _planned(files: Files, folder: str, name: str, source: _Source, policy: Policy, settings: PutSettings) -> Put:
     """What would be done."""
-    target = f"{folder}/{name}" if folder else name
+    target = join(folder, name)
     _check_free(files, target, source, settings.replace)
     try:
         old = superseded(files, folder, name, settings.keep_last) if settings.keep_last is not None else []

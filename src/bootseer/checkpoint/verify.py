@@ -19,8 +19,9 @@ from bootseer.checkpoint.catalog import lost_parts, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, row_of, xor_into
-from bootseer.checkpoint.places.place import OpenFile, Outcome
+from bootseer.checkpoint.places.place import OpenFile
 from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
 
 _ROWS_AT_ONCE = 8
@@ -222,24 +223,24 @@ class _Row:
 
 def _read_what_is_open(
     wanted: Sequence[tuple[OpenFile | BootseerError, int, int]],
-) -> list[tuple[bytearray, Outcome]]:
+) -> list[tuple[bytearray, ReadOutcome]]:
     """Read side by side; what could not be opened gives its error."""
     opened = [(file, offset, length) for file, offset, length in wanted if not isinstance(file, BootseerError)]
     results = iter(_read(opened, check=False))
     return [
-        (bytearray(length), Outcome(file, "")) if isinstance(file, BootseerError) else next(results)
+        (bytearray(length), ReadOutcome(file, "")) if isinstance(file, BootseerError) else next(results)
         for file, _, length in wanted
     ]
 
 
-def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, Outcome]]:
+def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[tuple[bytearray, ReadOutcome]]:
     """Read side by side; returns when all reads have ended, or should have by their deadlines."""
     left = threading.Semaphore(0)
     buffers = [bytearray(length) for _, _, length in wanted]
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, ReadOutcome] = {}
 
-    def ended(number: int) -> Callable[[Outcome], None]:
-        def done(outcome: Outcome) -> None:
+    def ended(number: int) -> Callable[[ReadOutcome], None]:
+        def done(outcome: ReadOutcome) -> None:
             outcomes[number] = outcome
             left.release()
 
@@ -249,9 +250,9 @@ def _read(wanted: Sequence[tuple[OpenFile, int, int]], *, check: bool) -> list[t
         try:
             file.read_into(offset, memoryview(buffers[number]), ended(number), check=check, deadline_s=_READ_S)
         except BootseerError as error:
-            ended(number)(Outcome(error, ""))
+            ended(number)(ReadOutcome(error, ""))
     until = time.monotonic() + 2 * _READ_S
     for _ in wanted:
         left.acquire(timeout=max(until - time.monotonic(), 0.0))
-    late = Outcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
+    late = ReadOutcome(TransientError(f"not read within {2 * _READ_S:.0f} s"), "")
     return [(buffer, outcomes.get(number, late)) for number, buffer in enumerate(buffers)]

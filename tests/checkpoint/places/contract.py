@@ -15,11 +15,11 @@ from bootseer.checkpoint.places.place import (
     NotEmptyError,
     NotFolderError,
     OpenFile,
-    Outcome,
     Place,
     TakenError,
 )
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.hdfs.requests import ReadOutcome
 
 _WAIT_S = 120.0
 
@@ -27,10 +27,10 @@ _WAIT_S = 120.0
 def read(file: OpenFile, offset: int, length: int) -> bytes:
     """Read from an open file; raises the outcome's error."""
     data = bytearray(length)
-    outcomes: list[Outcome] = []
+    outcomes: list[ReadOutcome] = []
     ended = threading.Event()
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ReadOutcome) -> None:
         outcomes.append(outcome)
         ended.set()
 

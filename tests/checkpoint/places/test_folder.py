@@ -13,8 +13,9 @@ import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Outcome, Place, TakenError
+from bootseer.checkpoint.places.place import Place, TakenError
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.requests import ReadOutcome
 from checkpoint.places.contract import PlaceContract, opened, read
 
 
@@ -88,9 +89,9 @@ def test_closing_an_open_file_waits_for_nobody_and_ends_no_read(place: Place) ->
     file = place.open("file")
     into = [bytearray(1 << 20) for _ in range(32)]
     ends = threading.Semaphore(0)
-    outcomes: list[Outcome] = []
+    outcomes: list[ReadOutcome] = []
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ReadOutcome) -> None:
         outcomes.append(outcome)
         ends.release()
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import threading
 
-from bootseer.checkpoint.places.place import Outcome
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.timer import Timer
 
 CHUNK = b"\7" * 1000
@@ -41,7 +41,7 @@ class OneChunk:
 
     def read_into(self, offset, into, done, **_):
         into[:] = CHUNK
-        done(Outcome(None, ""))
+        done(ReadOutcome(None, ""))
         return self
 
     def cancel(self):

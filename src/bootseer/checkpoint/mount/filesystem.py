@@ -24,7 +24,7 @@ from bootseer.checkpoint.mount.nodes import Listings, Nodes, is_same
 from bootseer.checkpoint.mount.open_files import OpenFiles
 from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
 from bootseer.checkpoint.places.local_files import group_of, owner_of, shown_gid, shown_uid
-from bootseer.checkpoint.places.place import Entry
+from bootseer.checkpoint.places.place import Entry, folder_of, join
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
@@ -97,7 +97,7 @@ class CheckpointFiles:
         except UnicodeDecodeError:
             # Places have names of text; one that is not UTF-8 cannot be there, and cannot be made.
             raise refusal(errno.EILSEQ) from None
-        return f"{folder}/{text}" if folder else text
+        return join(folder, text)
 
     # Attributes
 
@@ -174,7 +174,7 @@ class CheckpointFiles:
             self._files.set_mode(path, changes.mode)
         if changes.mtime_ns is not None:
             self._files.set_mtime(path, changes.mtime_ns)
-        self._listings.forget(_folder(path))
+        self._listings.forget(folder_of(path))
         info = self._files.stat(path)
         # Another time is another version, and might be another file, whose size the readers of this one must not see.
         is_ours = node.content is None or info.size_bytes == node.info.size_bytes
@@ -235,7 +235,7 @@ class CheckpointFiles:
             except (OSError, BootseerError):
                 # What is remembered of the name may be the reason, and the kernel is about to ask again.
                 if path is not None:
-                    self._listings.forget(_folder(path))
+                    self._listings.forget(folder_of(path))
                 raise
 
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
@@ -274,7 +274,7 @@ class CheckpointFiles:
                 yield
         finally:
             if path is not None:
-                self._listings.forget(_folder(path))
+                self._listings.forget(folder_of(path))
 
     # Changes of names
 
@@ -292,7 +292,7 @@ class CheckpointFiles:
                 if content is not None:
                     content.removed()
                 self._nodes.remove(path)
-            self._listings.forget(_folder(path))
+            self._listings.forget(folder_of(path))
 
     def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         path = self._new_child(parent, name)
@@ -300,7 +300,7 @@ class CheckpointFiles:
             if self._nodes.at(path) is not None and self._is_there(path):
                 raise refusal(errno.EEXIST)
             self._files.make_folder(path, mode=mode | self._nodes.get(parent).info.entry.mode & stat.S_ISGID)
-            self._listings.forget(_folder(path))
+            self._listings.forget(folder_of(path))
             if caller.uid != os.geteuid():
                 with suppress(PermanentError):  # only few may give folders away
                     self._files.set_owner(path, owner_of(caller.uid), self._group_in(parent, caller))
@@ -313,7 +313,7 @@ class CheckpointFiles:
                 raise refusal(errno.ENOTEMPTY)
             self._files.remove_folder(path)
             self._nodes.remove(path)
-            self._listings.forget(_folder(path), path)
+            self._listings.forget(folder_of(path), path)
 
     def rename(self, parent: int, name: bytes, to_parent: int, to_name: bytes, *, replace: bool) -> None:
         source, target = self._child(parent, name), self._new_child(to_parent, to_name)
@@ -330,7 +330,7 @@ class CheckpointFiles:
             with _changing(node) as content:
                 if content is not None:
                     content.publish()
-                    if _folder(source) != _folder(target):
+                    if folder_of(source) != folder_of(target):
                         # A writer's parts lie beside its file. It goes on with them when the file cannot be moved.
                         if self._files.stat(source).is_striped:
                             raise refusal(errno.EXDEV)
@@ -345,7 +345,7 @@ class CheckpointFiles:
             if node is None or node.is_folder:
                 self._listings.forget_all()
             else:
-                self._listings.forget(_folder(source), _folder(target))
+                self._listings.forget(folder_of(source), folder_of(target))
 
     def _new_child(self, parent: int, name: bytes) -> str:
         path = self._child(parent, name)
@@ -456,10 +456,6 @@ def _for(caller: Caller) -> Check:
             raise refusal(errno.EINTR)
 
     return check
-
-
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
 
 
 @contextmanager

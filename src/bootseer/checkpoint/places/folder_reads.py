@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bootseer.checkpoint.places.place import IsFolderError, Outcome
+from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
 
@@ -32,7 +33,7 @@ class _Read:
     file: FolderFile
     offset: int
     into: memoryview
-    done: Callable[[Outcome], None]
+    done: Callable[[ReadOutcome], None]
     until: float
     reads: FolderReads
     cancelled: bool = field(default=False)
@@ -54,7 +55,7 @@ class _Read:
             error = self._try()
         finally:
             self.file.release()
-            self.done(Outcome(error, ""))
+            self.done(ReadOutcome(error, ""))
 
     def _try(self) -> BootseerError | None:
         if self.reads.closed:
@@ -151,7 +152,7 @@ class FolderFile:
         self,
         offset: int,
         into: memoryview,
-        done: Callable[[Outcome], None],
+        done: Callable[[ReadOutcome], None],
         *,
         check: bool = True,
         urgent: bool = True,

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 from bootseer.checkpoint.places.place import (
     SMALL_COPIES,
@@ -24,12 +23,12 @@ from bootseer.checkpoint.places.place import (
     NotEmptyError,
     NotFolderError,
     OpenFile,
-    Outcome,
     PartWriter,
     TakenError,
     names_of,
+    read_now,
 )
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import NoRoomError
 from bootseer.hdfs.errors import TakenError as NameTakenError
@@ -117,8 +116,7 @@ class HdfsPlace:
 
     def open(self, path: str) -> OpenFile:
         with place_errors():
-            # Its outcomes are those of a place but for the name of their class.
-            return cast(OpenFile, self._client.reads().open(self._full(path)))
+            return self._client.reads().open(self._full(path))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         return self._client.reads().delay_s(nodes, length)
@@ -275,22 +273,8 @@ class HdfsPlace:
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:
             return b""
-        data = bytearray(length)
-        outcomes: list[Outcome] = []
-        ended = threading.Event()
-
-        def done(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            ended.set()
-
         with place_errors():
-            ticket = file.read_into(start, memoryview(data), done, deadline_s=_READ_S)
-            if not ended.wait(2 * _READ_S):
-                ticket.cancel()
-                raise TransientError(f"{self._what(path)}: not read within {2 * _READ_S:.0f} s")
-            if outcomes[0].error is not None:
-                raise outcomes[0].error
-        return bytes(data)
+            return bytes(read_now(file, start, length, self._what(path), _READ_S))
 
     def _entry(self, status: FileStatus) -> Entry:
         return Entry(

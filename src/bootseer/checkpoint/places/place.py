@@ -10,12 +10,14 @@ for. Safe to use from many threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from bootseer.checkpoint.head import is_head_size
-from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
 
 TEMPORARY = ".attempts-"
 """Names of files on their way begin so. Lists of names for users leave these out (`head.is_hidden`)."""
@@ -56,6 +58,21 @@ def names_of(path: str) -> list[str]:
     return names
 
 
+def join(folder: str, name: str) -> str:
+    """The path of a name in a folder."""
+    return f"{folder}/{name}" if folder else name
+
+
+def folder_of(path: str) -> str:
+    """The folder that a path lies in; "" for the root."""
+    return path.rpartition("/")[0]
+
+
+def name_of(path: str) -> str:
+    """The last name of a path."""
+    return path.rpartition("/")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What a place says of a name."""
@@ -76,14 +93,6 @@ class Entry:
     def maybe_head(self) -> bool:
         """Whether this can be the head of a striped file, by its length; its first bytes decide."""
         return not self.is_folder and is_head_size(self.size_bytes)
-
-
-class Outcome(NamedTuple):
-    """How one read ended."""
-
-    error: BootseerError | None
-    node: str
-    """The node that served it: `host:port` of a DataNode, "" where nodes have no names."""
 
 
 class Ticket(Protocol):
@@ -122,7 +131,7 @@ class OpenFile(Protocol):
         self,
         offset: int,
         into: memoryview,
-        done: Callable[[Outcome], None],
+        done: Callable[[ReadOutcome], None],
         *,
         check: bool = True,
         urgent: bool = True,
@@ -244,6 +253,25 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Give back connections. The place is not used afterwards."""
+
+
+def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0) -> bytearray:
+    """The bytes of a range inside the file, waited for. `what` is read, in an error's words."""
+    data = bytearray(length)
+    ended = threading.Event()
+    outcomes: list[ReadOutcome] = []
+
+    def done(outcome: ReadOutcome) -> None:
+        outcomes.append(outcome)
+        ended.set()
+
+    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
+    if not ended.wait(2 * deadline_s):
+        ticket.cancel()
+        raise TransientError(f"{what}: not read within {2 * deadline_s:.0f} s")
+    if outcomes[0].error is not None:
+        raise outcomes[0].error
+    return data
 
 
 def make_alike(place: Place, path: str) -> None:

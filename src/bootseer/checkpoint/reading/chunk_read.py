@@ -12,12 +12,13 @@ from functools import partial
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
+from bootseer.checkpoint.places.place import OpenFile, Ticket
 from bootseer.checkpoint.reading.context import ReadContext, alike
 from bootseer.checkpoint.reading.parity_policy import is_late
 from bootseer.checkpoint.reading.segments import OpenSegment
 from bootseer.checkpoint.reading.source import Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import report_exception
 
 _POLL_S = 0.01
@@ -186,7 +187,7 @@ class ChunkRead:
             return
         _, offset = self.segment.place_of(self.chunk)
 
-        def arrived(outcome: Outcome) -> None:
+        def arrived(outcome: ReadOutcome) -> None:
             self._guard(partial(self._arrived, file, outcome))
 
         try:
@@ -201,7 +202,7 @@ class ChunkRead:
         if self._stopped:
             ticket.cancel()
 
-    def _arrived(self, file: OpenFile, outcome: Outcome) -> None:
+    def _arrived(self, file: OpenFile, outcome: ReadOutcome) -> None:
         facts = self._context.facts
         if outcome.error is not None:
             self._own_ended(self._wrong_error() if self._wrong else self._named(outcome.error))
@@ -298,7 +299,7 @@ class ParityRead:
         if self._cancelled:
             ticket.cancel()
 
-    def _arrived(self, outcome: Outcome) -> None:
+    def _arrived(self, outcome: ReadOutcome) -> None:
         if outcome.error is None:
             self._context.facts.add("place_bytes", len(self.data))
         self._end(outcome.error)

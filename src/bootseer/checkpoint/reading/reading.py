@@ -15,7 +15,7 @@ from itertools import count
 
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, is_head_size, parse_head, peek
-from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
+from bootseer.checkpoint.places.place import OpenFile, Place
 from bootseer.checkpoint.reading.context import Engine, ReadContext, alike
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.segments import Segments
@@ -25,6 +25,7 @@ from bootseer.checkpoint.reading.source import Counters, Source
 from bootseer.checkpoint.reading.sources import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.transfer import Waiting
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
 
 _FIRST_BYTES = 1 << 20
@@ -164,7 +165,7 @@ def _read(file: OpenFile, path: str, offset: int, length: int, settings: Reading
     data = bytearray(length)
     waiting = Waiting()
 
-    def done(outcome: Outcome) -> None:
+    def done(outcome: ReadOutcome) -> None:
         waiting.ended(outcome.error)
 
     file.read_into(offset, memoryview(data), done, deadline_s=settings.deadline_s)

@@ -14,13 +14,14 @@ from collections.abc import Hashable, Sequence
 
 from bootseer.checkpoint.head import Head, Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
-from bootseer.checkpoint.places.place import OpenFile, Outcome, Ticket
+from bootseer.checkpoint.places.place import OpenFile, Ticket
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
 from bootseer.checkpoint.reading.context import ReadContext
 from bootseer.checkpoint.reading.node_cache import DedupSources
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters, Job, Want, failure
+from bootseer.hdfs.requests import ReadOutcome
 
 
 class OrdinarySource:
@@ -94,7 +95,7 @@ class _Piece:
         if self._ticket is not None:
             self._ticket.cancel()
 
-    def _arrived(self, outcome: Outcome) -> None:
+    def _arrived(self, outcome: ReadOutcome) -> None:
         if outcome.error is None:
             self._facts.add("chunks")
             self._facts.add("place_bytes", self.num_bytes)

@@ -14,13 +14,12 @@ from blake3 import blake3
 
 from bootseer.checkpoint.head import Part, Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
-from bootseer.checkpoint.places.place import OpenFile, Outcome, Place
+from bootseer.checkpoint.places.place import OpenFile, Place, read_now
 from bootseer.checkpoint.writing.lane import Lane
-from bootseer.errors import CorruptError, TransientError
+from bootseer.errors import CorruptError
 from bootseer.io.executor import Executor
 
 _READ_BYTES = 4 << 20
-_READ_S = 60.0
 _PARTS_AT_ONCE = 8
 _LOOK_S = 0.5
 
@@ -57,29 +56,9 @@ def _verify(place: Place, path: str, part: Part) -> None:
         if file.size_bytes != part.size_bytes:
             raise CorruptError(f"{place.uri}/{path} has {file.size_bytes} bytes after {part.size_bytes} were written")
         for offset in range(0, part.size_bytes, _READ_BYTES):
-            sha256.update(read_range(file, offset, min(_READ_BYTES, part.size_bytes - offset)))
+            sha256.update(read_now(file, offset, min(_READ_BYTES, part.size_bytes - offset), f"{place.uri}/{path}"))
     if sha256.hexdigest() != part.sha256:
         raise CorruptError(f"{place.uri}/{path} does not hold what was written")
-
-
-def read_range(file: OpenFile, offset: int, length: int) -> bytearray:
-    """The bytes of a range, which lies inside the file."""
-    data = bytearray(length)
-    ended = threading.Event()
-    outcomes: list[Outcome] = []
-
-    def done(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        ended.set()
-
-    ticket = file.read_into(offset, memoryview(data), done, deadline_s=_READ_S)
-    if not ended.wait(2 * _READ_S):
-        ticket.cancel()
-        raise TransientError(f"reading back what was written did not end within {2 * _READ_S:.0f} s")
-    error = outcomes[0].error
-    if error is not None:
-        raise error
-    return data
 
 
 def read_segment(
@@ -99,9 +78,10 @@ def read_segment(
                 files[stripe] = stack.enter_context(
                     contextlib.closing(place.open(f"{folder}/{segment.parts[stripe].name}"))
                 )
-            data = read_range(files[stripe], at, segment.index.length(chunk))
+            path = f"{place.uri}/{folder}/{segment.parts[stripe].name}"
+            data = read_now(files[stripe], at, segment.index.length(chunk), path)
             if blake3(data).digest() != segment.index.digest(chunk):
-                raise CorruptError(f"{place.uri}/{folder}/{segment.parts[stripe].name} does not hold what was written")
+                raise CorruptError(f"{path} does not hold what was written")
             start = segment.start + chunk * CHUNK_BYTES
             cut = data[max(offset - start, 0) : end - start]
             take(max(start, offset), cut)
