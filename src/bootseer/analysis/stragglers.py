@@ -1,4 +1,4 @@
-"""Which nodes held the others back, and what would have been without them.
+"""Which nodes held the others back, and what they have in common.
 
 A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured
 on the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
@@ -7,17 +7,29 @@ there the clock error counts. Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from bootseer.analysis.barriers import Barrier, Visit, end_ns
+from bootseer.analysis.barriers import Barrier, Visit
 from bootseer.analysis.clock import Offset
+from bootseer.analysis.model import Place
 
 MIN_NODES = 4
 """With fewer nodes there is no crowd to stand out from; the critical chain still names the last one."""
 LATE_START = "late_start"
+NAME = "name"
+"""The kind of a place that only the beginning of the nodes' names tells."""
+_PLACE_ATTRS = ("rack", "topology")
+_PLACE_ALPHA = 0.01
+_PLACE_SHARE = 0.75
+_PLACE_DEPTH = 8
+_SWITCHES = re.compile(r"[./]?[^./]+")
+_WORDS = re.compile(r"\d+|[^\W\d_]+|[\W_]+")
 _MAD_TO_SIGMA = 1.4826
 _NOISE_SIGMAS = 4.0
 _MIN_SHARE = 0.05
@@ -85,15 +97,54 @@ def _outliers(
     ]
 
 
-def savings_ns(barriers: list[Barrier], nodes: frozenset[str]) -> int:
-    """How much sooner the job would have begun without these nodes, by the barrier model."""
-    whole, rest = end_ns(barriers), end_ns(barriers, nodes)
-    return max(whole - rest, 0) if whole is not None and rest is not None else 0
-
-
 def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:
     """Nodes by (stage, barrier), from (stage, barrier, node) in order of delay."""
     by_stage: dict[tuple[str, str], list[str]] = defaultdict(list)
     for stage, barrier, node in staged:
         by_stage[stage, barrier].append(node)
     return by_stage
+
+
+def places(slow: Sequence[str], attrs: Mapping[str, Mapping[str, Any]]) -> list[Place]:
+    """What slow nodes have in common: at most three racks, places of the topology or beginnings of names.
+
+    `attrs` are the facts of all nodes of the job. A place explains when three quarters of the slow nodes lie in it, and
+    chance would not put so many there: Fisher's exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's
+    correction for the places that could have been picked.
+    """
+    best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
+    for kind, place_of in _partitions(attrs):
+        sizes = Counter(place_of.values())
+        common = Counter(at for node in slow if (at := place_of[node])).most_common(3)
+        found = [Place(kind, at, count, sizes[at]) for at, count in common]
+        inside = [sum(place.num_slow for place in found[:number]) for number in range(1, len(found) + 1)]
+        enough = next((number for number, count in enumerate(inside, 1) if count >= _PLACE_SHARE * len(slow)), 0)
+        found = found[:enough]
+        if not found or len(sizes) == len(found) or min(place.num_slow for place in found) < 2:
+            continue
+        chance = _fisher_p(len(attrs), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
+        p = chance * math.comb(len(sizes), enough)
+        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
+        if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
+            best = (p, found)
+    return best[1]
+
+
+def _partitions(attrs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Ways to divide the nodes into places: (kind, place by node), from wide to narrow."""
+    parts: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*_PLACE_ATTRS, NAME)}
+    for node, facts in attrs.items():
+        for key, value in facts.items():
+            if (kind := key.rpartition(".")[2]) in _PLACE_ATTRS:
+                parts[kind][node] = _SWITCHES.findall(str(value))
+        parts[NAME][node] = _WORDS.findall(node)[:-1]
+    for kind, of_node in parts.items():
+        deepest = min(max(map(len, of_node.values()), default=0), _PLACE_DEPTH)
+        for depth in range(1, deepest + 1):
+            yield kind, {node: "".join(of_node.get(node, ())[:depth]) for node in attrs}
+
+
+def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
+    """How probable at least `hits` marked ones are among `drawn` of `total`: the tail of the hypergeometric."""
+    ways = sum(math.comb(marked, i) * math.comb(total - marked, drawn - i) for i in range(hits, min(marked, drawn) + 1))
+    return ways / math.comb(total, drawn)
