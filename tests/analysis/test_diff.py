@@ -116,7 +116,7 @@ def test_one_pair_proves_nothing_that_runs_do_to_each_other():
     assert not difference.slower
     assert moved(difference, INSTALL).verdict == UNPROVEN
     assert "environment_setup +20" in difference.verdict
-    assert "one pair does not prove" in difference.verdict
+    assert "One pair does not prove" in difference.verdict
     assert "vary by 15%" in difference.verdict
     assert moved(pair(a, b, Limits(run_variation=0)), INSTALL).verdict == SLOWER
 

@@ -349,9 +349,9 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) ->
     if unproven:
         bar = NormalDist().inv_cdf(1 - _ALPHA / 2 / num_tests) * math.sqrt(2) * difference.run_variation
         return (
-            f"{took}, {unproven} by the nodes, which one pair does not prove: whole runs are assumed to vary by "
-            f"{variation} (--run-variation), and less than {math.exp(min(bar, 20)):.1f} times as long may be chance. "
-            "Compare with several runs: --baseline."
+            f"{took} ({unproven} on its nodes). One pair does not prove a change of this size: whole runs are assumed "
+            f"to vary by {variation} (--run-variation), and anything below {math.exp(min(bar, 20)):.1f} times as long "
+            "may be chance. Compare with several runs: --baseline."
         )
     return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}."
 

@@ -51,7 +51,7 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
         runs = [[e for e in found.events if e.attempt == one] for one in attempts if first <= one <= last]
         if not runs:
             there = ", ".join(map(str, attempts[:10])) + (", ..." if len(attempts) > 10 else "")
-            raise UsageError(f"{place}: no such attempt", hint=f"the input holds attempts {there}")
+            raise UsageError(f"{place}: no such attempt", hint=f"it holds attempts {there}")
     reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
     if not reports[0].nodes:
         raise UsageError(
