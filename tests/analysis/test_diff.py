@@ -225,3 +225,10 @@ def test_changed_facts_are_told():
     b = report(span(0, 5, INSTALL, attrs={"packages": 9}), began(6), gpus_per_node=4)
     told = {change.fact: (change.a, change.b) for change in pair(a, b).changed}
     assert told == {f"{INSTALL}.packages": ("7", "9"), "num_gpus": ("unobserved", "4")}
+
+
+def test_a_stage_named_like_the_whole_is_a_stage():
+    a = report(span(0, 5, "startup"), span(5, 8, "first_step"), began(8))
+    difference = pair(a, report(span(0, 6, "startup"), span(6, 9, "first_step"), began(9)))
+    assert [(row.stage, row.a_s, row.b_s) for row in difference.stages] == [("startup", 5, 6), ("first_step", 3, 3)]
+    assert (difference.overall.stage, difference.overall.a_s, difference.overall.b_s) == ("startup", 8, 9)

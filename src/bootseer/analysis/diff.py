@@ -25,7 +25,6 @@ from bootseer.analysis.timeline import enclosing
 from bootseer.trace.event import FAILED
 
 SCHEMA = "bootseer.diff/1"
-WHOLE = "startup"
 MIN_TESTED = 8
 """Nodes on each side from which on the rank test has power."""
 RUN_VARIATION = 0.15
@@ -45,6 +44,8 @@ _FEW_NODES = 0.18
 _ONE_NODE = 0.36
 _WHOLE = {MIN_TESTED: 0.12, 2: 0.27, 1: _ONE_NODE}
 
+_ALL = ""
+"""Key of the whole startup among its stages, none of which has this name."""
 _NOT_COMPARED = frozenset({"exit_code", "error", "attempt", "rack", "topology"})
 
 SLOWER = "slower"
@@ -135,20 +136,23 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
     sides = _usable(others), _usable(b)
     a_runs, b_runs = map(len, sides)
     several = a_runs + b_runs > 2
+    reached = [side[0].startup.outcome == "training_began" for side in sides]
     values = [[_samples(report) for report in side] for side in sides]
-    for side, runs in zip(sides, values, strict=True):
-        for report, run in zip(side, runs, strict=True):
-            if report.startup.outcome == "training_began":  # one that ended before took less time for no good reason
-                run[WHOLE] = [_whole_s(report)]
-    names = _nested(dict.fromkeys(name for runs in values for run in runs for name in run if name != WHOLE))
-    found = {name: tuple([run[name] for run in runs if name in run] for runs in values) for name in [*names, WHOLE]}
+    names = _nested(dict.fromkeys(name for runs in values for run in runs for name in run))
+    found = {name: tuple([run[name] for run in runs if name in run] for runs in values) for name in names}
+    found[_ALL] = tuple([[_whole_s(report)] for report in side] for side in sides)
     num_nodes = min(len(report.nodes) for side in sides for report in side)
     judged = {}
     for name, (before, after) in found.items():
-        if before and after and len(before) + len(after) > 2:
-            judged[name] = _judged_runs(list(map(median, before)), list(map(median, after)), limits, name)
-        elif before and after and not several:
-            judged[name] = _judged_pair(before[0], after[0], limits, num_nodes if name == WHOLE else 0)
+        # A startup that ended before training took less time for no good reason.
+        if not before or not after or (name == _ALL and not all(reached)):
+            continue
+        if len(before) + len(after) > 2:
+            a_s, b_s = list(map(median, before)), list(map(median, after))
+            p = _student(a_s, b_s)[0]
+            judged[name] = _Judged(_large(median(a_s), median(b_s), limits, raised=name == _ALL), p, p)
+        elif not several:
+            judged[name] = _judged_pair(before[0], after[0], limits, num_nodes if name == _ALL else 0)
     proven = holm({name: one.p for name, one in judged.items()})
     seen = holm({name: one.nodes_p for name, one in judged.items()})
     moved = {}
@@ -157,17 +161,14 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
         if name in judged and judged[name].large and seen[name] < _ALPHA:
             verdict = SLOWER if proven[name] < _ALPHA else UNPROVEN
         moved[name] = _moved(name, before, after, proven.get(name), verdict)
-    wholes = [_whole_s(report) for side in sides for report in side]
-    overall = moved.pop(WHOLE)
-    if overall.delta_s is None:
-        a_s, b_s = (median(map(_whole_s, side)) for side in sides)
-        overall = Moved(WHOLE, a_s, b_s, b_s - a_s, (b_s - a_s) / a_s if a_s else None, None, SAME)
+    overall = replace(moved.pop(_ALL), stage="startup")
+    wholes = [[_whole_s(report) for report in side] for side in sides]
     difference = Difference(
         a=_name(sides[0]),
         b=_name(sides[1]),
         a_runs=a_runs,
         b_runs=b_runs,
-        run_variation=_student(wholes[:a_runs], wholes[a_runs:])[1] if several else limits.run_variation,
+        run_variation=_student(*wholes)[1] if several else limits.run_variation,
         a_s=overall.a_s or 0.0,
         b_s=overall.b_s or 0.0,
         overall=overall,
@@ -177,7 +178,6 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
         verdict="",
         headlines=_headlines(("A", a, sides[0]), ("B", b, sides[1])),
     )
-    reached = [any(report.startup.outcome == "training_began" for report in side) for side in sides]
     return replace(difference, verdict=_verdict(difference, reached, len(judged)))
 
 
@@ -189,11 +189,6 @@ def _identity(report: Report) -> tuple[str, int, int, int]:
 def _usable(side: Sequence[Report]) -> Sequence[Report]:
     """The runs that reached training; all of them where none did."""
     return [report for report in side if report.startup.outcome == "training_began"] or side
-
-
-def _judged_runs(a: Sequence[float], b: Sequence[float], limits: Limits, name: str) -> _Judged:
-    p = _student(a, b)[0]
-    return _Judged(_large(median(a), median(b), limits, whole=name == WHOLE), p, p)
 
 
 def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_of: int) -> _Judged:
@@ -216,13 +211,13 @@ def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_o
         max(nodes_p, 2 * NormalDist().cdf(-change / math.hypot(error, math.sqrt(2) * variation)))
         for variation in (0.0, limits.run_variation)
     )
-    large = _large(before, after, limits, whole=bool(whole_of) or few < MIN_TESTED)
+    large = _large(before, after, limits, raised=bool(whole_of) or few < MIN_TESTED)
     return _Judged(large, by_runs, by_nodes)
 
 
-def _large(before: float, after: float, limits: Limits, *, whole: bool) -> bool:
+def _large(before: float, after: float, limits: Limits, *, raised: bool) -> bool:
     delta = abs(after - before)
-    return delta >= max(limits.min_s, _FEW_S if whole else 0.0) and delta >= limits.min_share * min(before, after)
+    return delta >= max(limits.min_s, _FEW_S if raised else 0.0) and delta >= limits.min_share * min(before, after)
 
 
 def _student(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
