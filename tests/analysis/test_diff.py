@@ -117,7 +117,7 @@ def test_one_pair_proves_nothing_that_runs_do_to_each_other():
     assert moved(difference, INSTALL).verdict == UNPROVEN
     assert "environment_setup +20" in difference.verdict
     assert "One pair does not prove" in difference.verdict
-    assert "vary by 15%" in difference.verdict
+    assert "vary by 15%: less than 2.01 times as long may be chance" in difference.verdict
     assert moved(pair(a, b, Limits(run_variation=0)), INSTALL).verdict == SLOWER
 
 
@@ -140,6 +140,7 @@ def test_several_runs_show_how_much_runs_vary():
     row = moved(difference, INSTALL)
     assert row.a_range_s[0] < row.a_s < row.a_range_s[1] < row.b_s
     assert not compare(baseline, [varied(20, 0.04)]).slower
+    assert "less than 100 times" in compare(baseline[:2], [varied(20, 0.04)]).verdict
     assert not compare([varied(seed, 0.15) for seed in range(10)], [varied(20, 0.15, slow=1.4)]).slower
     assert compare(baseline[:5], [varied(seed, 0.04, slow=1.4) for seed in range(20, 23)]).slower
 

@@ -322,14 +322,13 @@ def _common(counts: Mapping[str, int]) -> str:
 
 def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) -> str:
     """In words: what moved, and by what it was judged."""
-    several = difference.a_runs + difference.b_runs > 2
-    variation = f"{difference.run_variation:.0%}"
-    if several:
+    chance = f"by {difference.run_variation:.0%}: less than {_provable(difference, num_tests):.3g} times as long"
+    if difference.a_runs + difference.b_runs > 2:
         runs = f"{difference.a_runs} run{'s' if difference.a_runs > 1 else ''} against {difference.b_runs}"
-        noise, basis = "how runs vary", f" ({runs}; whole runs vary by {variation})"
+        noise, basis = "how runs vary", f" ({runs}; whole runs vary {chance} may be chance)"
     else:
         few = "" if difference.tested else "few nodes: only large changes count; "
-        noise, basis = "noise", f" ({few}whole runs are assumed to vary by {variation})"
+        noise, basis = "noise", f" ({few}whole runs are assumed to vary {chance} may be chance)"
     overall, told = difference.overall, _told(difference.stages, SLOWER, FASTER)
     took = f"B took {overall.delta_s or 0.0:+.2f} s against A"
     if not all(reached):
@@ -342,13 +341,22 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) ->
         return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, and no single stage explains it{basis}."
     unproven = _told(difference.stages, UNPROVEN) or _told([overall], UNPROVEN)
     if unproven:
-        bar = NormalDist().inv_cdf(1 - _ALPHA / 2 / num_tests) * math.sqrt(2) * difference.run_variation
-        return (
-            f"{took} ({unproven} on its nodes). One pair does not prove a change of this size: whole runs are assumed "
-            f"to vary by {variation} (--run-variation), and anything below {math.exp(min(bar, 20)):.1f} times as long "
-            "may be chance. Compare with several runs: --baseline."
-        )
+        how = "One pair does not prove a change of this size, several runs may: --baseline"
+        return f"{took} ({unproven} on its nodes). {how}{basis}."
     return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}."
+
+
+def _provable(difference: Difference, num_tests: int) -> float:
+    """How many times as long a stage must take to be told from runs that vary as the whole does; 100 for more."""
+    runs, alpha = (difference.a_runs, difference.b_runs), _ALPHA / max(num_tests, 1)
+    least, spread = NormalDist().inv_cdf(1 - alpha / 2), difference.run_variation
+    if freedom := sum(runs) - 2:
+        spread = max(spread, _LEAST_SCATTER)
+        below, least = least, 1e6
+        for _ in range(60):  # halves the interval in which the limit of t lies
+            middle = (below + least) / 2
+            below, least = (middle, least) if student_p(middle, freedom) > alpha else (below, middle)
+    return math.exp(min(least * spread * math.sqrt(1 / runs[0] + 1 / runs[1]), math.log(100)))
 
 
 def _told(stages: Sequence[Moved], *verdicts: str) -> str:
