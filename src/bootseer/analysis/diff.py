@@ -29,7 +29,8 @@ MIN_TESTED = 8
 """Nodes on each side from which on the rank test has power."""
 RUN_VARIATION = 0.15
 """Standard deviation of whole runs, as a share, that one pair is judged by."""
-_ALPHA = 0.01
+_ALPHA = 0.005
+"""Of all stages together. Real runs are no exact log-normal, and at most 1 % of comparisons may be false alarms."""
 _MIN_SHARE = 0.10
 _MIN_S = 0.5
 _FEW_S = 2.0
