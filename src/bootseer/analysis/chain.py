@@ -13,7 +13,7 @@ from bootseer.analysis import model
 from bootseer.analysis.barriers import Barrier, Replay, Visit
 from bootseer.analysis.clock import Offset
 from bootseer.analysis.lanes import Lane
-from bootseer.analysis.stragglers import LATE_START, delays, groups, places, slowest_visits
+from bootseer.analysis.stragglers import LATE_START, delays, groups, partitions, places, slowest_visits
 from bootseer.analysis.timeline import Piece, time_by_stage
 from bootseer.units import S_PER_H, seconds
 
@@ -131,7 +131,7 @@ def straggler_groups(
 ) -> list[model.StragglerGroup]:
     """The stragglers of one stage together, in the order that saves most first."""
     staged = groups([(row.stage, row.barrier, row.node) for row in rows])
-    attrs = {node.node: node.attrs for node in nodes}
+    ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
     found: list[model.StragglerGroup] = []
     out: frozenset[str] = frozenset()
     joint, total = 0, told.replay.savings_ns({row.node for row in rows})
@@ -148,7 +148,7 @@ def straggler_groups(
             model.StragglerGroup(
                 *key,
                 members,
-                places(members, attrs),
+                places(members, ways),
                 seconds(alone),
                 *prices[0],
                 seconds(joint - before),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bootseer.analysis.barriers import Barrier, Visit
 from bootseer.analysis.clock import Offset
@@ -105,43 +106,52 @@ def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list
     return by_stage
 
 
-def places(slow: Sequence[str], attrs: Mapping[str, Mapping[str, Any]]) -> list[Place]:
-    """What slow nodes have in common: at most three racks, places of the topology or beginnings of names.
+class Partition(NamedTuple):
+    """One way to divide the nodes of a job into places."""
 
-    `attrs` are the facts of all nodes of the job. A place explains when three quarters of the slow nodes lie in it, and
-    chance would not put so many there: Fisher's exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's
-    correction for the places that could have been picked.
-    """
-    best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
-    for kind, place_of in _partitions(attrs):
-        sizes = Counter(place_of.values())
-        common = Counter(at for node in slow if (at := place_of[node])).most_common(3)
-        found = [Place(kind, at, count, sizes[at]) for at, count in common]
-        inside = [sum(place.num_slow for place in found[:number]) for number in range(1, len(found) + 1)]
-        enough = next((number for number, count in enumerate(inside, 1) if count >= _PLACE_SHARE * len(slow)), 0)
-        found = found[:enough]
-        if not found or len(sizes) == len(found) or min(place.num_slow for place in found) < 2:
-            continue
-        chance = _fisher_p(len(attrs), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
-        p = chance * math.comb(len(sizes), enough)
-        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
-        if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
-            best = (p, found)
-    return best[1]
+    kind: str
+    place_of: Mapping[str, str]
+    """By node; empty where it does not tell."""
+    sizes: Mapping[str, int]
 
 
-def _partitions(attrs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Ways to divide the nodes into places: (kind, place by node), from wide to narrow."""
+def partitions(attrs: Mapping[str, Mapping[str, Any]]) -> list[Partition]:
+    """Racks, places of the topology and beginnings of names, each from wide to narrow, from the facts of all nodes."""
     parts: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*_PLACE_ATTRS, NAME)}
     for node, facts in attrs.items():
         for key, value in facts.items():
             if (kind := key.rpartition(".")[2]) in _PLACE_ATTRS:
                 parts[kind][node] = _SWITCHES.findall(str(value))
         parts[NAME][node] = _WORDS.findall(node)[:-1]
+    found = []
     for kind, of_node in parts.items():
-        deepest = min(max(map(len, of_node.values()), default=0), _PLACE_DEPTH)
-        for depth in range(1, deepest + 1):
-            yield kind, {node: "".join(of_node.get(node, ())[:depth]) for node in attrs}
+        for depth in range(1, min(max(map(len, of_node.values()), default=0), _PLACE_DEPTH) + 1):
+            place_of = {node: "".join(of_node.get(node, ())[:depth]) for node in attrs}
+            found.append(Partition(kind, place_of, Counter(place_of.values())))
+    return found
+
+
+def places(slow: Sequence[str], ways: Sequence[Partition]) -> list[Place]:
+    """What slow nodes have in common: at most three places of one partition, or nothing.
+
+    Places explain when three quarters of the slow nodes lie in them, and chance would not put so many there: Fisher's
+    exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's correction for the places that could be picked.
+    """
+    best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
+    for kind, place_of, sizes in ways:
+        common = Counter(at for node in slow if (at := place_of[node])).most_common(3)
+        found = [Place(kind, at, count, sizes[at]) for at, count in common]
+        inside = list(accumulate(place.num_slow for place in found))
+        enough = next((number for number, count in enumerate(inside, 1) if count >= _PLACE_SHARE * len(slow)), 0)
+        found = found[:enough]
+        if not found or len(sizes) == enough or found[-1].num_slow < 2:
+            continue
+        chance = _fisher_p(len(place_of), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
+        p = chance * math.comb(len(sizes), enough)
+        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
+        if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
+            best = (p, found)
+    return best[1]
 
 
 def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
