@@ -109,6 +109,12 @@ def test_a_slower_install_is_found_and_nothing_else():
     assert moved(pair(b, a), INSTALL).verdict == FASTER
 
 
+def test_eight_nodes_are_enough_for_a_pair():
+    """No more than eight nodes can say by their ranks, corrected for all stages, and the change is beyond all doubt."""
+    difference = pair(of(Fleet(8, work_of=work(60, 8))), of(Fleet(8, work_of=work(240, 8), seed=9)))
+    assert moved(difference, INSTALL).verdict == SLOWER
+
+
 def test_one_pair_proves_nothing_that_runs_do_to_each_other():
     """A third more on all sixteen nodes: beyond doubt if runs never varied, and no proof where they vary by 15 %."""
     a, b = of(Fleet(16, work_of=work(60))), of(Fleet(16, work_of=work(80), seed=9))

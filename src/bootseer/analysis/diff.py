@@ -206,14 +206,17 @@ def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_o
         if few >= MIN_TESTED:
             nodes_p = mann_whitney_p(a, b)
         else:
-            nodes_p, error = 0.0 if nodes_p < _ALPHA else 1.0, max(error, _FEW_NODES)
+            error = max(error, _FEW_NODES)
     change = abs(math.log(max(after, _TINY_S) / max(before, _TINY_S)))
     by_nodes, by_runs = (
-        max(nodes_p, 2 * NormalDist().cdf(-change / math.hypot(error, math.sqrt(2) * variation)))
+        2 * NormalDist().cdf(-change / math.hypot(error, math.sqrt(2) * variation))
         for variation in (0.0, limits.run_variation)
     )
+    if few >= MIN_TESTED:
+        by_nodes = student_p(change / error, len(a) + len(b) - 2)
+    by_nodes = by_nodes if nodes_p < _ALPHA else 1.0
     large = _large(before, after, limits, raised=bool(whole_of) or few < MIN_TESTED)
-    return _Judged(large, by_runs, by_nodes)
+    return _Judged(large, max(by_nodes, by_runs), by_nodes)
 
 
 def _large(before: float, after: float, limits: Limits, *, raised: bool) -> bool:
