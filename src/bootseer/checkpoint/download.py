@@ -46,7 +46,7 @@ _WHAT = "what"
 
 
 @contextlib.contextmanager
-def beside(target: Path, what: str) -> Iterator[Path]:
+def staging_folder(target: Path, what: str) -> Iterator[Path]:
     """Such a folder, in that of `target`, for making `what`: the one that an interrupted process left, or a new one.
 
     Removed at the end, but left for another try after an interrupt and after a `TransientError`. Raises `OSError`.
@@ -175,7 +175,7 @@ def get_checkpoint(
     infos = _chosen(infos, path, only) if only else infos
     with _local_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with beside(target, json.dumps([files.place.uri, path, target.name, sorted(only)])) as own:
+        with staging_folder(target, json.dumps([files.place.uri, path, target.name, sorted(only)])) as own:
             copy = own / "copy"
             _drop_others(own, copy, path, infos, is_folder=info.is_folder)
             if info.is_folder:

@@ -364,7 +364,7 @@ _KEEP_IDLE_S: Final = 3.0
 _MAX_IDLE: Final = 64
 
 
-class Connections:
+class ConnectionPool:
     """Idle connections. `by_hostname`: DataNodes are called by their names."""
 
     def __init__(self, *, silent_s: float, by_hostname: bool) -> None:

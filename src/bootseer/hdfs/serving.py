@@ -20,7 +20,7 @@ from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.bad_blocks import BadBlockReports
-from bootseer.hdfs.datanode import BlockRead, Connections, DataNodeConnection
+from bootseer.hdfs.datanode import BlockRead, ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
@@ -44,7 +44,7 @@ class Serving:
         self.namenode = namenode
         self.settings = settings
         self._reports = BadBlockReports(namenode)
-        self._connections = Connections(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
+        self._connections = ConnectionPool(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
         self._threads = Executor(
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
         )

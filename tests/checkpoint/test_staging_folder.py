@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.download import FRONT, OLD, beside
+from bootseer.checkpoint.download import FRONT, OLD, staging_folder
 from bootseer.errors import Interrupted, TransientError
 
 
@@ -18,7 +18,7 @@ def killed_in(parent: Path) -> Path:
     """What a process leaves that was killed while it worked there."""
     pid = os.fork()
     if pid == 0:
-        with beside(parent / "target", "what") as folder:
+        with staging_folder(parent / "target", "what") as folder:
             (folder / "copy").mkdir()
             (folder / "copy" / "file").write_bytes(b"x" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -29,10 +29,10 @@ def killed_in(parent: Path) -> Path:
 
 
 def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
-    with beside(tmp_path / "target", "what") as folder:
+    with staging_folder(tmp_path / "target", "what") as folder:
         (folder / "copy").write_bytes(b"x")
         assert folder.parent == tmp_path
-    with pytest.raises(ValueError, match="bad"), beside(tmp_path / "target", "what") as folder:
+    with pytest.raises(ValueError, match="bad"), staging_folder(tmp_path / "target", "what") as folder:
         (folder / "copy").write_bytes(b"x")
         raise ValueError("bad")
     assert list(tmp_path.iterdir()) == []
@@ -40,23 +40,23 @@ def test_nothing_stays_whether_it_went_well_or_not(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
-    with beside(tmp_path / "another", "other"):
+    with staging_folder(tmp_path / "another", "other"):
         assert not left.exists()
 
 
 def test_what_was_interrupted_is_gone_on_with(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     for error in (TransientError("away"), Interrupted(2, "SIGINT")):
-        with pytest.raises(type(error)), beside(tmp_path / "target", "what") as folder:
+        with pytest.raises(type(error)), staging_folder(tmp_path / "target", "what") as folder:
             assert folder == left
             raise error
-    with beside(tmp_path / "target", "what") as folder:
+    with staging_folder(tmp_path / "target", "what") as folder:
         assert (folder / "copy" / "file").exists()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
-    with beside(tmp_path / "target", "what") as first, beside(tmp_path / "target", "what") as second:
+    with staging_folder(tmp_path / "target", "what") as first, staging_folder(tmp_path / "target", "what") as second:
         assert first.exists()
         assert second.exists()
 
@@ -64,7 +64,7 @@ def test_what_somebody_works_in_stays(tmp_path: Path) -> None:
 def test_what_was_to_be_replaced_is_never_removed(tmp_path: Path) -> None:
     left = killed_in(tmp_path)
     (left / OLD).write_bytes(b"the only one")
-    with beside(tmp_path / "target", "what"):
+    with staging_folder(tmp_path / "target", "what"):
         pass
     assert (left / OLD).read_bytes() == b"the only one"
 
@@ -74,7 +74,7 @@ def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
     other.mkdir()
     link = tmp_path / f"{FRONT}{platform.node()}-0123"
     link.symlink_to(tmp_path)
-    with beside(tmp_path / "target", "what"):
+    with staging_folder(tmp_path / "target", "what"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, link.name])
 
@@ -82,7 +82,7 @@ def test_what_other_machines_left_is_theirs(tmp_path: Path) -> None:
 def test_copies_that_begin_at_once_do_not_remove_each_others_folders(tmp_path: Path) -> None:
     def work(_: int) -> None:
         for _ in range(100):
-            with beside(tmp_path / "target", "this") as folder:
+            with staging_folder(tmp_path / "target", "this") as folder:
                 (folder / "copy").write_bytes(b"x")
 
     with ThreadPoolExecutor(6) as threads:

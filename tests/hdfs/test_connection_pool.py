@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("google_crc32c", reason="extra hdfs")
 
-from bootseer.hdfs.datanode import Connections, DataNodeConnection
+from bootseer.hdfs.datanode import ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError
 from bootseer.hdfs.located import Node
 from hdfs.peers import FakeDataNode
 from registry import free_port
 
 
-def connected(connections: Connections, node: Node) -> DataNodeConnection:
+def connected(connections: ConnectionPool, node: Node) -> DataNodeConnection:
     connection = connections.new(node)
     try:
         connection.connect(1.0)
@@ -25,8 +25,8 @@ def connected(connections: Connections, node: Node) -> DataNodeConnection:
 
 
 @pytest.fixture
-def connections() -> Iterator[Connections]:
-    kept = Connections(silent_s=1.0, by_hostname=False)
+def connections() -> Iterator[ConnectionPool]:
+    kept = ConnectionPool(silent_s=1.0, by_hostname=False)
     yield kept
     kept.close()
 
@@ -37,7 +37,7 @@ def node() -> Iterator[Node]:
         yield Node(f"127.0.0.1:{peer.port}", "no.such.name", "")
 
 
-def test_a_connection_is_used_again_by_one_at_a_time(connections: Connections, node: Node) -> None:
+def test_a_connection_is_used_again_by_one_at_a_time(connections: ConnectionPool, node: Node) -> None:
     assert connections.take(node) is None
     first = connected(connections, node)
     first.last_used_s = time.monotonic()
@@ -48,7 +48,7 @@ def test_a_connection_is_used_again_by_one_at_a_time(connections: Connections, n
     first.close()
 
 
-def test_what_lies_idle_for_too_long_is_closed(connections: Connections, node: Node) -> None:
+def test_what_lies_idle_for_too_long_is_closed(connections: ConnectionPool, node: Node) -> None:
     old = connected(connections, node)
     old.last_used_s = -1e9
     connections.give(node, old)
@@ -57,7 +57,7 @@ def test_what_lies_idle_for_too_long_is_closed(connections: Connections, node: N
         old.send(b"x")
 
 
-def test_no_more_than_a_few_lie_idle(connections: Connections, node: Node) -> None:
+def test_no_more_than_a_few_lie_idle(connections: ConnectionPool, node: Node) -> None:
     made = [connected(connections, node) for _ in range(70)]
     for connection in made:
         connection.last_used_s = time.monotonic()
@@ -70,7 +70,7 @@ def test_no_more_than_a_few_lie_idle(connections: Connections, node: Node) -> No
     assert made[0] not in taken
 
 
-def test_all_of_one_node_are_dropped(connections: Connections, node: Node) -> None:
+def test_all_of_one_node_are_dropped(connections: ConnectionPool, node: Node) -> None:
     for _ in range(2):
         connection = connected(connections, node)
         connection.last_used_s = time.monotonic()
@@ -81,12 +81,12 @@ def test_all_of_one_node_are_dropped(connections: Connections, node: Node) -> No
 
 def test_nodes_are_called_by_name_when_told_so(node: Node) -> None:
     port = node.host_port.rpartition(":")[2]
-    named = Connections(silent_s=1.0, by_hostname=True)
+    named = ConnectionPool(silent_s=1.0, by_hostname=True)
     with pytest.raises(DataNodeError, match="cannot be reached"):
         connected(named, node)
     connected(named, Node(f"192.0.2.1:{port}", "localhost", "")).close()
 
 
-def test_nobody_at_home_is_an_error(connections: Connections) -> None:
+def test_nobody_at_home_is_an_error(connections: ConnectionPool) -> None:
     with pytest.raises(DataNodeError, match="cannot be reached"):
         connected(connections, Node(f"127.0.0.1:{free_port()}", "", ""))

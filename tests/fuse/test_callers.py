@@ -1,4 +1,5 @@
-"""Who has a file open for writing, as /proc says."""
+"""What /proc says of callers: their descriptors for writing, and whether they are being killed (also seen by
+`test_writable_session` and `test_killed`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from bootseer.fuse.callers import num_writing, process_of, was_killed
+from bootseer.fuse.callers import is_dying, num_writing, process_of, was_killed
 
 
 def test_a_file_is_written_while_a_descriptor_can_write_to_it(tmp_path: Path) -> None:
@@ -57,3 +58,10 @@ def test_a_process_that_was_killed_is_told_from_one_that_ended() -> None:
         child.wait()
     assert not was_killed(os.getpid())
     assert not was_killed(0)
+
+
+def test_a_thread_that_lives_or_cannot_be_seen_is_not_dying() -> None:
+    assert not is_dying(os.getpid())
+    assert not is_dying(threading.get_native_id())
+    assert not is_dying(0)
+    assert not is_dying(2**22 + 1)
