@@ -89,7 +89,7 @@ def test_excluded_nodes_get_no_block_and_when_all_are_nobody_does(
             new = lease.add_block(told)
             assert seen.isdisjoint(node.host_port for node in new.block.nodes)
             seen |= {node.host_port for node in new.block.nodes}
-            told += new.told
+            told += new.node_ids
             lease.abandon(new.block)
     assert seen == set(cluster.nodes)
 

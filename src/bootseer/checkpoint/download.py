@@ -134,7 +134,7 @@ def _take(lock: int) -> bool:
 
 _PIECE_BYTES = 16 << 20
 _NEAR = 3
-"""File names that are told in place of one that is not there."""
+"""File names that are suggested in place of one that is not there."""
 _AT_ONCE = 4
 """Pieces, or small files, that are read at the same time; `reading` reads each from several nodes."""
 

@@ -305,7 +305,7 @@ def _write_all(
     def write(file: _File) -> None:
         before = 0
 
-        def heard(count: int, _: int) -> None:
+        def on_progress(count: int, _: int) -> None:
             nonlocal before
             if stopped.is_set():  # by an error elsewhere or a signal: what is half done ends here
                 raise PermanentError(f"{file.local}: no longer written")
@@ -319,12 +319,12 @@ def _write_all(
                 )
             # What is to be read back is written now.
             if not settings.read_back and any(_moved(files, rest, root, file, opened) for rest in left):
-                heard(file.size_bytes, file.size_bytes)
+                on_progress(file.size_bytes, file.size_bytes)
                 attempt.has_whole_files = True
                 kept.add(file.size_bytes)
             else:
                 written = writing.write_file(
-                    f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=heard
+                    f"{root}/{file.name}", opened, mode=file.mode, policy=policy, verify=verify, progress=on_progress
                 )
                 attempt.has_whole_files |= written.is_striped
         if _file(file.name, file.local) != file:

@@ -162,7 +162,7 @@ def mount(
 
 
 def showing(tree: Tree) -> Callable[[Path, str, OnError], Session]:
-    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and what is told of faults."""
+    """`mount`, for a daemon that knows nothing of trees: called with a folder, a label and a callback for faults."""
 
     def show(target: Path, label: str, on_error: OnError) -> Session:
         return mount(tree, target, label=label, on_error=on_error)

@@ -41,7 +41,7 @@ class Requests:
     """Calls one file system. Safe for many threads, as the file system is."""
 
     def __init__(self, files: FileSystem, valid_s: int) -> None:
-        """Names and attributes that were told hold for `valid_s` seconds."""
+        """Names and attributes that were answered hold for `valid_s` seconds."""
         self._files = files
         self._valid_s = valid_s
         self._handlers: dict[int, Callable[[Request], bytes]] = {

@@ -125,7 +125,7 @@ class BlockWriter:
         asked_s = time.monotonic()
         while True:
             try:
-                told, at = read_delimited(bytes(self._answers), 0)
+                reply, at = read_delimited(bytes(self._answers), 0)
                 break
             except MalformedError:
                 if len(self._answers) > _MAX_ANSWER_BYTES:
@@ -135,7 +135,7 @@ class BlockWriter:
             self._receive(asked_s)
         del self._answers[:at]
         try:
-            answer = Message(told)
+            answer = Message(reply)
             status, bad, said = answer.number(1), answer.text(2, ""), answer.text(5, "").partition("\n")[0][:200]
         except MalformedError as error:
             raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
@@ -217,10 +217,10 @@ class BlockWriter:
         try:
             while True:
                 try:
-                    told, end = read_delimited(answers, at)
+                    reply, end = read_delimited(answers, at)
                 except MalformedError:
                     break  # the rest of it has not come yet
-                self._confirm(Message(told))
+                self._confirm(Message(reply))
                 at = end
         except MalformedError as error:
             raise PipelineError(f"{self._nodes[0].host_port}: {error}", self._nodes[0].host_port) from error
@@ -281,7 +281,7 @@ def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
     block = new.block
     base = field(1, identity(block)) + field(2, block.token)
     request = field(1, field(1, base) + field(2, holder))
-    request += b"".join(field(2, node) for node in new.told[1:])
+    request += b"".join(field(2, node) for node in new.node_ids[1:])
     request += field(4, _CREATE_STAGE) + field(5, len(block.nodes)) + field(6, 0) + field(7, 0)
     request += field(8, block.generation)
     request += field(9, field(1, defaults.checksum_kind) + field(2, defaults.chunk_bytes))
@@ -328,7 +328,7 @@ class ExcludedNodes:
         with self._lock:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
-            self._known.update(zip((node.host_port for node in new.block.nodes), new.told, strict=True))
+            self._known.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
 
     def exclude(self, node: str) -> None:
         """This one did not take a block; "" is none."""

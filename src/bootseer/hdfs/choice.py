@@ -23,7 +23,7 @@ from bootseer.hdfs.requests import NodeQueue, Piece, State
 _MIN_SAMPLE_BYTES: Final = 256 << 10
 """Less says more about latency than about the rate."""
 _FAILURES: Final = 2
-"""In a row, then a node is left alone."""
+"""In a row, then a node is not asked."""
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 30.0
 _SLOWER: Final = 3.0
@@ -52,7 +52,7 @@ class _Shown:
     failures: int = 0
     is_open: bool = False
     probe_s: float = 0.0
-    """When it may be probed again, while it is left alone."""
+    """When it may be probed again, while it is not asked."""
     pause_s: float = _FIRST_PAUSE_S
 
 
@@ -72,7 +72,7 @@ class NodeChoice:
         """The rate that what is underway at a node allows for, by now."""
 
     def is_open(self, node: str) -> bool:
-        """Whether it is left alone."""
+        """Whether it is not asked."""
         return node in self._open
 
     def rate(self, node: str, now_s: float) -> float:
@@ -92,7 +92,7 @@ class NodeChoice:
         return num_bytes / (self.rate(node, now_s) or self._mean_rate or _GUESS_RATE)
 
     def order(self, nodes: Iterable[str], num_bytes: int, backlog: Callable[[str], int], now_s: float) -> list[str]:
-        """The node that would finish this first comes first; those that are left alone come last."""
+        """The node that would finish this first comes first; those that are not asked (circuit open) come last."""
         return sorted(
             nodes, key=lambda node: (self.is_open(node), self.expected_s(node, backlog(node) + num_bytes, now_s))
         )
@@ -148,7 +148,7 @@ class NodeChoice:
         self._mean_rate = rate if not self._mean_rate else self._mean_rate + _NEW * (rate - self._mean_rate)
 
     def failed(self, node: str, now_s: float, *, at_once: bool) -> bool:
-        """It failed; whether it is left alone from now on. `at_once`: as what it did would cost others as much."""
+        """It failed; whether its circuit opens. `at_once`: as what it did would cost others as much."""
         shown = self._shown.setdefault(node, _Shown())
         shown.failures += 1
         if shown.is_open or (shown.failures < _FAILURES and not at_once):
@@ -271,7 +271,7 @@ class NodeQueues:
         return queue.queued_bytes + queue.running_bytes if queue else 0
 
     def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
-        """Seconds until a DataNode would have sent so much more; infinity while it is left alone."""
+        """Seconds until a DataNode would have sent so much more; infinity while it is not asked."""
         if self._choice.is_open(node):
             return math.inf
         return self._choice.expected_s(node, self.backlog_bytes(node) + num_bytes, now_s)

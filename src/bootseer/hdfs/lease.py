@@ -77,7 +77,7 @@ class NewBlock:
     """A block that is to be written."""
 
     block: Block
-    told: tuple[bytes, ...]
+    node_ids: tuple[bytes, ...]
     """Its nodes, as the NameNode calls them: handed on to DataNodes, and back to it."""
     storage_kinds: tuple[int, ...]
     """Of disk, for each of its nodes."""
@@ -87,21 +87,19 @@ class NewBlock:
 def ask_defaults(namenode: NameNode) -> WriteDefaults:
     """What the NameNode wants of new files; the configuration's `dfs.replication` counts more than its own."""
     try:
-        told = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
+        answer = Message(namenode.ask("getServerDefaults", b"", "/", None)).message(1)
         wanted = namenode.cluster.settings.get("dfs.replication", "")
         found = WriteDefaults(
-            block_size=told.number(1),
-            replication=int(wanted) if wanted.isdecimal() else told.number(4),
-            checksum_kind=told.number(8, CRC32),
-            chunk_bytes=told.number(2),
+            block_size=answer.number(1),
+            replication=int(wanted) if wanted.isdecimal() else answer.number(4),
+            checksum_kind=answer.number(8, CRC32),
+            chunk_bytes=answer.number(2),
         )
     except MalformedError as error:
         raise _malformed(namenode, "/", error) from error
     if not 0 < found.chunk_bytes <= _MAX_CHUNK_BYTES or found.chunk_bytes & (found.chunk_bytes - 1):
         # Packets must end where the bytes of a checksum do.
-        raise UnsupportedError(
-            f"checksums of {found.chunk_bytes} bytes are not supported by BootSeer's HDFS client"
-        )
+        raise UnsupportedError(f"checksums of {found.chunk_bytes} bytes are not supported by BootSeer's HDFS client")
     # Files without checksums are nothing that this package writes.
     return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
 
@@ -181,14 +179,14 @@ class Lease:
             data = answer.data(1)
             located = Message(data)
             block = parse_block(data, {})
-            told = tuple(located.every(3))
+            node_ids = tuple(located.every(3))
             kinds = tuple(located.numbers(7))
             ids = tuple(storage.decode("ascii", "replace") for storage in located.every(8))
         except MalformedError as error:
             raise _malformed(self._namenode, self.path, error) from error
         if not block.nodes:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
-        return NewBlock(block, told, kinds, ids)
+        return NewBlock(block, node_ids, kinds, ids)
 
     def explained(self, error: NoNodesError) -> BootseerError:
         """Why the NameNode has no node: a `NoRoomError` when all are full, and one with `is_short` when blocks that are

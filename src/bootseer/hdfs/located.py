@@ -146,11 +146,11 @@ def _file(
     path: str, blocks: tuple[Block, ...], *, open_block: Block | None, readable: bool, size_bytes: int = 0
 ) -> LocatedFile:
     size_bytes = max(size_bytes, blocks[-1].end if blocks else 0)
-    told = hashlib.sha256(
+    digest = hashlib.sha256(
         repr([(block.pool, block.id, block.generation, block.length) for block in blocks]).encode()
     ).hexdigest()
     return LocatedFile(
-        path, size_bytes, blocks, f"{size_bytes}-{told[:32]}", open_block is not None, readable, open_block
+        path, size_bytes, blocks, f"{size_bytes}-{digest[:32]}", open_block is not None, readable, open_block
     )
 
 
@@ -164,10 +164,10 @@ def parse_block(data: bytes, known_nodes: dict[bytes, Node]) -> Block:
         raise MalformedError(f"a block with {len(replicas)} replicas")
     for replica in replicas:
         # A `DatanodeInfoProto`: its identity stands first, what changes every few seconds behind.
-        told = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
-        node = known_nodes.get(told)
+        node_id = read_delimited(replica, 1)[0] if replica[:1] == _FIRST_MESSAGE else Message(replica).data(1)
+        node = known_nodes.get(node_id)
         if node is None:
-            node = known_nodes[told] = parse_node(Message(told))
+            node = known_nodes[node_id] = parse_node(Message(node_id))
         nodes.append(node)
     start, length = message.number(2), block.number(4, 0)
     if start > 1 << 62 or length > MAX_BLOCK_BYTES:
@@ -211,17 +211,17 @@ class FileStatus:
     """0 for folders."""
 
 
-def parse_status(path: str, told: Message) -> FileStatus:
+def parse_status(path: str, message: Message) -> FileStatus:
     """A `HdfsFileStatusProto`. Raises `MalformedError`."""
     return FileStatus(
         path=path,
-        is_folder=told.number(1) == _FOLDER,
-        size_bytes=told.number(3),
-        mtime_ms=told.number(7),
-        atime_ms=told.number(8),
-        mode=told.message(4).number(1) & 0o7777,
-        owner=told.text(5),
-        group=told.text(6),
-        replication=told.number(10, 0),
-        block_size=told.number(11, 0),
+        is_folder=message.number(1) == _FOLDER,
+        size_bytes=message.number(3),
+        mtime_ms=message.number(7),
+        atime_ms=message.number(8),
+        mode=message.message(4).number(1) & 0o7777,
+        owner=message.text(5),
+        group=message.text(6),
+        replication=message.number(10, 0),
+        block_size=message.number(11, 0),
     )

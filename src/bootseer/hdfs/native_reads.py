@@ -92,7 +92,9 @@ class NativeReads:
                         raise TransientError(f"{file.what}: this read was given up")
                     if now >= until:
                         raise TransientError(f"{file.what}: bytes {start} to {start + length} did not come in time")
-                    late_at = max(fetch.heard_at for fetch in running) + _LATE_S if number + 1 < _MAX_TRIES else until
+                    late_at = (
+                        max(fetch.progress_at for fetch in running) + _LATE_S if number + 1 < _MAX_TRIES else until
+                    )
                     if now >= late_at:
                         self._count("hedges")
                         break
@@ -305,7 +307,7 @@ class _Fetch:
         self.again = again
         self.pieces: list[bytes] = []
         self.error: BootseerError | None = None
-        self.heard_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self.stopped = False
         """No worker waits for it any more."""
         self._file, self._start, self._length = file, start, length
@@ -329,7 +331,7 @@ class _Fetch:
             if self.stopped:
                 return
             self.pieces.append(piece)
-            self.heard_at = time.monotonic()
+            self.progress_at = time.monotonic()
             received += len(piece)
         if received != self._length:
             raise TransientError(f"{self.what}: {self._length - received} bytes are missing from the answer")

@@ -99,17 +99,17 @@ class Apart:
                 unwanted = settings.avoid | self.excluded.names() | failed if is_unwanted else failed
                 used = full_nodes(others, share) if settings.replication == 1 else frozenset()
                 last = draw == _MAX_DRAWS
-                told = [] if last else self.excluded.known((unwanted | used).union(spare))
+                excluded = [] if last else self.excluded.known((unwanted | used).union(spare))
                 try:
-                    new = lease.add_block(told)
+                    new = lease.add_block(excluded)
                 except NoNodesError as error:
-                    if not told:
+                    if not excluded:
                         raise
                     # All the others are excluded: an unwanted node is better than none, one that failed just now is
                     # not.
                     if spare:
                         spare = spare[(len(spare) + 1) // 2 :]
-                    elif error.num_running > len(told) and self.excluded.may_wait:
+                    elif error.num_running > len(excluded) and self.excluded.may_wait:
                         busy_until = self._wait_for_busy(lease, error, busy_until)
                         continue
                     elif share <= len(others):

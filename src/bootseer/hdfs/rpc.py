@@ -108,8 +108,8 @@ class RpcConnection:
             if length > _MAX_ANSWER_BYTES:
                 raise MalformedError(f"an answer of {length} bytes")
             answer = self._receive(length)
-            told, at = read_delimited(answer, 0)
-            said = Message(told)
+            header_bytes, at = read_delimited(answer, 0)
+            said = Message(header_bytes)
             self._has_answered = True
             if said.number(2) != _SUCCESS:
                 self._raise(said)

@@ -420,7 +420,7 @@ class Schedule:
         self._parked[source].append(piece)
 
     def _blame(self, run: Run, lost: list[Piece], error: DataNodeError, now_s: float) -> bool:
-        """Remember what a DataNode did; whether it is left alone from now on."""
+        """Remember what a DataNode did; whether its circuit opens."""
         queue = run.queue
         if isinstance(error, UnevenError):
             queue.uneven = True

@@ -1,8 +1,8 @@
 """The threads that carry out what `schedule` says: started when there is something to do, gone soon after.
 
 At most two threads talk to one DataNode, and `max_threads` in all. Ten times a second a timer looks after what only
-time brings about: deadlines, late requests, probes of DataNodes that are left alone. All shared state is in `Schedule`,
-under one lock that is not held while a thread waits for a network.
+time brings about: deadlines, late requests, probes of DataNodes that are not asked (circuit open). All shared state is
+in `Schedule`, under one lock that is not held while a thread waits for a network.
 
 Callbacks are made by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
 never by a thread that asks an estimate or submits a read, whatever locks it holds, except by `read_now`, whose caller
@@ -133,7 +133,7 @@ class Serving:
             self._give_back(node, connection, is_whole)
         if is_whole:
             ticket.into = NOTHING
-            _tell(ticket)
+            _call_back(ticket)
         else:
             ticket.avoid |= {node.host_port}
         return is_whole
@@ -182,7 +182,7 @@ class Serving:
                 run.halt()
             for connection in self._apart:
                 connection.stop()
-        while (job := self._untold()) is not None:
+        while (job := self._next_callback()) is not None:
             job()
         self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
@@ -199,7 +199,9 @@ class Serving:
             return  # the threads that are still there tell all that there is to tell
         now_s = time.monotonic()
         if self._schedule.num_pieces:
-            self._ticks_until_s = now_s + _IDLE_S  # also afterwards: DataNodes that are left alone are probed
+            self._ticks_until_s = (
+                now_s + _IDLE_S
+            )  # also afterwards: DataNodes that are not asked (circuit open) are probed
         if not self._ticking and now_s < self._ticks_until_s:
             with suppress(TransientError):
                 self._timer.after(_TICK_S, self._tick)
@@ -213,7 +215,7 @@ class Serving:
         """Do what there is to do."""
         with self._lock:
             self._num_coming -= 1
-        while (job := self._untold() or self._next()) is not None:
+        while (job := self._next_callback() or self._next()) is not None:
             run_reported(job)
             del job
 
@@ -225,13 +227,13 @@ class Serving:
             yield schedule
             ended = schedule.ended.popleft() if schedule.ended else None
         if ended is not None:
-            _tell(ended)
+            _call_back(ended)
 
-    def _untold(self) -> Job | None:
+    def _next_callback(self) -> Job | None:
         """The next callback or report to be made."""
         with self._lock:
             if self._schedule.ended:
-                return partial(_tell, self._schedule.ended.popleft())
+                return partial(_call_back, self._schedule.ended.popleft())
             if self._schedule.wrong:
                 return partial(self._reports.report, *self._schedule.wrong.pop())
         return None
@@ -363,7 +365,7 @@ class Serving:
             schedule.located(source, answer, time.monotonic())
 
     def _probe(self, block: Block, node: Node) -> None:
-        """See whether a DataNode that is left alone answers again."""
+        """See whether a DataNode whose circuit is open answers again."""
 
         try:
             connection = self._connections.new(node)
@@ -389,11 +391,11 @@ def _give_up(silent_s: float) -> None:
     raise SilentError(f"it said nothing for {silent_s:.1f} s")
 
 
-def _tell(ticket: Ticket) -> None:
+def _call_back(ticket: Ticket) -> None:
     # The caller keeps its ticket; what `done` refers to may be large.
-    done, ticket.done = ticket.done, _told
+    done, ticket.done = ticket.done, _no_callback
     run_reported(partial(done, ReadOutcome(ticket.error, ticket.node)))
 
 
-def _told(outcome: ReadOutcome) -> None:
+def _no_callback(outcome: ReadOutcome) -> None:
     """A ticket that has ended has no callback."""

@@ -66,7 +66,7 @@ class Read:
             on_read=lambda path, offset, length: None,
         )
         nodes = Nodes(info)
-        self.content = Content(nodes.tell("f", info), sources, nodes.detach)
+        self.content = Content(nodes.acquire("f", info), sources, nodes.detach)
 
     def _open(self, path: str) -> Version:
         self.versions.append(Version(self._before))

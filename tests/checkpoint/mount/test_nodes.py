@@ -21,22 +21,22 @@ def nodes() -> Nodes:
 
 
 def test_a_path_keeps_its_node_as_long_as_its_version(nodes: Nodes) -> None:
-    first = nodes.tell("a", info("a"))
-    assert nodes.tell("a", info("a")) is first
-    second = nodes.tell("a", info("a", "2"))
+    first = nodes.acquire("a", info("a"))
+    assert nodes.acquire("a", info("a")) is first
+    second = nodes.acquire("a", info("a", "2"))
     assert second is not first
     assert (first.path, second.path) == (None, "a")
     assert nodes.get(first.number) is first, "whoever has it open keeps it"
-    assert nodes.tell("a", info("a", folder=True)) not in (first, second)
+    assert nodes.acquire("a", info("a", folder=True)) not in (first, second)
 
 
 def test_a_folder_is_the_same_whatever_changes_in_it(nodes: Nodes) -> None:
-    assert nodes.tell("a", info("a", "1", folder=True)) is nodes.tell("a", info("a", "2", folder=True))
+    assert nodes.acquire("a", info("a", "1", folder=True)) is nodes.acquire("a", info("a", "2", folder=True))
 
 
 def test_a_node_goes_when_it_was_forgotten_as_often_as_told(nodes: Nodes) -> None:
-    node = nodes.tell("a", info("a"))
-    nodes.tell("a", info("a"))
+    node = nodes.acquire("a", info("a"))
+    nodes.acquire("a", info("a"))
     nodes.forget(node.number, 1)
     assert nodes.get(node.number) is node
     nodes.forget(node.number, 1)
@@ -52,15 +52,15 @@ def test_a_node_goes_when_it_was_forgotten_as_often_as_told(nodes: Nodes) -> Non
 def test_numbers_are_never_used_again(nodes: Nodes) -> None:
     numbers = set()
     for _ in range(5):
-        node = nodes.tell("a", info("a"))
+        node = nodes.acquire("a", info("a"))
         numbers.add(node.number)
         nodes.forget(node.number, 1)
     assert len(numbers) == 5
 
 
 def test_a_rename_moves_what_is_below_and_replaces_what_was_there(nodes: Nodes) -> None:
-    moved = {path: nodes.tell(path, info(path, folder=path == "a")) for path in ("a", "a/b", "a/b/c", "ab")}
-    target = nodes.tell("x", info("x", folder=True))
+    moved = {path: nodes.acquire(path, info(path, folder=path == "a")) for path in ("a", "a/b", "a/b/c", "ab")}
+    target = nodes.acquire("x", info("x", folder=True))
     nodes.rename("a", "x")
     assert [moved[path].path for path in moved] == ["x", "x/b", "x/b/c", "ab"]
     assert moved["a/b"].info.path == "x/b"
@@ -70,8 +70,8 @@ def test_a_rename_moves_what_is_below_and_replaces_what_was_there(nodes: Nodes) 
 
 
 def test_a_removed_name_leads_nowhere(nodes: Nodes) -> None:
-    node = nodes.tell("a", info("a"))
+    node = nodes.acquire("a", info("a"))
     nodes.remove("a")
     nodes.remove("a")
     assert (node.path, nodes.at("a")) == (None, None)
-    assert nodes.tell_new("a", info("a")) is not node
+    assert nodes.acquire_new("a", info("a")) is not node

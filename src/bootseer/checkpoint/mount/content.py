@@ -53,7 +53,7 @@ class Node:
         self.content: Content | None = None
         """There while the file is open."""
         self.held = 0
-        """How often the kernel was told this node, minus how often it forgot."""
+        """The kernel's lookup count: how often it got this node, minus how often it forgot it."""
         self.pages_of: str | None = None
         """The version whose pages the kernel may have; None when it has none, "" when they must go."""
 

@@ -30,7 +30,7 @@ from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
 
 _MAX_NAME = 255
-_MAX_TOLD = 100
+_MAX_NAMES = 100
 """Names in one answer about what is not published."""
 _UNKNOWN_INODE = 0xFFFF_FFFF
 """For names whose node was not looked up: all numbers of nodes are larger."""
@@ -57,7 +57,7 @@ class CheckpointFiles:
         self._open = OpenFiles(self._nodes, sources)
         self._folders: dict[int, _Listing] = {}
         self._numbers = itertools.count(1)
-        self._lost: deque[str] = deque(maxlen=_MAX_TOLD)
+        self._lost: deque[str] = deque(maxlen=_MAX_NAMES)
         """Files that could not be published after their last close."""
 
     # Names
@@ -66,10 +66,10 @@ class CheckpointFiles:
         path = self._child(parent, name)
         if is_hidden(path.rpartition("/")[2]):
             return None
-        with self._telling(f"looking for {path}"):
+        with self._logging_errors(f"looking for {path}"):
             node = self._nodes.at(path)
             if node is not None and node.is_live:
-                return self._told(path, node.info)
+                return self._acquired(path, node.info)
             try:
                 info = self._listings.recall(path) or self._files.stat(path)
             except NotFoundError:
@@ -77,10 +77,10 @@ class CheckpointFiles:
                 self._listings.looked_up(path, is_there=False)
                 return None
             self._listings.looked_up(path, is_there=True)
-            return self._told(path, info)
+            return self._acquired(path, info)
 
-    def _told(self, path: str, info: FileInfo) -> FoundNode:
-        node = self._nodes.tell(path, info)
+    def _acquired(self, path: str, info: FileInfo) -> FoundNode:
+        node = self._nodes.acquire(path, info)
         return FoundNode(node.number, self._attributes(node))
 
     def forget(self, node: int, count: int) -> None:
@@ -109,7 +109,7 @@ class CheckpointFiles:
                 if found.content is None:
                     raise stale()
             else:
-                with self._telling(f"looking at {path}"):
+                with self._logging_errors(f"looking at {path}"):
                     self._refresh(found, path)
         return self._attributes(found)
 
@@ -139,7 +139,7 @@ class CheckpointFiles:
 
     def change(self, node: int, changes: Changes) -> Attributes:
         found = self._nodes.get(node)
-        with self._telling(f"changing {found.path}"):
+        with self._logging_errors(f"changing {found.path}"):
             if changes.size is not None:
                 self._resize(found, changes.size)
             content = found.content
@@ -184,11 +184,11 @@ class CheckpointFiles:
 
     def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[FoundNode, Opened]:
         path = self._new_child(parent, name)
-        with self._telling(f"creating {path}"):
+        with self._logging_errors(f"creating {path}"):
             if self._is_there(path):
                 if flags & os.O_EXCL:
                     raise refusal(errno.EEXIST)
-                found = self._told(path, self._files.stat(path))
+                found = self._acquired(path, self._files.stat(path))
                 try:
                     return found, self.open(found.node, flags, caller)
                 except BaseException:
@@ -196,7 +196,7 @@ class CheckpointFiles:
                     raise
             owner = "" if caller.uid == os.geteuid() else owner_of(caller.uid)
             entry = Entry(path, False, 0, time.time_ns(), mode, owner, self._group_in(parent, caller), "")
-            node = self._nodes.tell_new(path, FileInfo(entry, 0, is_striped=False))
+            node = self._nodes.acquire_new(path, FileInfo(entry, 0, is_striped=False))
             try:
                 opened = self._open.open(node, flags | os.O_TRUNC, caller.thread, _for(caller))
             except BaseException:
@@ -229,7 +229,7 @@ class CheckpointFiles:
         if found.is_folder:
             raise refusal(errno.EISDIR)
         path = found.path
-        with self._telling(f"opening {path}"):
+        with self._logging_errors(f"opening {path}"):
             try:
                 return self._open.open(found, flags, caller.thread, _for(caller))
             except (OSError, BootseerError):
@@ -239,11 +239,11 @@ class CheckpointFiles:
                 raise
 
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
-        with self._telling(f"reading {self._open.node(handle).path}"):
+        with self._logging_errors(f"reading {self._open.node(handle).path}"):
             self._open.read(handle, offset, length, reply, room)
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
-        with self._telling(f"writing {self._open.node(handle).path}"):
+        with self._logging_errors(f"writing {self._open.node(handle).path}"):
             self._open.write(handle, offset, data, _for(caller))
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
@@ -270,7 +270,7 @@ class CheckpointFiles:
         """Something happens that may change what its folder's listing says of a file."""
         path = node.path
         try:
-            with self._telling(f"publishing {path}"):
+            with self._logging_errors(f"publishing {path}"):
                 yield
         finally:
             if path is not None:
@@ -280,7 +280,7 @@ class CheckpointFiles:
 
     def unlink(self, parent: int, name: bytes) -> None:
         path = self._child(parent, name)
-        with self._telling(f"removing {path}"):
+        with self._logging_errors(f"removing {path}"):
             node = self._nodes.at(path)
             with _changing(node) as content:
                 is_live = node is not None and node.is_live
@@ -296,7 +296,7 @@ class CheckpointFiles:
 
     def make_folder(self, parent: int, name: bytes, mode: int, caller: Caller) -> FoundNode:
         path = self._new_child(parent, name)
-        with self._telling(f"making {path}"):
+        with self._logging_errors(f"making {path}"):
             if self._nodes.at(path) is not None and self._is_there(path):
                 raise refusal(errno.EEXIST)
             self._files.make_folder(path, mode=mode | self._nodes.get(parent).info.entry.mode & stat.S_ISGID)
@@ -304,11 +304,11 @@ class CheckpointFiles:
             if caller.uid != os.geteuid():
                 with suppress(PermanentError):  # only few may give folders away
                     self._files.set_owner(path, owner_of(caller.uid), self._group_in(parent, caller))
-            return self._told(path, self._files.stat(path))
+            return self._acquired(path, self._files.stat(path))
 
     def remove_folder(self, parent: int, name: bytes) -> None:
         path = self._child(parent, name)
-        with self._telling(f"removing {path}"):
+        with self._logging_errors(f"removing {path}"):
             if self._nodes.live_below(path):
                 raise refusal(errno.ENOTEMPTY)
             self._files.remove_folder(path)
@@ -317,7 +317,7 @@ class CheckpointFiles:
 
     def rename(self, parent: int, name: bytes, to_parent: int, to_name: bytes, *, replace: bool) -> None:
         source, target = self._child(parent, name), self._new_child(to_parent, to_name)
-        with self._telling(f"renaming {source} to {target}"):
+        with self._logging_errors(f"renaming {source} to {target}"):
             if not replace and self._is_there(target):
                 raise refusal(errno.EEXIST)
             node, replaced = self._nodes.at(source), self._nodes.at(target)
@@ -372,7 +372,7 @@ class CheckpointFiles:
         listing = self._folders[handle]
         with listing.lock:
             if start == 0 or listing.entries is None:
-                with self._telling(f"listing {listing.path}"):
+                with self._logging_errors(f"listing {listing.path}"):
                     listing.entries = self._list(listing.path)
             part = listing.entries[start : start + most]
         return [self._listed(info, attributes=attributes) for info in part]
@@ -391,7 +391,7 @@ class CheckpointFiles:
         node = self._nodes.at(info.path)
         # What the listing says of a name may be older than what is known of its node: then the kernel asks.
         if attributes and (node is None or node.is_live or is_same(node.info, info)):
-            found = self._told(info.path, info)
+            found = self._acquired(info.path, info)
             return Listed(name, found.attributes.inode, mode, found)
         return Listed(name, _UNKNOWN_INODE if node is None else node.number, mode)
 
@@ -401,14 +401,14 @@ class CheckpointFiles:
     # The whole
 
     def space(self) -> Space:
-        with self._telling("asking for room"):
+        with self._logging_errors("asking for room"):
             return Space(*self._files.place.space())
 
     def unpublished(self) -> list[str]:
         """The files that are being written; the first hundred."""
         live = self._nodes.live_below("")
         names = sorted(node.info.path for node in live if node.content is not None and node.content.is_dirty)
-        return names[:_MAX_TOLD]
+        return names[:_MAX_NAMES]
 
     def lost(self) -> list[str]:
         """The files that could not be published after their last close; the latest hundred."""
@@ -426,13 +426,13 @@ class CheckpointFiles:
                 except (BootseerError, OSError) as error:
                     self._sources.on_error(f"{node.info.path} was not published: {error}")
                     self._lost.append(node.info.path)
-        return done[:_MAX_TOLD], self.lost()
+        return done[:_MAX_NAMES], self.lost()
 
     def facts(self) -> dict[str, int]:
         """Figures for `status`."""
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
-    def _telling(self, what: str) -> AbstractContextManager[None]:
+    def _logging_errors(self, what: str) -> AbstractContextManager[None]:
         return logged_os_errors(what, self._sources.on_error)
 
 

@@ -40,17 +40,17 @@ class Nodes:
         self._by_path = {"": self.root}
 
     def get(self, number: int) -> Node:
-        """A node that the kernel was told."""
+        """A node that the kernel has got."""
         node = self._by_number.get(number)
         if node is None:
             raise stale()
         return node
 
     def at(self, path: str) -> Node | None:
-        """The node that a path leads to, if the kernel was told one."""
+        """The node that a path leads to, if the kernel has got one."""
         return self._by_path.get(path)
 
-    def tell(self, path: str, info: FileInfo) -> Node:
+    def acquire(self, path: str, info: FileInfo) -> Node:
         """The node for what lies at `path` now, for an answer to the kernel, which holds it once more."""
         with self._lock:
             node = self._by_path.get(path)
@@ -65,7 +65,7 @@ class Nodes:
             node.held += 1
             return node
 
-    def tell_new(self, path: str, info: FileInfo) -> Node:
+    def acquire_new(self, path: str, info: FileInfo) -> Node:
         """A node for a file that was made a moment ago, whatever the path led to before."""
         with self._lock:
             before = self._by_path.get(path)

@@ -143,17 +143,17 @@ def write_replayed(
 
 def _wait(count: _Count, pipeline: Pipeline, num_segments: int, size_bytes: int, progress: Progress | None) -> None:
     """Wait for all segments. Raises their errors, and `TransientError` when nothing moves for minutes."""
-    told = -1
+    reported = -1
     while True:
         with count.change:
-            while not (count.failed or count.num_ended == num_segments or (progress and count.sent > told)):
+            while not (count.failed or count.num_ended == num_segments or (progress and count.sent > reported)):
                 count.change.wait(_LOOK_S)
                 pipeline.check_moves()
             failed, is_over, sent = count.failed, count.num_ended == num_segments, count.sent
         if failed is not None and failed.error is not None:
             raise failed.error
-        if progress is not None and sent != told:
-            told = sent
+        if progress is not None and sent != reported:
+            reported = sent
             progress(sent, size_bytes)
         if is_over:
             return
