@@ -64,7 +64,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_publish(place: Place, job: Path
         place.write_bytes(f"{attempt.path}/file", b"x")
         age(job / f"{attempt.path}.lease", _HOUR_S)
         assert collect(place, "") == 1
-        with pytest.raises(PermanentError, match="taken for dead"):
+        with pytest.raises(PermanentError, match="its lease went stale"):
             attempt.publish()
     assert sorted(path.name for path in job.iterdir()) == [".attempts"]
 
@@ -171,7 +171,7 @@ def test_a_writer_that_goes_on_after_it_was_taken_for_dead_cannot_publish_the_re
         # Beginning a part makes its folder again.
         place.make_folder(attempt.path)
         write_attempt(place, attempt, b"second half")
-        with pytest.raises(PermanentError, match="taken for dead"):
+        with pytest.raises(PermanentError, match="its lease went stale"):
             attempt.publish()
     assert not (job / "step-1").exists()
 

@@ -248,7 +248,7 @@ class Attempt:
         while not self._over.wait(min(_RENEW_S, self._lease_s / 5)):
             try:
                 if not _is_there(self._place, self.path + _LEASE):
-                    return  # we were taken for dead, and must not seem to live again
+                    return  # our lease was taken as stale, and must not be renewed
                 self._renew()
             except BootseerError:
                 continue  # a place that does not answer for a while may do so again before the lease has run out
@@ -259,10 +259,10 @@ class Attempt:
         self._place.write_bytes(self.path + _LEASE, lease_bytes(self._target, self._how))
 
     def _check_lease(self) -> None:
-        """A writer that was stopped for long may have been taken for dead."""
+        """The lease of a writer that was stopped for long may have gone stale."""
         if not (_is_there(self._place, self.path) and _is_there(self._place, self.path + _LEASE)):
             raise PermanentError(
-                f"{self._what()} was not published: its writer stood still for so long that it was taken for dead"
+                f"{self._what()} was not published: its writer was stopped for so long that its lease went stale"
             )
         self._renew()
 

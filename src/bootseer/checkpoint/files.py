@@ -130,7 +130,7 @@ class Files:
         """Remove a folder that shows nothing, or with all that it has. Others see all of it or nothing."""
         self._check_visible(path)
         if not path:
-            raise PermanentError(f"{self.place.uri} is the root and stays")
+            raise PermanentError(f"{self.place.uri} is the root and cannot be removed")
         if not self.place.stat(path).is_folder:
             raise NotFolderError(f"{self._what(path)} is not a folder")
         if not recursive and not self._has_only_rests(path):

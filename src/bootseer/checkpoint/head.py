@@ -199,7 +199,7 @@ class _Parser:
             found.append(segment)
             start += segment.size_bytes
         if self._at != self._end:
-            raise CorruptError("the head of a striped file has bytes that belong to nothing")
+            raise CorruptError("the head of a striped file has trailing bytes")
         return tuple(found)
 
     def _segment(self, start: int) -> Segment:
@@ -248,12 +248,12 @@ def _check_head(head: Head) -> None:
 
 def _check_part(part: Part, names: set[str]) -> None:
     if not _NAME.fullmatch(part.name) or part.name in names:
-        raise ValueError(f"no name for a part: {part.name[:40]!r}")
+        raise ValueError(f"invalid name of a part: {part.name[:40]!r}")
     names.add(part.name)
     if len(part.sha256) != 64 or not _HEX.fullmatch(part.sha256):
         raise ValueError(f"part {part.name} has no SHA-256")
     if len(part.nodes) > _MAX_NODES or not all(_NODE.fullmatch(node) for node in part.nodes):
-        raise ValueError(f"part {part.name} lies on nodes that cannot be")
+        raise ValueError(f"part {part.name} lists invalid nodes")
 
 
 def _encoded_part(part: Part) -> bytes:

@@ -109,7 +109,7 @@ def _is_later(files: Files, folder: str, name: str, current: str) -> bool:
 
 def _check_published(files: Files, folder: str, name: str) -> None:
     if not can_be_checkpoint(name):
-        raise PermanentError(f"{name!r} is no name that `latest` can say in {files.place.uri}/{folder}".rstrip("/"))
+        raise PermanentError(f"{name!r} is not a name that `latest` can hold in {files.place.uri}/{folder}".rstrip("/"))
     files.stat(join(folder, name))
 
 

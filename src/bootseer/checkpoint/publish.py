@@ -261,7 +261,7 @@ def _status(local: Path) -> os.stat_result:
 def _file(name: str, local: Path) -> _File:
     status = _status(local)
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{local} is no file", hint="sockets, pipes and devices cannot be put")
+        raise UsageError(f"{local} is not a regular file", hint="sockets, pipes and devices cannot be put")
     return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
 
 

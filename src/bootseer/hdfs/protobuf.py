@@ -120,7 +120,7 @@ class Message:
         if value is None:
             value = default
         if not isinstance(value, int):
-            raise MalformedError(f"field {number} is no number")
+            raise MalformedError(f"field {number} is not a number")
         return value
 
     def data(self, number: int, default: bytes | None = None) -> bytes:
@@ -129,7 +129,7 @@ class Message:
         if value is None:
             value = default
         if not isinstance(value, bytes):
-            raise MalformedError(f"field {number} holds no bytes")
+            raise MalformedError(f"field {number} does not hold bytes")
         return value
 
     def text(self, number: int, default: str | None = None) -> str:
@@ -139,7 +139,7 @@ class Message:
         try:
             return self.data(number).decode()
         except UnicodeDecodeError as error:
-            raise MalformedError(f"field {number} is no text") from error
+            raise MalformedError(f"field {number} is not text") from error
 
     def message(self, number: int) -> Message:
         """A message in this one, which must be there."""
@@ -150,7 +150,7 @@ class Message:
         values = self._fields.get(number, _EMPTY)
         found = [value for value in values if isinstance(value, bytes)]
         if len(found) != len(values):
-            raise MalformedError(f"field {number} holds no bytes")
+            raise MalformedError(f"field {number} does not hold bytes")
         return found
 
     def numbers(self, number: int) -> list[int]:

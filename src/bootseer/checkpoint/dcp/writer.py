@@ -93,7 +93,7 @@ class StripedWriter(filesystem.FileSystemWriter):
             raise UsageError("the writer has no checkpoint", hint="StripedWriter(URI), or dcp.save(checkpoint_id=URI)")
         if os.fspath(self.path).rstrip("/").rpartition("/")[2] == LATEST and (self._move_latest or self._is_file()):
             raise UsageError(
-                f"{self.path}: this names a checkpoint and is none",
+                f"{self.path}: this is the pointer `latest`, not a checkpoint",
                 hint="save under a name of its own, with move_latest=True",
             )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

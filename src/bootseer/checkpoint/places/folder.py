@@ -280,7 +280,7 @@ class FolderPlace:
 
     def _not_root(self, path: str) -> None:
         if not path:
-            raise PermanentError(f"{self.uri} is the root and stays")
+            raise PermanentError(f"{self.uri} is the root and cannot be removed")
 
     def _what(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri

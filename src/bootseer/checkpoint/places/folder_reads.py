@@ -50,7 +50,7 @@ class _Read:
 
     def run(self) -> None:
         """Do it now."""
-        error: BootseerError | None = TransientError(f"{self.file.what}: reading failed in a way that was not foreseen")
+        error: BootseerError | None = TransientError(f"{self.file.what}: reading failed unexpectedly")
         try:
             error = self._try()
         finally:

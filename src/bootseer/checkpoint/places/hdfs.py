@@ -176,7 +176,7 @@ class HdfsPlace:
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         if not path:
-            raise PermanentError(f"{self.uri} is the root and stays")
+            raise PermanentError(f"{self.uri} is the root and cannot be removed")
         with place_errors():
             self._client.delete(self._full(path), recursive=recursive)
 
@@ -290,7 +290,7 @@ class HdfsPlace:
 
     def _full(self, path: str) -> str:
         if not _is_utf8(path):
-            raise NotFoundError(f"{path!r} is no path of a file here: names in HDFS are UTF-8")
+            raise NotFoundError(f"{path!r} is not a valid path: names in HDFS are UTF-8")
         return "/".join([self._root, *names_of(path)]) or "/"
 
     def _what(self, path: str) -> str:

@@ -54,7 +54,7 @@ def names_of(path: str) -> list[str]:
     """The names that a path consists of; none for the root. Raises `NotFoundError` for a path that leads elsewhere."""
     names = path.split("/") if path else []
     if "" in names or "." in names or ".." in names or "\0" in path:
-        raise NotFoundError(f"{path!r} is no path of a file here")
+        raise NotFoundError(f"{path!r} is not a valid path")
     return names
 
 

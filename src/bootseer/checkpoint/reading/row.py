@@ -416,7 +416,7 @@ class Row:
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
-        why = f"chunk {', '.join(gone)} of its row is not to be had either" if gone else self._why
+        why = f"chunk {', '.join(gone)} of its row cannot be read either" if gone else self._why
         return alike(job.problem, f"{job.problem}; it cannot be rebuilt from the others of its row: {why}")
 
 

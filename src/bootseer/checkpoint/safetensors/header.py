@@ -77,7 +77,7 @@ def read_header(file: CheckpointFile, name: str, begin: int = 0) -> Header:
     """The header of the safetensors file that begins at `begin` of `file` and takes the rest of it."""
     size = file.size_bytes - begin
     if size < _LENGTH.size:
-        raise CorruptError(f"{name}: {max(size, 0)} bytes are no safetensors file")
+        raise CorruptError(f"{name}: {max(size, 0)} bytes are not a safetensors file")
     first = file.read(begin, min(size, _FIRST_BYTES))
     (length,) = _LENGTH.unpack_from(first)
     if length > min(size - _LENGTH.size, MAX_HEADER_BYTES):
@@ -99,7 +99,7 @@ def _parse(encoded: bytes, data: int, size: int) -> Header:
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"the safetensors header is damaged: {error}") from None
     if not isinstance(read, dict):
-        raise CorruptError("the safetensors header is no object")
+        raise CorruptError("the safetensors header is not a JSON object")
     metadata = read.pop("__metadata__", None)
     if metadata is not None and not _are_texts(metadata):
         raise CorruptError("the safetensors header has metadata that is not text")
