@@ -35,7 +35,7 @@ class Listening:
         self._namenode = NameNode(Cluster("job", (("127.0.0.1", peer.port),), {}, False, "me"))
         self.reports = BadBlockReports(self._namenode)
 
-    def _take_acks(self, request: Message) -> bytes:
+    def _hear(self, request: Message) -> bytes:
         block = request.message(1)
         names = [Message(node).message(1).text(1) for node in block.every(3)]
         self.told.append((block.message(1).number(2), names))

@@ -42,7 +42,7 @@ class _Transfer:
     views: list[memoryview] = field(default_factory=list)
     ready_s: float = 0.0
     """When its DataNode begins to send."""
-    acked_s: float = 0.0
+    progress_s: float = 0.0
     judged_s: float = 0.0
 
 
@@ -106,7 +106,7 @@ class Links:
                 run = schedule.take(self.now_s)
             if run is None:
                 return
-            transfer = _Transfer(run, ready_s=self.now_s + _REQUEST_S, acked_s=self.now_s, judged_s=self.now_s)
+            transfer = _Transfer(run, ready_s=self.now_s + _REQUEST_S, progress_s=self.now_s, judged_s=self.now_s)
             self._transfers.append(transfer)
             self._claim(transfer)
 
@@ -159,7 +159,7 @@ class Links:
             view[:] = data[at : at + len(view)]
             at += len(view)
         self.served[run.queue.name] += length
-        transfer.acked_s = transfer.judged_s = self.now_s
+        transfer.progress_s = transfer.judged_s = self.now_s
         with self.locked() as schedule:
             schedule.received(run, length, self.now_s)
         self._claim(transfer)
@@ -174,7 +174,7 @@ class Links:
             if self.now_s - one.judged_s >= self.settings.silent_s:
                 one.judged_s = self.now_s
                 with self.locked() as schedule:
-                    gives_up = schedule.silent(one.run, self.now_s - one.acked_s)
+                    gives_up = schedule.silent(one.run, self.now_s - one.progress_s)
                 if gives_up:
                     self._end(one, SilentError("it said nothing"))
 
