@@ -46,7 +46,7 @@ class Row:
         self._chunks = chunks
         self._lock = threading.Lock()
         self._jobs: dict[int, ChunkRead] = {}
-        self._have: dict[int, memoryview] = {}
+        self._data: dict[int, memoryview] = {}  # chunks that are here
         self._lost: set[int] = set()  # their own parts were tried, and are of no use
         self._asked: dict[int, ChunkRead] = {}  # to be rebuilt
         self._rebuilt: dict[int, memoryview] = {}  # for when their own reads have ended
@@ -88,9 +88,9 @@ class Row:
                 self._asked[job.chunk] = job
             watch, self._watching = not self._watching, True
         if watch:
-            self._look_later()
+            self._check_again_later()
         if self._chosen == job.chunk:
-            self._go_on()
+            self._advance()
         else:
             job.read_own()
 
@@ -109,7 +109,7 @@ class Row:
             self._asked.pop(chunk, None)
             over = error is None or data is not None
             if error is None:
-                self._have[chunk] = job.into
+                self._data[chunk] = job.into
             elif data is None:
                 self._lost.add(chunk)
                 if (
@@ -123,33 +123,33 @@ class Row:
             error = None
         if over:
             self._finish(job, error, keep=keep)
-        self._go_on()
+        self._advance()
 
     def withdrawn(self) -> None:
         """A chunk is not wanted any more: it must not wait for others of the row, which may never be started now."""
-        self._go_on()
+        self._advance()
 
     def _choose(self, segment: OpenSegment) -> int | None:
         """The chunk that parity is read for from the beginning; None: each chunk is read from its own part."""
         delays = {chunk: _delay_s(*segment.place_of(chunk)) for chunk in self._chunks}
         return chunk_to_skip(delays, frozenset(self._jobs), _delay_s(*segment.parity_of(self._chunks.start)))
 
-    def _look(self) -> None:
+    def _check_late(self) -> None:
         """Have chunks rebuilt that are late, or that would come sooner so, now that more is known of their nodes."""
         try:
             instead = self._late()
         finally:
-            self._look_later()
+            self._check_again_later()
         for job in instead:
             job.read_own()
-        self._go_on()
+        self._advance()
 
-    def _look_later(self) -> None:
+    def _check_again_later(self) -> None:
         with self._lock:
             self._watching = self._num_active > 0
             if self._watching:
                 try:
-                    self._context.timer.after(self._context.settings.look_s, self._look)
+                    self._context.timer.after(self._context.settings.look_s, self._check_late)
                 except TransientError:  # no thread can be started: the next chunk that begins tries again
                     self._watching = False
 
@@ -158,13 +158,13 @@ class Row:
         settings, now = self._context.settings, self._context.timer.now_s()
         with self._lock:
             on_way: dict[int, ChunkRead] = {}
-            for chunk in self._begun - self._have.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
+            for chunk in self._begun - self._data.keys() - self._lost - self._asked.keys() - self._rebuilt.keys():
                 job = self._jobs[chunk]
                 if job.started_s is None:
                     continue
                 on_way[chunk] = job
                 waited_s = now - job.started_s
-                if is_late(waited_s, job.expected_s, settings) and self._pays(waited_s):
+                if is_late(waited_s, job.expected_s, settings) and self._helpers_pay(waited_s):
                     self._asked[chunk] = job
             return self._reconsidered(on_way) + self._without_late_help(now)
 
@@ -178,10 +178,10 @@ class Row:
             return []
         left = {chunk: job.left_s() for chunk, job in on_way.items()}
         left |= {job.chunk: _delay_s(*segment.place_of(job.chunk)) for job in untried}
-        others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._have]
+        others = [chunk for chunk in self._chunks if chunk not in left and chunk not in self._data]
         others_s = max((_delay_s(*segment.place_of(chunk)) for chunk in others), default=0.0)
         parity_s = self._parity_s(segment)
-        helpers_s = max((one.left_s() for chunk, one in self._helpers.items() if chunk not in self._have), default=0.0)
+        helpers_s = max((one.left_s() for chunk, one in self._helpers.items() if chunk not in self._data), default=0.0)
         loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
         if loser in on_way:
             self._asked = {loser: on_way[loser]}
@@ -204,7 +204,7 @@ class Row:
         parity = self._parity_read
         is_waited_for = self._parity is _Parity.LOADING and parity is not None and parity.is_late(now)
         for chunk, helper in self._helpers.items():
-            if chunk not in self._have and helper.started_s is not None:
+            if chunk not in self._data and helper.started_s is not None:
                 is_waited_for |= is_late(now - helper.started_s, helper.expected_s, self._context.settings)
         if not is_waited_for:
             return []
@@ -213,15 +213,15 @@ class Row:
             del self._asked[job.chunk]
         return untried
 
-    def _pays(self, waited_s: float) -> bool:
+    def _helpers_pay(self, waited_s: float) -> bool:
         """Whether reading what the rebuilding needs besides would probably take less than has been waited already."""
         segment = self._segment
-        missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._have]
+        missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._data]
         if segment is None:
             return False
         return all(part.delay_s(offset, CHUNK_BYTES) < waited_s for part, offset in map(segment.place_of, missing))
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Do what can be done now."""
         interrupt: BaseException | None = None
         while True:
@@ -235,7 +235,7 @@ class Row:
                 self._cannot_rebuild(failure(error, f"{self._context.path}: chunks {self._chunks}"))
                 if not isinstance(error, Exception):
                     interrupt = error
-        self._tidy()
+        self._release_extra()
         if interrupt is not None:
             raise interrupt
 
@@ -244,12 +244,12 @@ class Row:
         with self._lock:
             self._parity, self._why = _Parity.USELESS, str(error)
             chunk, self._rebuilding = self._rebuilding, None
-            if chunk is not None and chunk not in self._have:
+            if chunk is not None and chunk not in self._data:
                 self._asked[chunk] = self._jobs[chunk]
 
     def _next_step(self) -> Callable[[], None] | None:
         for chunk, job in list(self._asked.items()):
-            missing = [other for other in self._chunks if other != chunk and other not in self._have]
+            missing = [other for other in self._chunks if other != chunk and other not in self._data]
             hopeless = self._parity is _Parity.USELESS or not self._lost.isdisjoint(missing)
             contested = not self._asked.keys().isdisjoint(missing)
             untried = job.started_s is None
@@ -313,7 +313,7 @@ class Row:
     def _try_again(self) -> None:
         with self._lock:
             self._waits_for_room = False
-        self._go_on()
+        self._advance()
 
     def _parity_ended(self) -> None:
         with self._lock:
@@ -321,7 +321,7 @@ class Row:
             error = None if self._parity_read is None else self._parity_read.error
             self._parity = _Parity.HERE if error is None else _Parity.USELESS
             self._why = str(error)
-        self._go_on()
+        self._advance()
 
     def _helper(self, segment: OpenSegment, chunk: int) -> ChunkRead:
         """Reads a chunk that was not asked for. It has no row: if its part is of no use either, nothing helps."""
@@ -331,15 +331,15 @@ class Row:
             with self._lock:
                 self._num_extra -= 1
                 if error is None:
-                    self._have[chunk] = data
+                    self._data[chunk] = data
                 else:
                     self._lost.add(chunk)
-            self._go_on()
+            self._advance()
 
         return ChunkRead(self._context, Want(chunk * CHUNK_BYTES, data, ended), 0, shared=False)
 
     def _rebuild(self, job: ChunkRead) -> None:
-        others = [self._have[chunk] for chunk in self._chunks if chunk != job.chunk]
+        others = [self._data[chunk] for chunk in self._chunks if chunk != job.chunk]
         parity = self._parity_read
         if parity is None:
             raise RuntimeError("there is no parity to rebuild from")
@@ -350,7 +350,7 @@ class Row:
         with self._lock:
             self._rebuilding = None
             running = job.started_s is not None and job.chunk not in self._lost
-            here = job.chunk in self._have  # by its own part, meanwhile
+            here = job.chunk in self._data  # by its own part, meanwhile
             self._asked.pop(job.chunk, None)
             self._parity = _Parity.NONE if right else _Parity.USELESS  # its bytes are those of the chunk now
             if not right:
@@ -372,7 +372,7 @@ class Row:
     def _finish(self, job: ChunkRead, error: BootseerError | None, *, keep: bool) -> None:
         with self._lock:
             if error is None:
-                self._have[job.chunk] = job.into
+                self._data[job.chunk] = job.into
         try:
             job.finish(error, keep=keep)
         finally:
@@ -381,7 +381,7 @@ class Row:
                 if job.chunk in self._begun:
                     self._num_active -= 1
 
-    def _tidy(self) -> None:
+    def _release_extra(self) -> None:
         """When no chunk is under way: end what is read for the rebuilding, and then give its memory back. What comes
         later begins anew.
         """
@@ -408,11 +408,11 @@ class Row:
         self._parity = _Parity.NONE
         self._parity_read = None
         for chunk in self._helpers:
-            self._have.pop(chunk, None)
+            self._data.pop(chunk, None)
         self._lost -= self._helpers.keys()
         self._helpers = {}
         if self._num_finished == len(self._jobs):
-            self._have.clear()  # the memory is its owners' again
+            self._data.clear()  # the memory is its owners' again
 
     def _error(self, job: ChunkRead, missing: list[int]) -> BootseerError:
         gone = [str(chunk) for chunk in missing if chunk in self._lost]
