@@ -19,6 +19,7 @@ from typing import Any
 from bootseer.analysis.model import WAIT, Report, plain
 from bootseer.analysis.spans import TRUNCATED
 from bootseer.analysis.timeline import enclosing
+from bootseer.analysis.words import ENDS
 from bootseer.trace.event import FAILED
 
 SCHEMA = "bootseer.diff/1"
@@ -283,7 +284,7 @@ def _headlines(a: Report, b: Report) -> list[str]:
         lines.append(f"A is a {a.startup.kind} startup and B a {b.startup.kind} one: they have different stages.")
     for side, report in (("A", a), ("B", b)):
         if report.startup.outcome != "training_began":
-            lines.append(f"{side} did not reach training: its stages after that are missing.")
+            lines.append(f"{side} is {ENDS[report.startup.outcome]}: its stages after that are missing.")
         coverage = report.coverage
         if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
             lines.append(f"{side} covers {coverage.nodes_heard} of {coverage.nodes_expected} nodes.")

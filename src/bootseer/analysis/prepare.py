@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis.clock import Offset, offsets
-from bootseer.analysis.lanes import SCHEDULER, Lane, align, lanes_of
-from bootseer.analysis.spans import StartupSpans
+from bootseer.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
+from bootseer.analysis.spans import TRUNCATED, StartupSpans
 from bootseer.trace.event import FAILED, OK
 
 
@@ -44,7 +44,8 @@ def prepare(startup: StartupSpans) -> Prepared:
     """Bring a startup's nodes to one clock, in place, and find out who waited for whom."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
-    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name])]
+    job_began = training_began(startup.nodes.values())
+    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
     submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
     began = [lane.end_ns for lane in lanes if lane.outcome == OK]
@@ -77,6 +78,7 @@ def total(values: Iterable[int | None]) -> int | None:
 
 def outcome_of(lanes: Sequence[Lane]) -> str:
     """How the startup ended, over all its lanes."""
-    if any(lane.outcome == OK for lane in lanes):
+    outcomes = {lane.outcome for lane in lanes}
+    if OK in outcomes:
         return "training_began"
-    return FAILED if any(lane.outcome == FAILED for lane in lanes) else "truncated"
+    return next((outcome for outcome in (FAILED, TRUNCATED) if outcome in outcomes), UNOBSERVED)

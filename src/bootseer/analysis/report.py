@@ -122,13 +122,14 @@ class _Builder:
             kind=self.startup.kind,
             zero_ns=self.zero,
             outcome=outcome_of(ready.lanes),
-            ended_by=min((lane.ended_by for lane in ready.lanes if lane.outcome == OK), default="last_event"),
+            ended_by=self._ended_by(),
             num_nodes=len(nodes),
             num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
             num_gpus=num_gpus,
             scale=scale.bucket(num_gpus),
         )
         seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
+        seen |= {row.stage for row in rows}  # what is derived from the command
         expected = STAGES if self.startup.kind == "full" else STAGES[3:]
         unobserved = [stage for stage in expected if stage not in seen and not _in_facts(stage, facts)]
         report = model.Report(
@@ -156,6 +157,13 @@ class _Builder:
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
         return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
 
+    def _ended_by(self) -> str:
+        """The evidence for the end of the startup."""
+        lanes = self.ready.lanes
+        if self.began:
+            return min(lane.ended_by for lane in lanes if lane.outcome == OK)
+        return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
+
     def _ranks(self) -> list[model.Node]:
         """Each rank's own way, while they are few enough to be looked at one by one."""
         lanes = self.ready.lanes
@@ -166,10 +174,12 @@ class _Builder:
         told = []
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
-            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome == FAILED]
+            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
             for mark in marks:
                 facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
-                what = mark.stage.replace("_", " ") + (" failed" if mark.stage == COMMAND else "")
+                what = mark.stage.replace("_", " ")
+                if mark.stage == COMMAND:
+                    what += " failed" if mark.outcome == FAILED else " ended well"
                 told.append(
                     f"{what} on {name} at {self.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
                 )
@@ -180,7 +190,7 @@ class _Builder:
         return {
             node: lane.arrivals[-1].barrier
             for node, lane in lanes.items()
-            if lane.outcome == TRUNCATED and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
+            if lane.outcome in (TRUNCATED, FAILED) and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
         }
 
     def _lane_of_each_node(self) -> dict[str, Lane]:
@@ -259,12 +269,13 @@ class _Builder:
 
     def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
         ready = self.ready
-        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED)]
+        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not self.began]
         whole = whole if any(whole) else []  # single moments have no length: that is not 0
         work = sum(node.work_s + node.untracked_s for node in nodes)
         wait = sum(node.wait_s for node in nodes)
         hours = wait_hours = None
-        if all(node.gpus is not None for node in nodes):
+        moved = any(node.end_s > node.start_s for node in nodes)
+        if moved and all(node.gpus is not None for node in nodes):
             hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
             wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
         job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 TRUNCATED = "truncated"
 RUN = "run"
 COMMAND = "command"
+STRUCTURE = (RUN, COMMAND)
 LAUNCHER = "model_initialization.launcher"
 LAUNCHER_RENDEZVOUS = "model_initialization.launcher_rendezvous"
 PROCESS_STAGES = ("model_initialization.interpreter", "model_initialization.import_torch")
@@ -72,6 +73,8 @@ class NodeSpans:
     clock_stepped: bool = False
     num_runs: int = 0
     """More than one: the attempt number was used again, and only the last run is told."""
+    structure: list[Span] = field(default_factory=list)
+    """`run` and `command` to their own end, which may lie behind a later restart."""
 
 
 @dataclass(slots=True)
@@ -115,6 +118,11 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
         first = by_key.get(startup.key._replace(restart=0))
         if startup.key.restart and first is not None:
             startup.run_attrs = {**first.run_attrs, **startup.run_attrs}
+            for name, node in startup.nodes.items():
+                if name in first.nodes and name not in later[startup.key]:  # the last restart ends with the command
+                    began_ns = _begin(node)
+                    around = [span for span in first.nodes[name].structure if span.end_ns >= began_ns]
+                    node.spans += [replace(span, begin_ns=began_ns) for span in around]
     return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
 
 
@@ -173,8 +181,11 @@ def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
             span.end_ns = max(ended[1], span.begin_ns)
             span.outcome = FAILED if ended[0].outcome == FAILED else OK
             span.attrs.update(ended[0].attrs)
-        if gone_ns is not None and span.stage in (RUN, COMMAND) and span.end_ns > gone_ns:
-            span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
+        if span.stage in STRUCTURE:
+            last_ns = node.last_ns if ended is None else span.end_ns
+            node.structure.append(replace(span, end_ns=max(last_ns, span.begin_ns)))
+            if gone_ns is not None and span.end_ns > gone_ns:
+                span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
         node.spans.append(span)
     return node
 

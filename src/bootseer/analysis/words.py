@@ -24,6 +24,16 @@ _STAGE_WORDS = {
     "wait_for_others": "waiting for other nodes",
     "untracked": "time that no stage covers",
 }
+_FRAMEWORKS = ("model_initialization.import_", "first_step")
+"""Stages of processes in which the hook sees training begin."""
+
+
+ENDS = {
+    "failed": "a failed startup",
+    "truncated": "an abandoned startup, or one that still runs",
+    "unobserved": "a start in which training was not seen to begin",
+}
+"""What a startup is called on which training did not begin, by its outcome."""
 
 
 def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, endings: Sequence[str] = ()) -> Report:
@@ -35,12 +45,13 @@ def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, 
     lines = headlines(report, waiting, reused_runs)
     if endings:
         more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
-        lines.append(f"{'; '.join(endings[:3])}{more}: whether training had begun by then is unobserved.")
-    return replace(report, verdict=verdict(report), headlines=lines)
+        lines.append(f"{'; '.join(endings[:3])}{more}.")
+    lines += _unmarked(report)
+    return replace(report, verdict=verdict(report, ended=bool(endings)), headlines=lines)
 
 
-def verdict(report: Report) -> str:
-    """What happened, in one sentence."""
+def verdict(report: Report, *, ended: bool) -> str:
+    """What happened, in one sentence. `ended`: the command, or its workers, without any training that was seen."""
     startup, overhead = report.startup, report.overhead
     size = f"{startup.num_nodes} node{'s' if startup.num_nodes != 1 else ''}"
     if startup.num_gpus:
@@ -49,7 +60,12 @@ def verdict(report: Report) -> str:
     if startup.outcome == "training_began":
         parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
     elif startup.outcome == "failed":
-        parts = [f"The startup failed after {took} on {size}"]
+        parts = [f"Failed startup: {took} on {size}, and training did not begin"]
+    elif startup.outcome == "truncated" and overhead.startup_s:
+        parts = [f"Abandoned startup, or one that still runs: {took} on {size} to the last sign of life"]
+    elif ended:
+        seen = f"the stages before took {took}" if overhead.startup_s else "no stage of a startup either"
+        parts = [f"Training was not seen to begin on {size}, {seen}"]
     elif overhead.startup_s:
         parts = [f"The logs cover {took} on {size} and do not show training begin"]
     else:
@@ -132,7 +148,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
             f"{_nodes(len(missing))} stopped before training: {told}{more}; "
-            "what they left open is closed as truncated and kept out of medians."
+            "what was cut short there is kept out of medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":
@@ -148,6 +164,24 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         why = "" if missing else ": somebody who was not heard of is missing there, or the network is"
         lines.append(f"{_nodes(len(stand))} still waited at {what} when the logs end{why}.")
     return lines
+
+
+def _unmarked(report: Report) -> list[str]:
+    """What the bill rests on where no training was seen, and no hook could have seen it."""
+    watched = any(stage.stage.startswith(_FRAMEWORKS) for stage in report.stages)
+    ours = any(fact.startswith("run.") for node in report.nodes for fact in node.attrs)
+    if report.startup.outcome == "training_began" or watched or not ours:
+        return []
+    if report.startup.outcome == "unobserved":
+        bill = "only what stages show is counted as startup"
+    elif report.overhead.startup_s:
+        bill = "all of this time is counted as startup"
+    else:
+        return []
+    return [
+        f"Nothing marks the beginning of training, and {bill}: --began-pattern, "
+        "bootseer.training_began() or `bootseer stage` tell more."
+    ]
 
 
 def _nodes(count: int) -> str:

@@ -30,13 +30,15 @@ from bootseer.render.html_text import (
 
 _OUTCOMES = {
     "training_began": ("ok", "training began"),
-    "truncated": ("warn", "truncated: the logs stop before training began"),
-    "failed": ("bad", "failed"),
+    "truncated": ("warn", "abandoned startup, or still running"),
+    "failed": ("bad", "failed startup"),
+    "unobserved": ("warn", "training was not seen to begin"),
 }
 _ENDS = {
     "first_step": "ends with the first optimizer step",
     "training_began": "ends when training was said to have begun",
     "last_event": "ends with the last event seen",
+    "command": "ends with the command",
 }
 
 
@@ -72,10 +74,9 @@ def figures(report: Report) -> str:
     ranks = num(heard.ranks_heard, count, "coverage.ranks_heard")
     all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
     saved = max((group.savings_s for group in report.straggler_groups), default=None)
+    name = {"failed": "Failed startup", "truncated": "Abandoned startup"}.get(report.startup.outcome, "Startup")
     tiles = [
-        _tile(
-            "startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"
-        ),
+        _tile("startup", name, num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"),
         _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
         _tile(
             "node",

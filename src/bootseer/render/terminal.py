@@ -88,7 +88,7 @@ def _fit(text: str, width: int) -> str:
 def _print_facts(report: Report, console: Console) -> None:
     startup, overhead, coverage = report.startup, report.overhead, report.coverage
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
-    until = "first step's end" if startup.outcome == "training_began" else "last event seen"
+    until = {"last_event": "last event seen", "command": "the command's end"}.get(startup.ended_by, "first step's end")
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
         (
@@ -106,6 +106,8 @@ def _print_facts(report: Report, console: Console) -> None:
         rows.append(("work / wait", f"{overhead.work_share:.0%} / {overhead.wait_share or 0:.0%} of the nodes' time"))
     if startup.num_gpus == 0:
         rows.append(("GPU time", "none: these nodes have no GPUs"))
+    elif overhead.gpu_hours is None and startup.num_gpus is not None:
+        rows.append(("GPU time", f"{_UNOBSERVED}: nothing tells how much of this was startup"))
     elif overhead.gpu_hours is None:
         rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
     else:
