@@ -17,7 +17,7 @@ import pytest
 
 from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
-from conftest_launch import BOOTSEER, stages
+from conftest_launch import BOOTSEER
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
 # Counts signals for as long as it is told, then says which came.
@@ -315,7 +315,7 @@ def test_what_a_killed_run_leaves_tells_how_long_it_lived(env, events):
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"runs\n"
         began_s = time.monotonic()
-        while time.monotonic() - began_s < 60 and stages(events(), "instant").count("alive") < 3:
+        while time.monotonic() - began_s < 60 and [e.stage for e in events()].count("alive") < 3:
             time.sleep(0.1)
         process.kill()
     found = events()

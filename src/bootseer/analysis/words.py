@@ -24,7 +24,7 @@ _STAGE_WORDS = {
     "wait_for_others": "waiting for other nodes",
     "untracked": "time that no stage covers",
 }
-_FRAMEWORKS = ("model_initialization.import_", "first_step")
+_FRAMEWORKS = ("model_initialization.import_torch", "model_initialization.import_jax", "first_step")
 """Stages of processes in which the hook sees training begin."""
 
 

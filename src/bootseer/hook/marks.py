@@ -28,7 +28,7 @@ from typing import Any
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, guarded
-from bootseer.hook.steps import mark_compilation, mark_steps
+from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps
 from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
 
@@ -99,6 +99,10 @@ def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
     return {
         "torch": mark_steps,
         "torch._dynamo.callback": mark_compilation,
+        "deepspeed.runtime.engine": mark_outer_steps("DeepSpeedEngine._take_model_step"),
+        "megatron.core.optimizer.optimizer": mark_outer_steps(
+            "FP32Optimizer.step", "MixedPrecisionOptimizer.step", "ChainedOptimizer.step"
+        ),
         "torch.serialization": mark_reads("load", api="torch"),
         "torch.distributed.checkpoint.state_dict_loader": mark_reads("load", api="torch.distributed.checkpoint"),
         "torch.distributed.distributed_c10d": mark_process_group,
