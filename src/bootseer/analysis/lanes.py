@@ -24,6 +24,7 @@ BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
 """How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
 UNOBSERVED = "unobserved"
+_BY_HOOK = ("optimizer_step", "compiled_step")
 
 
 @dataclass(slots=True)
@@ -170,7 +171,7 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
 
 def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[int, str, str]:
     marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
-    said = [mark for mark in marks if mark.attrs.get("by") != "optimizer_step"]
+    said = [mark for mark in marks if mark.attrs.get("by") not in _BY_HOOK]
     if marks:
         # What the user marked by the API or a pattern outranks what the hook concluded.
         mark = min(said or marks, key=lambda mark: mark.begin_ns)

@@ -21,7 +21,11 @@ COMMAND = "command"
 STRUCTURE = (RUN, COMMAND)
 LAUNCHER = "model_initialization.launcher"
 LAUNCHER_RENDEZVOUS = "model_initialization.launcher_rendezvous"
-PROCESS_STAGES = ("model_initialization.interpreter", "model_initialization.import_torch")
+PROCESS_STAGES = (
+    "model_initialization.interpreter",
+    "model_initialization.import_torch",
+    "model_initialization.import_jax",
+)
 
 _NEW_BOOT_NS = 3600 * 10**9
 """Wall minus monotonic time that differs by more than this within one node means another boot, not a stepped clock."""
