@@ -181,6 +181,8 @@ class Clock:
     """Nodes without any barrier that would tie their clock to the others."""
     steps: list[str]
     """Nodes whose wall clock jumped during the startup; durations are not affected."""
+    left_out: dict[str, float] = field(default_factory=dict)
+    """Nodes whose events lie an hour and more away from all others, by so much: they are in no sum and no list."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,10 @@ def analyse(
     if not kept:
         if facts and read is not None:
             return untimed(options.job, options.price_per_gpu_hour, facts, read)
-        raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
+        hint = "start the job with `bootseer run`"
+        if read is not None and read.skipped.get("unit"):
+            hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
+        raise UsageError("no events in the input", hint=hint, exit_code=1)
     found = of_one_job(startups(kept), options)
     picked = chosen(found, options)
     prepared = {startup.key: prepare(startup) for startup in found}
@@ -58,7 +61,7 @@ def analyse(
     if read is None:
         read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
     read = replace(read, duplicates=duplicates)
-    return _Builder(picked, prepared[picked.key], options).report(overviews, share(kept, overviews), list(facts), read)
+    return _Builder(picked, prepared[picked.key], options).report(overviews, share(found, overviews), list(facts), read)
 
 
 _MAX_RANKS = 64
@@ -297,7 +300,7 @@ class _Builder:
         spans = [s for node in self.startup.nodes.values() for s in (*node.spans, *node.instants)]
         stated = [*self.startup.run_attrs.values(), *(span.attrs for span in spans)]
         return model.Coverage(
-            nodes_heard=len(nodes),
+            nodes_heard=len(nodes) + len(self.ready.left_out),
             nodes_expected=self.options.num_nodes or _largest(stated, "num_nodes"),
             ranks_heard=len({(lane.node, lane.rank) for lane in self.ready.lanes if lane.rank != NO_RANK}),
             ranks_expected=_largest(stated, "world_size"),
@@ -316,6 +319,7 @@ class _Builder:
             max_error_s=seconds(max(errors)) if errors else None,
             nodes_untied=sum(clock.error_ns is None for clock in clocks.values()) if len(clocks) > 1 else 0,
             steps=sorted(name for name, node in self.startup.nodes.items() if node.clock_stepped),
+            left_out={name: seconds(off_ns) for name, off_ns in sorted(self.ready.left_out.items())},
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from bootseer.analysis.foreign.timestamp import plausible
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 
 TRUNCATED = "truncated"
@@ -124,10 +125,11 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
             startup.run_attrs = {**first.run_attrs, **startup.run_attrs}
             for name, node in startup.nodes.items():
                 if name in first.nodes and name not in later[startup.key]:  # the last restart ends with the command
-                    began_ns = _begin(node)
+                    began_ns = begin_of(node)
                     around = [span for span in first.nodes[name].structure if span.end_ns >= began_ns]
                     node.spans += [replace(span, begin_ns=began_ns) for span in around]
-    return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
+    # Not the earliest: one clock may be wrong by years.
+    return sorted(found, key=lambda startup: median(map(begin_of, startup.nodes.values())))
 
 
 def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:
@@ -143,7 +145,8 @@ def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -
     return later
 
 
-def _begin(node: NodeSpans) -> int:
+def begin_of(node: NodeSpans) -> int:
+    """When the node's events begin, ns."""
     # A rotated log may hold nothing but ends.
     return min((span.begin_ns for span in (*node.spans, *node.instants)), default=node.last_ns)
 
@@ -232,6 +235,9 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
         up_ns = max(up_ns, mono_ns)
     bases = [int(median(boot)) for boot in boots]
     node.clock_stepped = any(boot[-1] - boot[0] > _STEP_NS for boot in boots)
+    right = [base for base in bases if plausible(base + up_ns)]
+    if right and len(right) < len(bases):  # a clock that was set late is no other boot
+        bases, node.clock_stepped = right, True
 
     def time_of(event: Event) -> int:
         if event.wall_ns == event.mono_ns:  # made from a foreign log, which has no monotonic clock

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from bootseer.analysis.foreign.timestamp import plausible
 from bootseer.analysis.model import Report, Stage
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START
@@ -121,9 +122,15 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     lines += _stuck(report, waiting)
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
+    if clock.left_out:
+        told = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
+        more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
+        lines.append(f"Clocks are off, or events are another start's: {told}{more}; left out of all sums.")
+    if report.nodes and not plausible(report.startup.zero_ns):
+        lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
         bound = f"; after correction within {clock.max_error_s:.3f} s" if clock.max_error_s is not None else ""
-        lines.append(f"The nodes' clocks differ by up to {clock.max_offset_s:.1f} s{bound}.")
+        lines.append(f"The nodes' clocks differ by up to {_far(clock.max_offset_s)}{bound}.")
     if coverage.events_lost:
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
@@ -132,6 +139,9 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if unreadable:
         files = f"{unreadable} file{'s' if unreadable != 1 else ''}"
         lines.append(f"{files} of the folder could not be read; what they tell is missing here.")
+    unit = report.input.skipped.get("unit", 0)
+    if unit:
+        lines.append(f"{unit} events give their times in s, ms or µs, not in ns, and were not read.")
     newer = report.input.skipped.get("version", 0)
     if newer:
         lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
@@ -182,6 +192,14 @@ def _unmarked(report: Report) -> list[str]:
         f"Nothing marks the beginning of training, and {bill}: --began-pattern, "
         "bootseer.training_began() or `bootseer stage` tell more."
     ]
+
+
+def _far(off_s: float) -> str:
+    """How far a clock is off: nobody counts years in hours."""
+    days = abs(off_s) / 86_400
+    if days < 2:
+        return format_seconds(abs(off_s))
+    return f"{days:.0f} days" if days < 730 else f"{days / 365.25:.1f} years"
 
 
 def _nodes(count: int) -> str:
