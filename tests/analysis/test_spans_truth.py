@@ -316,6 +316,8 @@ def test_the_last_restart_ends_with_the_command():
     assert (told.startup.restart, told.startup.outcome) == (1, "failed")
     assert told.overhead.gpu_hours == pytest.approx(8 * (500 - 30) / 3600)
     assert told.share.startup_s == pytest.approx(500)
+    before = report(*first, *workers, restart=0)
+    assert before.verdict.startswith("Abandoned startup: 30.0 s on 1 node, 8 GPUs until its processes were restarted")
 
 
 def test_a_command_that_fails_after_training_began_is_no_failed_startup():

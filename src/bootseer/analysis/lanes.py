@@ -24,6 +24,7 @@ BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
 """How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
 UNOBSERVED = "unobserved"
+RESTART = "restart"
 _BY_HOOK = ("optimizer_step", "compiled_step")
 
 
@@ -126,7 +127,8 @@ def _lane(
         over = max(structure, key=lambda span: (span.stage == COMMAND, span.end_ns))
         if over.outcome != OK:
             outcome = FAILED if FAILED in (outcome, over.outcome) else TRUNCATED
-            end_ns, ended_by = max(end_ns, over.end_ns), COMMAND if over.outcome == FAILED else ended_by
+            end_ns = max(end_ns, over.end_ns)
+            ended_by = COMMAND if over.outcome == FAILED else RESTART if node.restarted else ended_by
     lane_spans = [
         # What was cut short with the last sign of life counts, except behind the end of the startup.
         span

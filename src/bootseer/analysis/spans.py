@@ -78,6 +78,8 @@ class NodeSpans:
     clock_stepped: bool = False
     num_runs: int = 0
     """More than one: the attempt number was used again, and only the last run is told."""
+    restarted: bool = False
+    """Its processes were replaced by those of a later restart."""
     structure: list[Span] = field(default_factory=list)
     """`run` and `command` to their own end, which may lie behind a later restart."""
 
@@ -156,7 +158,7 @@ def _run_attrs(nodes: dict[str, NodeSpans]) -> dict[str, dict[str, Any]]:
 
 
 def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
-    node = NodeSpans(name)
+    node = NodeSpans(name, restarted=later is not None)
     events = _last_run(events, node)
     times = _times([*events, later] if later else events, node)
     gone_ns = times.pop() if later else None

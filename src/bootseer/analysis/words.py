@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bootseer.analysis.foreign.timestamp import plausible
+from bootseer.analysis.lanes import RESTART
 from bootseer.analysis.model import Report, Stage
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START
@@ -63,7 +64,10 @@ def verdict(report: Report, *, ended: bool) -> str:
     elif startup.outcome == "failed":
         parts = [f"Failed startup: {took} on {size}, and training did not begin"]
     elif startup.outcome == "truncated" and overhead.startup_s:
-        parts = [f"Abandoned startup, or one that still runs: {took} on {size} to the last sign of life"]
+        what, until = ENDS["truncated"].removeprefix("an ").capitalize(), "to the last sign of life"
+        if startup.ended_by == RESTART:
+            what, until = "Abandoned startup", "until its processes were restarted"
+        parts = [f"{what}: {took} on {size} {until}"]
     elif ended:
         seen = f"the stages before took {took}" if overhead.startup_s else "no stage of a startup either"
         parts = [f"Training was not seen to begin on {size}, {seen}"]

@@ -39,6 +39,7 @@ _ENDS = {
     "training_began": "ends when training was said to have begun",
     "last_event": "ends with the last event seen",
     "command": "ends with the command",
+    "restart": "ends with the next restart",
 }
 
 

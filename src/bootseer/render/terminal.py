@@ -37,6 +37,7 @@ _MAX_LINKS = 16
 _WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
 """Columns of names."""
 _UNOBSERVED = "unobserved"
+_UNTIL = {"last_event": "last event seen", "command": "the command's end", "restart": "the restart"}
 
 
 def render(report: Report, console: Console) -> None:
@@ -88,7 +89,9 @@ def _fit(text: str, width: int) -> str:
 def _print_facts(report: Report, console: Console) -> None:
     startup, overhead, coverage = report.startup, report.overhead, report.coverage
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
-    until = {"last_event": "last event seen", "command": "the command's end"}.get(startup.ended_by, "first step's end")
+    until = _UNTIL.get(startup.ended_by, "first step's end")
+        startup.ended_by, "first step's end"
+    )
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
         (
