@@ -90,8 +90,6 @@ def _print_facts(report: Report, console: Console) -> None:
     startup, overhead, coverage = report.startup, report.overhead, report.coverage
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
     until = _UNTIL.get(startup.ended_by, "first step's end")
-        startup.ended_by, "first step's end"
-    )
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
         (
