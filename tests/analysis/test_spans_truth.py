@@ -161,6 +161,19 @@ def test_helpers_beside_the_training_process_are_not_its_work():
     assert row(result, READ).work_s == pytest.approx(10)
 
 
+def test_signs_of_life_do_not_make_a_program_the_training_process():
+    """`bootseer stage` around a long download tells that it lives; what trains is another process."""
+    result = report(
+        span(0, 60, "model_initialization.download", rank=0, pid=9),
+        [moment(at, "alive", rank=0, pid=9) for at in range(60)],
+        span(60, 70, TORCH, rank=0, pid=5),
+        span(70, None, READ, rank=0, pid=5),
+        [moment(90, "alive")],
+    )
+    assert row(result, TORCH).work_s == pytest.approx(10)
+    assert row(result, READ).work_s == pytest.approx(20)
+
+
 @pytest.mark.parametrize("rank", [-1, 0])
 def test_a_python_that_ran_before_the_training_is_work(rank):
     """`python prepare.py && python train.py`: the first one is no helper beside the second."""

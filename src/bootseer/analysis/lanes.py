@@ -165,7 +165,7 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
             weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
     for span in node.instants:
         # `bootseer run` may tell of the first step itself, by a pattern: that does not make it the one that trains.
-        if span.rank == rank and span.pid in weights:
+        if span.rank == rank and span.pid in weights and span.stage != ALIVE:
             weights[span.pid] += 1000 if span.stage == TRAINING_BEGAN else 10
     weights.pop(0, None)
     return max(weights, key=lambda pid: weights[pid]) if weights else 0
