@@ -285,7 +285,7 @@ def test_a_run_that_was_killed_is_billed_to_its_last_sign_of_life():
     assert (result.startup.outcome, result.startup.ended_by) == ("truncated", "last_event")
     assert result.overhead.gpu_hours == pytest.approx(8 * 1800 / 3600)
     assert row(result, TORCH).work_s == pytest.approx(1788)
-    assert result.verdict.startswith("Abandoned startup, or one that still runs")
+    assert "until the last sign of life, or it still runs" in result.verdict
 
 
 def test_a_command_that_ended_well_without_a_mark_is_not_called_a_startup():
@@ -319,6 +319,14 @@ def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
     assert result.overhead.wait_gpu_hours == pytest.approx(8 * 3 * 596 / 3600)
     assert any("3 nodes still waited at process_group" in line for line in result.headlines)
     assert any("1 node stopped before training: n0 in model_initialization" in line for line in result.headlines)
+
+
+def test_a_node_that_outlives_the_failure_of_the_others_holds_nobody_back():
+    ends = (*range(10, 17), 600)
+    parts = [span(0, end, "command", node=f"n{end}", outcome="failed", **GPUS) for end in ends]
+    result = report(*parts, gpus_per_node=8)
+    assert result.overhead.gpu_hours == pytest.approx(8 * sum(ends) / 3600)
+    assert (result.stragglers, result.straggler_groups) == ([], [])
 
 
 def test_the_last_restart_ends_with_the_command():

@@ -50,7 +50,7 @@ def delays(barriers: Sequence[Barrier], clocks: Mapping[str, Offset]) -> list[De
     found: dict[str, Delay] = {}
     for barrier in barriers:
         visits = list(slowest_visits(barrier).values())
-        if len(visits) < MIN_NODES:
+        if len(visits) < MIN_NODES or not barrier.passed:
             continue
         first = [visit for visit in visits if visit.previous < 0]
         begins = median(visit.lane.begin_ns for visit in first) if len(first) >= MIN_NODES else None

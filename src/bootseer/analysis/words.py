@@ -64,10 +64,10 @@ def verdict(report: Report, *, ended: bool) -> str:
     elif startup.outcome == "failed":
         parts = [f"Failed startup: {took} on {size}, and training did not begin"]
     elif startup.outcome == "truncated" and overhead.startup_s:
-        what, until = ENDS["truncated"].removeprefix("an ").capitalize(), "to the last sign of life"
-        if startup.ended_by == RESTART:
-            what, until = "Abandoned startup", "until its processes were restarted"
-        parts = [f"{what}: {took} on {size} {until}"]
+        until = (
+            "its processes were restarted" if startup.ended_by == RESTART else "the last sign of life, or it still runs"
+        )
+        parts = [f"Abandoned startup: {took} on {size} until {until}"]
     elif ended:
         seen = f"the stages before took {took}" if overhead.startup_s else "no stage of a startup either"
         parts = [f"Training was not seen to begin on {size}, {seen}"]
