@@ -1,8 +1,8 @@
 """Mark the first step (first training forward to the end of the first optimizer step) and the first steady one.
 
 Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
-hooks of forward and backward leave before the first compilation begins, and after one the optimizer hooks stay, doing nothing. They
-stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
+hooks of forward and backward leave before the first compilation begins, and after one the optimizer hooks stay, doing
+nothing. They stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
 """
 
 from __future__ import annotations
