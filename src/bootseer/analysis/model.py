@@ -155,6 +155,8 @@ class Overhead:
     cost: float | None
     wait_cost: float | None
     price_per_gpu_hour: float | None
+    currency: str = "$"
+    """Of the price, as the user said: a sign or a code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class Options:
     """Nodes that the job has, when the logs do not tell."""
     gpus_per_node: int | None = None
     price_per_gpu_hour: float | None = None
+    currency: str = "$"
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -49,7 +49,7 @@ def analyse(
     kept, duplicates = unique(events)
     if not kept:
         if facts and read is not None:
-            return untimed(options.job, options.price_per_gpu_hour, facts, read)
+            return untimed(options, facts, read)
         raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
     found = of_one_job(startups(kept), options)
     picked = chosen(found, options)
@@ -154,7 +154,20 @@ class _Builder:
             input=read,
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+        return words.with_words(
+            report,
+            waiting=self._waiting(lanes),
+            reused_runs=reused,
+            endings=self._endings(),
+            same_rank=self._same_rank(),
+        )
+
+    def _same_rank(self) -> dict[int, list[str]]:
+        """Ranks that more than one node says it has, with the nodes."""
+        nodes: dict[int, list[str]] = defaultdict(list)
+        for lane in self.ready.lanes:
+            nodes[lane.rank].append(lane.node)
+        return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
 
     def _ranks(self) -> list[model.Node]:
         """Each rank's own way, while they are few enough to be looked at one by one."""
@@ -280,6 +293,7 @@ class _Builder:
             cost=_times(hours, self.price),
             wait_cost=_times(wait_hours, self.price),
             price_per_gpu_hour=self.price,
+            currency=self.options.currency,
         )
 
     def _coverage(self, nodes: Sequence[model.Node]) -> model.Coverage:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from bootseer.analysis.model import Report, Stage
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START
-from bootseer.units import format_seconds
+from bootseer.units import format_hours, format_money, format_seconds
 
 _STAGE_WORDS = {
     "queue": "waiting in the queue",
@@ -26,13 +26,27 @@ _STAGE_WORDS = {
 }
 
 
-def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, endings: Sequence[str] = ()) -> Report:
+def with_words(
+    report: Report,
+    *,
+    waiting: Mapping[str, str],
+    reused_runs: int,
+    endings: Sequence[str] = (),
+    same_rank: Mapping[int, Sequence[str]],
+) -> Report:
     """The report with its verdict and headlines filled in.
 
     `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
-    command ended when training was not seen to begin.
+    command ended when training was not seen to begin; `same_rank` has the nodes of each rank that several claim.
     """
     lines = headlines(report, waiting, reused_runs)
+    if same_rank:
+        rank, nodes = min(same_rank.items())
+        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
+        lines.append(
+            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
+            "wrong RANK variables, two jobs under one name, or a node that was replaced."
+        )
     if endings:
         more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
         lines.append(f"{'; '.join(endings[:3])}{more}: whether training had begun by then is unobserved.")
@@ -84,8 +98,8 @@ def _blame(report: Report) -> str:
         where = "by starting late" if group.stage == LATE_START else f"in {group.stage}"
         text = f"{who} held the others back for {format_seconds(group.savings_s)} {where}"
         if group.savings_gpu_hours:
-            text += f" = {group.savings_gpu_hours:.3g} GPU-hours"
-        return text + (f" = ${group.savings_cost:,.2f}" if group.savings_cost else "")
+            text += f" = {format_hours(group.savings_gpu_hours)} GPU-hours"
+        return text + (f" = {format_money(group.savings_cost, report.overhead.currency)}" if group.savings_cost else "")
     return ""
 
 

@@ -20,6 +20,15 @@ from bootseer.cli.amount import Amount
 @click.option("--nodes", type=click.IntRange(1), help="How many nodes the job has, when the logs do not tell.")
 @click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs of each node, when the logs do not tell.")
 @click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
+@click.option(
+    "--currency",
+    metavar="SIGN",
+    default="$",
+    envvar="BOOTSEER_CURRENCY",
+    show_default=True,
+    show_envvar=True,
+    help="Currency of the price: $ or EUR.",
+)
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
@@ -39,6 +48,7 @@ def command(
     nodes: int | None,
     gpus_per_node: int | None,
     price: float | None,
+    currency: str,
     began_pattern: str | None,
     html: Path | None,
     perfetto: Path | None,
@@ -66,6 +76,7 @@ def command(
         num_nodes=nodes,
         gpus_per_node=gpus_per_node,
         price_per_gpu_hour=price,
+        currency=currency,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     report = read_report(logs, options, os.environ, began_pattern=pattern)

@@ -19,6 +19,7 @@ from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import Scanned, scan
 from bootseer.errors import UsageError
 from bootseer.launch import spools
+from bootseer.store import addresses
 
 _PROGRESS_EVERY_S = 0.5
 _MAX_DIGITS = 19
@@ -69,8 +70,9 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
         return place
     job = spools.find_job(spools.default_root(env), place)
     if job is None:
+        said = addresses.shown(place) if "://" in place else place
         raise UsageError(
-            f"{place}: no such file, and no job of this name has run on this machine",
+            f"{said}: no such file, and no job of this name has run on this machine",
             hint="give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
         )
     return job

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from bootseer.render.clean import clean
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds
 
 UNOBSERVED = "unobserved"
 
@@ -159,23 +159,7 @@ def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
         return "at an unreadable time"
 
 
-def hours(value: float) -> str:
-    if 0 < abs(value) < 1:
-        return _small(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
-
-
-def money(value: float) -> str:
-    if 0 < abs(value) < 0.1:
-        return _small(value)
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}"
-
-
-def _small(value: float) -> str:
-    """Two digits that say something: a small cost must not read as none."""
-    if abs(value) < 0.0001:
-        return "< 0.0001"
-    return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
+hours, money = format_hours, format_money
 
 
 def percent(value: float) -> str:

@@ -18,7 +18,7 @@ from bootseer.analysis import checkpoints, environments, images
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds
 
 _COLOURS = {
     "image_loading": "blue",
@@ -109,10 +109,10 @@ def _print_facts(report: Report, console: Console) -> None:
     elif overhead.gpu_hours is None:
         rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
     else:
-        money = (
-            f" = ${overhead.cost:,.2f}, waiting ${overhead.wait_cost or 0:,.2f}" if overhead.cost is not None else ""
-        )
-        hours = f"{overhead.gpu_hours:,.3g} GPU-hours, {overhead.wait_gpu_hours or 0:,.3g} of them waiting{money}"
+        cost, wait_cost = (format_money(v or 0, overhead.currency) for v in (overhead.cost, overhead.wait_cost))
+        money = f" = {cost}, waiting {wait_cost}" if overhead.cost is not None else ""
+        wait_hours = format_hours(overhead.wait_gpu_hours or 0)
+        hours = f"{format_hours(overhead.gpu_hours)} GPU-hours, {wait_hours} of them waiting{money}"
         rows.append(("GPU time", hours))
     expected = coverage.nodes_expected or _UNOBSERVED
     ranks = (
@@ -244,7 +244,7 @@ def _print_stages(report: Report, console: Console) -> None:
             spent = row.work_s + row.wait_s
             cells = [f"{spent:.2f}", f"{spent / total:.0%}" if total and row.num_nodes else ""]
         if gpus:
-            cells.append(f"{row.gpu_hours:.3g}" if row.gpu_hours else "")
+            cells.append(format_hours(row.gpu_hours) if row.gpu_hours else "")
         style = "bold" if row.depth == 0 else "" if not row.stage.endswith("untracked") else "dim"
         table.add_row(Text(name, style), *cells, Text(", ".join(marks), "red"))
     if report.stages:
@@ -282,7 +282,7 @@ def _print_stragglers(report: Report, console: Console) -> None:
         return
     console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
     for group in report.straggler_groups[:4]:
-        hours = f", {group.savings_gpu_hours:.3g} GPU-hours" if group.savings_gpu_hours is not None else ""
+        hours = f", {format_hours(group.savings_gpu_hours)} GPU-hours" if group.savings_gpu_hours is not None else ""
         plural = "s" if len(group.nodes) > 1 else ""
         console.print(
             Text(
