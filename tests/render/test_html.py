@@ -48,7 +48,10 @@ def test_the_key_figures_are_there(small: Report) -> None:
     keys = {key for key, _, _ in Page(html.render(small)).with_key()}
     parts = ("overhead", "coverage")
     document = small.to_json()
-    wanted = {f"{part}.{name}" for part in parts for name in document[part]} - {"overhead.work_share", "overhead.currency"}
+    wanted = {f"{part}.{name}" for part in parts for name in document[part]} - {
+        "overhead.work_share",
+        "overhead.currency",
+    }
     assert wanted - keys == set()
     assert {"stragglers.length", "overhead.work_share", "share.share", "input.lines", "clock.max_error_s"} <= keys
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bootseer.cli.amount import Amount
+
+if TYPE_CHECKING:
+    from bootseer.analysis.live import Moment
 
 
 @click.command("report", short_help="Show where a startup's time went.")
@@ -32,6 +38,7 @@ from bootseer.cli.amount import Amount
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
+@click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
 @click.option(
     "--color",
@@ -52,6 +59,7 @@ def command(
     began_pattern: str | None,
     html: Path | None,
     perfetto: Path | None,
+    follow: bool,
     as_json: bool,
     color: str,
 ) -> None:
@@ -64,6 +72,7 @@ def command(
     bootseer report                                    the last `bootseer run` here
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
+    bootseer report --follow moe                       who is missing at the barrier now
     """
     from bootseer.analysis.prepare import Options
     from bootseer.cli.pattern import compiled
@@ -79,7 +88,8 @@ def command(
         currency=currency,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
-    report = read_report(logs, options, os.environ, began_pattern=pattern)
+    with _watched(follow, as_json, color) as watch:
+        report = read_report(logs, options, os.environ, began_pattern=pattern, watch=watch)
     if html is not None:
         from bootseer.render.html import render as render_html
 
@@ -91,7 +101,8 @@ def command(
     from bootseer.cli.printing import print_json, terminal
 
     if as_json:
-        print_json(report.to_json())
+        if not follow:  # its lines were printed
+            print_json(report.to_json())
         return
     from bootseer.render.terminal import render
 
@@ -100,6 +111,22 @@ def command(
     for path in (html, perfetto):
         if path is not None and sys.stderr is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")
+
+
+@contextmanager
+def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
+    """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
+    from bootseer.cli.printing import print_json, terminal
+
+    if not follow:
+        yield None
+    elif as_json:
+        yield lambda moment: print_json(moment.to_json())
+    else:
+        from bootseer.render.terminal import following
+
+        with terminal(color) as console, following(console) as show:
+            yield show
 
 
 def _write(path: Path, text: str) -> None:

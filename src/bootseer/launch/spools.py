@@ -103,6 +103,14 @@ def find_job(root: str, job: str) -> str | None:
     return None
 
 
+def newest_attempt(folder: str) -> str:
+    """The attempt of a job that was begun last, or the folder itself when there is none."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.name.startswith(_ATTEMPT) and entry.is_dir()]
+        return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else folder
+    return folder
+
+
 def latest(root: str) -> str | None:
     """The attempt that was written to last."""
     from pathlib import Path

@@ -6,7 +6,9 @@ from a log is cleaned of control characters first: a log must not drive the read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
@@ -15,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.analysis import checkpoints, environments, images
+from bootseer.analysis.live import Moment
 from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
@@ -56,6 +59,27 @@ def render(report: Report, console: Console) -> None:
     _print_lines("How the checkpoint was read", checkpoints.summary(report.checkpoints), console)
     _print_said(report, console)
     _print_foot(report, console)
+
+
+@contextmanager
+def following(console: Console) -> Iterator[Callable[[Moment], None]]:
+    """Shows a start while it goes on: in place on a terminal, elsewhere a line for each change of who is where."""
+    from rich.live import Live
+
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda moment: live.update(Text(clean(moment.text())), refresh=True)
+        return
+    said: list[object] = [None]
+
+    def show(moment: Moment) -> None:
+        now = replace(moment, missing=[replace(one, seconds=None) for one in moment.missing])
+        if said[0] != now:
+            said[0] = now
+            console.print(Text(clean(moment.text())), soft_wrap=True)
+            console.file.flush()
+
+    yield show
 
 
 def _seconds(value: float | None) -> str:
