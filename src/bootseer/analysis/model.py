@@ -347,6 +347,8 @@ class Overview:
     num_nodes: int
     num_gpus: int | None
     outcome: str
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each top-level stage along the critical chain; `wait` is the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +425,8 @@ class Report:
     share: Share | None
     startups: list[Overview]
     input: Input
+    scheduler: list[Segment] = field(default_factory=list)
+    """Queue and allocation: what the job, not a node, went through."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis.clock import Offset, offsets
 from bootseer.analysis.lanes import SCHEDULER, Lane, align, lanes_of
-from bootseer.analysis.spans import StartupSpans
+from bootseer.analysis.spans import Span, StartupSpans
 from bootseer.trace.event import FAILED, OK
 
 
@@ -39,6 +39,8 @@ class Prepared:
     begin_ns: int
     submitted_ns: int | None
     end_ns: int
+    scheduler: Sequence[Span] = ()
+    """Queue and allocation, each as the node tells it that saw it longest."""
 
 
 def prepare(startup: StartupSpans) -> Prepared:
@@ -53,9 +55,10 @@ def prepare(startup: StartupSpans) -> Prepared:
         lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
-    return Prepared(
-        lanes, barrier_model.barriers_of(lanes), clocks, begin, min(submitted) if submitted else None, max(end, begin)
-    )
+    longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
+    told = [longest[stage] for stage in SCHEDULER if stage in longest]
+    submitted_ns = min(submitted) if submitted else None
+    return Prepared(lanes, barrier_model.barriers_of(lanes), clocks, begin, submitted_ns, max(end, begin), told)
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:

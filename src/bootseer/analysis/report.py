@@ -152,6 +152,10 @@ class _Builder:
             share=share,
             startups=overviews,
             input=read,
+            scheduler=[
+                model.Segment(s.stage, self.at(s.begin_ns), self.at(s.end_ns), model.WORK, s.outcome)
+                for s in ready.scheduler
+            ],
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
         return words.with_words(

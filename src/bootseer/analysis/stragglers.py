@@ -7,7 +7,8 @@ there the clock error counts. Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +19,9 @@ from bootseer.analysis.clock import Offset
 MIN_NODES = 4
 """With fewer nodes there is no crowd to stand out from; the critical chain still names the last one."""
 LATE_START = "late_start"
+_RACKS = ("run.rack", "run.topology")
+"""Attributes of `run` that tell where a node stands."""
+_MAX_PLACES = 4
 _MAD_TO_SIGMA = 1.4826
 _NOISE_SIGMAS = 4.0
 _MIN_SHARE = 0.05
@@ -89,6 +93,47 @@ def savings_ns(barriers: list[Barrier], nodes: frozenset[str]) -> int:
     """How much sooner the job would have begun without these nodes, by the barrier model."""
     whole, rest = end_ns(barriers), end_ns(barriers, nodes)
     return max(whole - rest, 0) if whole is not None and rest is not None else 0
+
+
+def places(nodes: Sequence[str], attrs: Mapping[str, Mapping[str, object]]) -> str:
+    """Which nodes these are, in words: by rack or switch where they told it, else by the common begin of their names;
+    those of a group as Slurm takes them, `node-[0003,0005]`. `attrs` are those of all nodes, by node."""
+    racks: dict[str, list[str]] = defaultdict(list)
+    all_racks: Counter[str] = Counter(_rack(node, facts) for node, facts in attrs.items())
+    for node in nodes:
+        racks[_rack(node, attrs.get(node, {}))].append(node)
+    told = []
+    for rack, members in sorted(racks.items(), key=lambda item: (-len(item[1]), item[0])):
+        of = f"{len(members)} of {all_racks[rack]} in {rack}: " if len(all_racks) > 1 and rack else ""
+        told.append(of + host_list(members))
+    return "; ".join(told[:_MAX_PLACES]) + (
+        f"; and {len(told) - _MAX_PLACES} more places" if told[_MAX_PLACES:] else ""
+    )
+
+
+def _rack(node: str, facts: Mapping[str, object]) -> str:
+    said = next((str(facts[key]) for key in _RACKS if facts.get(key)), "")
+    return said or re.sub(r"[-_.]?[a-z]*\d+$", "", node.partition("/")[0], flags=re.IGNORECASE)
+
+
+def host_list(nodes: Sequence[str]) -> str:
+    """Names that differ in their last number alone as one, `node-[003-007,012]`."""
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for node in sorted(nodes):
+        begin = node.rstrip("0123456789")
+        numbers[begin].append(node[len(begin) :])
+    told = []
+    for begin, found in numbers.items():
+        runs: list[list[str]] = []
+        for text in found:
+            last = runs[-1][-1] if runs else ""
+            if last and text and len(last) == len(text) and int(text) == int(last) + 1:
+                runs[-1].append(text)
+            else:
+                runs.append([text])
+        parts = ",".join(run[0] + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
+        told.append(f"{begin}[{parts}]" if len(found) > 1 else begin + parts)
+    return ", ".join(told)
 
 
 def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:

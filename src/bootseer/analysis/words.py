@@ -103,6 +103,11 @@ def _blame(report: Report) -> str:
     return ""
 
 
+def is_about_clocks(headline: str) -> bool:
+    """Whether a headline says how good the times are, and nothing of what happened: it comes behind the finding."""
+    return " clock" in headline
+
+
 def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
     """What must not be overlooked."""
     lines = []

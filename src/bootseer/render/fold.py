@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bootseer.analysis.model import Kind, Node, Report, Segment
+from bootseer.analysis.model import Kind, Link, Node, Report, Segment
 
 FOLD_ABOVE = 32
 MAX_OUTLIERS = 20
@@ -35,6 +35,14 @@ class Band:
 def top(stage: str) -> str:
     """The top-level stage: `environment_setup` of `environment_setup.install`."""
     return stage.partition(".")[0]
+
+
+def shared_links(report: Report) -> list[tuple[int, Link]]:
+    """The barriers at which one waited for another, with their places in the critical chain. Where training did not
+    begin, there was no last one to wait for."""
+    began = report.startup.outcome == "training_began"
+    links = enumerate(report.critical_chain)
+    return [(i, x) for i, x in links if x.num_participants > 1 and (began or x.barrier != "training_began")]
 
 
 def own_s(node: Node) -> float:
@@ -97,13 +105,23 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
             at = bisect_right(ends, moment)
             if at < len(ends) and node.segments[at].start_s <= moment:
                 seg = node.segments[at]
-                votes[index][top(seg.stage), seg.kind] += 1
+                votes[index][seg.stage, seg.kind] += 1
             else:
                 votes[index][None] += 1
-    drawn = []
+    drawn: list[Segment] = []
     for index, vote in enumerate(votes):
-        winner = vote.most_common(1)[0][0]
+        # The top-level stage that most were in, and of its sub-stages the one that most of these were in.
+        tops: Counter[tuple[str, Kind] | None] = Counter()
+        for look, count in vote.items():
+            tops[look and (top(look[0]), look[1])] += count
+        winner = tops.most_common(1)[0][0]
         if winner:
+            inner = [look for look in vote if look and (top(look[0]), look[1]) == winner]
+            stage, kind = max(inner, key=lambda look: vote[look])
             begin = low + index * step
-            drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
-    return coalesced(drawn)
+            last = drawn[-1] if drawn else None
+            if last and (last.stage, last.kind) == (stage, kind) and begin - last.end_s < step / 2:
+                drawn[-1] = replace(last, end_s=begin + step)
+            else:
+                drawn.append(Segment(stage, begin, begin + step, kind, ""))
+    return drawn

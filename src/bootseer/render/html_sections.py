@@ -5,7 +5,10 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
-from bootseer.analysis.model import Link, Report, Straggler, StragglerGroup
+from bootseer.analysis.model import Link, Node, Report, Stage, Straggler, StragglerGroup
+from bootseer.analysis.stragglers import MIN_NODES, places
+from bootseer.analysis.words import is_about_clocks
+from bootseer.render.fold import shared_links
 from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
     cell,
@@ -44,11 +47,11 @@ def header(report: Report) -> str:
     """Job, identity, verdict and warnings."""
     startup = report.startup
     css, words = _OUTCOMES.get(startup.outcome, ("warn", startup.outcome))
-    size = [plural(startup.num_nodes, "node"), plural(startup.num_ranks, "rank")]
+    size = [plural(startup.num_nodes, "node"), *([plural(startup.num_ranks, "rank")] if startup.num_ranks else [])]
     size.append("GPUs unobserved" if startup.num_gpus is None else plural(startup.num_gpus, "GPU"))
     facts = [
         f"attempt {startup.attempt}",
-        f"restart {startup.restart}",
+        f"restart {startup.restart}" if startup.restart else "",
         f"{startup.kind} startup",
         ", ".join(size),
         f"scale {startup.scale} GPUs" if startup.scale else "",
@@ -56,13 +59,17 @@ def header(report: Report) -> str:
         _ENDS.get(startup.ended_by, startup.ended_by),
     ]
     meta = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
-    banners = "".join(f"<li>{esc(line)}</li>" for line in report.headlines)
-    banners = f'<ul class="banners" aria-label="Warnings">{banners}</ul>' if banners else ""
+    banners = _banners([line for line in report.headlines if not is_about_clocks(line)])
     return (
         f'<header><p class="brand">BootSeer startup report</p><h1>{esc(startup.job)}</h1>'
         f'<p class="verdict {css}"><b class="chip">{esc(words)}</b> <span id="verdict">{esc(report.verdict)}</span></p>'
         f'<ul class="meta">{meta}</ul></header>{banners}'
     )
+
+
+def _banners(lines: list[str]) -> str:
+    told = "".join(f"<li>{esc(line)}</li>" for line in lines)
+    return f'<ul class="banners" aria-label="Warnings">{told}</ul>' if told else ""
 
 
 def figures(report: Report) -> str:
@@ -71,41 +78,57 @@ def figures(report: Report) -> str:
     expected = num(heard.nodes_expected, count, "coverage.nodes_expected")
     ranks = num(heard.ranks_heard, count, "coverage.ranks_heard")
     all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
+    ranks += f" / {all_ranks}" if heard.ranks_expected else ""
     saved = max((group.savings_s for group in report.straggler_groups), default=None)
+    many = len(report.nodes) > 1
+    cost = f"Cost, {esc(over.currency)}"
     tiles = [
-        _tile(
-            "startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"
+        (
+            over.startup_s is not None,
+            _tile(
+                *("startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s")),
+                *("first event to its end", "main"),
+            ),
         ),
-        _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
-        _tile(
-            "node",
-            "Node-level, median",
-            num(over.node_level_median_s, seconds, "overhead.node_level_median_s"),
-            f"max {num(over.node_level_max_s, seconds, 'overhead.node_level_max_s')}",
+        (
+            over.job_level_s is not None,
+            _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
         ),
-        _tile(
-            "gpuh",
-            "GPU-hours",
-            num(over.gpu_hours, hours, "overhead.gpu_hours"),
-            f"{num(over.wait_gpu_hours, hours, 'overhead.wait_gpu_hours')} of them waiting",
+        (
+            many and over.node_level_median_s is not None,
+            _tile(
+                *("node", "Node-level, median", num(over.node_level_median_s, seconds, "overhead.node_level_median_s")),
+                f"max {num(over.node_level_max_s, seconds, 'overhead.node_level_max_s')}",
+            ),
         ),
-        _tile("", "Cost", num(over.cost, money, "overhead.cost"), _cost_note(report)),
-        _tile("wait", "Work / wait", _shares(report), _share_bar(report)),
-        _tile(
-            "coverage",
-            "Coverage",
-            f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}",
-            f"nodes heard; ranks {ranks} / {all_ranks}",
-            "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else "",
+        (
+            bool(over.gpu_hours),
+            _tile(
+                *("gpuh", "GPU-hours", num(over.gpu_hours, hours, "overhead.gpu_hours")),
+                f"{num(over.wait_gpu_hours, hours, 'overhead.wait_gpu_hours')} of them waiting",
+            ),
         ),
-        _tile(
-            "straggler",
-            "Stragglers",
-            num(len(report.stragglers), count, "stragglers.length"),
-            "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner",
+        (over.cost is not None, _tile("", cost, num(over.cost, money, "overhead.cost"), _cost_note(report))),
+        (bool(over.wait_share), _tile("wait", "Work / wait", _shares(report), _share_bar(report))),
+        (
+            many or (heard.nodes_expected or 0) > 1,
+            _tile(
+                *("coverage", "Coverage", f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}"),
+                f"nodes heard; ranks {ranks}" if heard.ranks_heard else "nodes heard",
+                "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else "",
+            ),
+        ),
+        (
+            bool(report.stragglers) or len(report.nodes) >= MIN_NODES,
+            _tile(
+                *("straggler", "Stragglers", num(len(report.stragglers), count, "stragglers.length")),
+                "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner",
+            ),
         ),
     ]
-    return f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>'
+    shown = "".join(tile for there, tile in tiles if there)
+    shown = f'<section class="tiles" aria-label="Key figures">{shown}</section>' if shown else ""
+    return shown + _banners([line for line in report.headlines if is_about_clocks(line)])
 
 
 def _cost_note(report: Report) -> str:
@@ -142,10 +165,10 @@ def chain(report: Report, palette: Palette) -> str:
     note = (
         f"At each {term('barrier', 'barrier')}: who came last, where it lost the time, and what the others paid for it."
     )
-    if not report.critical_chain:
-        body = '<p class="empty">No barrier was observed, so nobody can be said to have held the others back.</p>'
-    else:
-        body = f'<ol class="chain">{"".join(_link(i, x, palette) for i, x in enumerate(report.critical_chain))}</ol>'
+    links = shared_links(report)
+    if not links:
+        return ""
+    body = f'<ol class="chain">{"".join(_link(i, x, palette) for i, x in links)}</ol>'
     return section("chain", "Critical chain", body, note)
 
 
@@ -181,12 +204,22 @@ def stragglers(report: Report) -> str:
         f"{term('savings', 'Savings')} are exact for the observed barriers: the job replayed without these nodes. "
         "z is the robust z-score of the node's work among the others."
     )
+    if not report.stragglers and len(report.nodes) < MIN_NODES:
+        return ""
     if not report.stragglers:
         return section(
             "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
         )
-    groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
-    columns = head("stage", "barrier", ">nodes", ">sooner without", ">GPU-hours", ">cost")
+    groups = [_group_cells(i, group, report.nodes) for i, group in enumerate(report.straggler_groups)]
+    columns = head(
+        "stage",
+        "barrier",
+        ">nodes",
+        ">sooner without",
+        ">GPU-hours",
+        f">cost, {esc(report.overhead.currency)}",
+        "which",
+    )
     body = table(columns, groups, label="Stragglers by stage") if groups else ""
     rows = [_straggler_cells(i, one) for i, one in enumerate(report.stragglers)]
     columns = head("node", ">rank", "stage", "barrier", ">delay", ">z", ">saves alone", ">GPU-hours")
@@ -194,10 +227,11 @@ def stragglers(report: Report) -> str:
     return section("stragglers", "Stragglers", body, note)
 
 
-def _group_cells(i: int, group: StragglerGroup) -> str:
+def _group_cells(i: int, group: StragglerGroup, nodes: list[Node]) -> str:
     key = f"straggler_groups.{i}."
     size = num(len(group.nodes), count, key + "nodes.length")
     names = esc(", ".join(group.nodes[:200]))
+    attrs = {node.node: node.attrs for node in nodes}
     return (
         word_cell(group.stage, css="id")
         + word_cell(group.barrier)
@@ -205,6 +239,7 @@ def _group_cells(i: int, group: StragglerGroup) -> str:
         + cell(group.savings_s, seconds, key + "savings_s")
         + cell(group.savings_gpu_hours, hours, key + "savings_gpu_hours")
         + cell(group.savings_cost, money, key + "savings_cost")
+        + word_cell(places(group.nodes, attrs), css="text")
     )
 
 
@@ -222,6 +257,34 @@ def _straggler_cells(i: int, one: Straggler) -> str:
     )
 
 
+def _stages_of_one(report: Report, palette: Palette) -> str:
+    """The stage table of a single node: it has no median and no slowest."""
+    node = report.nodes[0]
+    whole = node.end_s - node.start_s
+    rows = []
+    for i, stage in enumerate(report.stages):
+        share = (stage.work_s + stage.wait_s) / whole if whole > 0 and stage.num_nodes else None
+        bad = "truncated" if stage.num_truncated else "failed" if stage.num_failed else ""
+        rows.append(
+            f'<tr class="d{min(stage.depth, 4)}">{_stage_name(stage, palette)}'
+            + cell(stage.work_s + stage.wait_s, seconds)
+            + (cell(share, percent) if share is not None else "<td></td>")
+            + cell(stage.gpu_hours, hours, f"stages.{i}.gpu_hours")
+            + cell(stage.cost, money, f"stages.{i}.cost")
+            + f"<td>{bad}</td>"
+            + "</tr>"
+        )
+    columns = head("stage", ">took", ">share", ">GPU-hours", f">cost, {esc(report.overhead.currency)}", "ended")
+    return section("stages", "Stages", table(columns, rows, label="Stages"))
+
+
+def _stage_name(stage: Stage, palette: Palette) -> str:
+    name = stage.stage.rpartition(".")[2] if stage.depth else stage.stage
+    inner = stage.stage in palette.inner.get(stage.stage.partition(".")[0], [])
+    mark = swatch(palette.sign(stage.stage)) if inner or not stage.depth else ""
+    return f'<td class="id" title="{esc(stage.stage)}">{mark}{esc(name)}</td>'
+
+
 def _scheduler(_: float) -> str:
     """What stands for the number of nodes when the scheduler, not a node, went through a stage."""
     return "job"
@@ -230,17 +293,17 @@ def _scheduler(_: float) -> str:
 def stages(report: Report, palette: Palette) -> str:
     """The stage table."""
     if not report.stages:
-        return section("stages", "Stages", '<p class="empty">No stage was observed.</p>')
+        return ""
+    if len(report.nodes) == 1:
+        return _stages_of_one(report, palette)
     rows = []
     for i, stage in enumerate(report.stages):
         key = f"stages.{i}."
         depth = min(max(stage.depth, 0), 4)
-        name = stage.stage.rpartition(".")[2] if depth else stage.stage
-        mark = "" if depth else swatch(palette.sign(stage.stage))
         bad = stage.num_truncated + stage.num_failed
         ended = f"{stage.num_truncated} / {stage.num_failed}" if bad else "–"
         rows.append(
-            f'<tr class="d{depth}"><td class="id" title="{esc(stage.stage)}">{mark}{esc(name)}</td>'
+            f'<tr class="d{depth}">{_stage_name(stage, palette)}'
             + cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
             + cell(stage.median_s, seconds, key + "median_s")
             + cell(stage.p90_s, seconds, key + "p90_s")
@@ -255,6 +318,6 @@ def stages(report: Report, palette: Palette) -> str:
         )
     columns = head(
         *("stage", ">nodes", ">median", ">p90", ">max", f">{term('ratio')}", "slowest"),
-        *(">work, all", ">wait, all", ">GPU-hours", ">cost", ">truncated / failed"),
+        *(">work, all", ">wait, all", ">GPU-hours", f">cost, {esc(report.overhead.currency)}", ">truncated / failed"),
     )
     return section("stages", "Stages", table(columns, rows, label="Stages over all nodes"))

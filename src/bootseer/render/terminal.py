@@ -18,19 +18,22 @@ from rich.text import Text
 
 from bootseer.analysis import checkpoints, environments, images
 from bootseer.analysis.live import Moment
-from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
+from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report, Segment
+from bootseer.analysis.stragglers import places
+from bootseer.analysis.words import is_about_clocks
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
 from bootseer.units import format_bytes, format_hours, format_money, format_seconds
 
 _COLOURS = {
+    "queue": "magenta",
     "image_loading": "blue",
     "environment_setup": "yellow",
     "model_initialization": "magenta",
     "first_step": "green",
 }
 _OTHER_COLOUR = "cyan"
-_SIGNS = {"image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
+_SIGNS = {"queue": "░", "image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
 _LABEL_WIDTH = 18
 _NEGLIGIBLE = 0.005
 """Share of the whole below which untracked time and the last wait are no row of their own."""
@@ -45,8 +48,7 @@ _UNOBSERVED = "unobserved"
 def render(report: Report, console: Console) -> None:
     """Print the report on the console; `console.width` is obeyed down to 60 columns."""
     console.print(Text(clean(report.verdict), style="bold"))
-    for line in report.headlines:
-        console.print(Text(f"! {clean(line)}", style="bold red"))
+    _print_headlines([line for line in report.headlines if not is_about_clocks(line)], console)
     console.print()
     if report.nodes:
         _print_facts(report, console)
@@ -58,7 +60,13 @@ def render(report: Report, console: Console) -> None:
     _print_lines("How the environment came", environments.summary(report.environments), console)
     _print_lines("How the checkpoint was read", checkpoints.summary(report.checkpoints), console)
     _print_said(report, console)
+    _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)
+
+
+def _print_headlines(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(Text(f"! {clean(line)}", style="bold red"))
 
 
 @contextmanager
@@ -169,10 +177,10 @@ def _cell(kind: str, stage: str) -> tuple[str, str]:
     return _SIGNS.get(top(stage), "▪"), _COLOURS.get(top(stage), _OTHER_COLOUR)
 
 
-def _bar(node: Node, width: int, total_s: float) -> Text:
+def _bar(pieces: Iterable[Segment], width: int, total_s: float) -> Text:
     """One character for each slice of time: the stage that owned the middle of it."""
     bar = Text()
-    segments = iter(node.segments)
+    segments = iter(pieces)
     segment = next(segments, None)
     for column in range(width):
         middle = (column + 0.5) * total_s / width
@@ -182,8 +190,6 @@ def _bar(node: Node, width: int, total_s: float) -> Text:
             bar.append(" ")
         else:
             bar.append(*_cell(segment.kind, segment.stage))
-    if node.outcome in ("truncated", "failed"):
-        bar.append("✗", "bold red")
     return bar
 
 
@@ -214,10 +220,18 @@ def _print_waterfall(report: Report, console: Console) -> None:
         f"{'0 s':<{width // 2 - 4}}{format_seconds(total_s / 2):^8}{format_seconds(total_s):>{width - width // 2 - 4}}"
     )
     console.print(Text(" " * (_LABEL_WIDTH + 1) + scale, style="dim"))
-    for name, node in _shown(report):
+    rows = [("scheduler", report.scheduler, "")] * bool(report.scheduler)
+    rows += [(name, node.segments, node.outcome) for name, node in _shown(report)]
+    for name, segments, outcome in rows:
         line = Text(f"{set_cell_size(_fit(name, _LABEL_WIDTH), _LABEL_WIDTH)} ")
-        console.print(line.append_text(_bar(node, width, total_s)))
-    used = {(_cell(s.kind, s.stage), s.kind, top(s.stage)) for node in report.nodes for s in node.segments}
+        line.append_text(_bar(segments, width, total_s))
+        console.print(line.append("✗", "bold red") if outcome in ("truncated", "failed") else line)
+    drawn = [
+        segment
+        for _, segments, _ in [*rows, *[("", node.segments, "") for node in report.nodes]]
+        for segment in segments
+    ]
+    used = {(_cell(s.kind, s.stage), s.kind, top(s.stage)) for s in drawn}
     names = sorted(
         {(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2]
     )
@@ -305,13 +319,14 @@ def _print_stragglers(report: Report, console: Console) -> None:
     if not report.stragglers:
         return
     console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
+    attrs = {node.node: node.attrs for node in report.nodes}
     for group in report.straggler_groups[:4]:
         hours = f", {format_hours(group.savings_gpu_hours)} GPU-hours" if group.savings_gpu_hours is not None else ""
         plural = "s" if len(group.nodes) > 1 else ""
         console.print(
             Text(
                 f"  without the {len(group.nodes)} node{plural} slow in {clean(group.stage)}: "
-                f"{format_seconds(group.savings_s)} sooner{hours}"
+                f"{format_seconds(group.savings_s)} sooner{hours} ({clean(places(group.nodes, attrs))})"
             )
         )
     table = _table("node", "late by s", "z", "alone saves s", "stage")
