@@ -77,7 +77,7 @@ def test_the_numbers_on_the_screen_are_the_jsons(name: str, opened: Opener, requ
     assert "data-ready" in root
     document = report.to_json()
     numbers = Page(dom).with_key()
-    assert len(numbers) >= (5 if name == "empty" else 20)
+    assert len(numbers) >= (4 if name == "empty" else 20)
     for key, raw, _ in numbers:
         assert json.loads(raw) == look_up(document, key), key
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -81,16 +82,16 @@ def bands(nodes: list[Node]) -> list[Band]:
     return found
 
 
-def coalesced(segments: list[Segment]) -> list[Segment]:
-    """Neighbours of the same top-level stage, kind and outcome as one."""
+def coalesced(segments: list[Segment], name: Callable[[str], str] = top) -> list[Segment]:
+    """Neighbours of the same stage (by default the top-level one), kind and outcome as one."""
     runs: list[Segment] = []
     for seg in segments:
         last = runs[-1] if runs else None
-        same = last and (last.stage, last.kind, last.outcome) == (top(seg.stage), seg.kind, seg.outcome)
+        same = last and (last.stage, last.kind, last.outcome) == (name(seg.stage), seg.kind, seg.outcome)
         if last and same and seg.start_s - last.end_s < 1e-6:
             runs[-1] = replace(last, end_s=seg.end_s)
         else:
-            runs.append(replace(seg, stage=top(seg.stage)))
+            runs.append(replace(seg, stage=name(seg.stage)))
     return runs
 
 
@@ -108,20 +109,14 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
                 votes[index][seg.stage, seg.kind] += 1
             else:
                 votes[index][None] += 1
-    drawn: list[Segment] = []
+    drawn = []
     for index, vote in enumerate(votes):
         # The top-level stage that most were in, and of its sub-stages the one that most of these were in.
         tops: Counter[tuple[str, Kind] | None] = Counter()
         for look, count in vote.items():
             tops[look and (top(look[0]), look[1])] += count
-        winner = tops.most_common(1)[0][0]
+        winner = max(vote, key=lambda look: (tops[look and (top(look[0]), look[1])], vote[look]))
         if winner:
-            inner = [look for look in vote if look and (top(look[0]), look[1]) == winner]
-            stage, kind = max(inner, key=lambda look: vote[look])
             begin = low + index * step
-            last = drawn[-1] if drawn else None
-            if last and (last.stage, last.kind) == (stage, kind) and begin - last.end_s < step / 2:
-                drawn[-1] = replace(last, end_s=begin + step)
-            else:
-                drawn.append(Segment(stage, begin, begin + step, kind, ""))
-    return drawn
+            drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
+    return coalesced(drawn, str)

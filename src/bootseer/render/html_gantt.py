@@ -95,30 +95,20 @@ def _legend(report: Report, palette: Palette) -> str:
         more = f" and {len(inner) - _MAX_SHADES} more" if len(inner) > _MAX_SHADES else ""
         told = f"<span>{esc(stage)}: <i>{', '.join(names)}{more}</i></span>" if len(inner) > 1 else esc(stage)
         items.append((swatch(palette.sign(stage)), told))
-    seen = [seg for node in report.nodes for seg in node.segments]
-    items += [
-        item
-        for item, there in (
-            ((swatch("h2"), f"{term('wait', 'wait')} (hatched)"), any(seg.kind == WAIT for seg in seen)),
-            ((swatch("cu"), term("untracked", "untracked")), any(seg.kind == UNTRACKED for seg in seen)),
-            (
-                (icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>'), f"{term('truncated', 'truncated')} or failed"),
-                any(seg.outcome in ("failed", "truncated") for seg in seen),
-            ),
-            (
-                (
-                    icon('<line class="bl" x1="7" x2="7" y2="14"/>'),
-                    f"{term('barrier', 'barrier')} opens, numbered as in the critical chain",
-                ),
-                bool(shared_links(report)),
-            ),
-            (
-                (icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"),
-                any(node.background for node in report.nodes),
-            ),
-        )
-        if there
-    ]
+    looks = {(seg.kind, seg.outcome) for node in report.nodes for seg in node.segments}
+    kinds, outcomes = {kind for kind, _ in looks}, {outcome for _, outcome in looks}
+    if WAIT in kinds:
+        items.append((swatch("h2"), f"{term('wait', 'wait')} (hatched)"))
+    if UNTRACKED in kinds:
+        items.append((swatch("cu"), term("untracked", "untracked")))
+    if outcomes & {"failed", "truncated"}:
+        sign = icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>')
+        items.append((sign, f"{term('truncated', 'truncated')} or failed"))
+    if shared_links(report):
+        sign = icon('<line class="bl" x1="7" x2="7" y2="14"/>')
+        items.append((sign, f"{term('barrier', 'barrier')} opens, numbered as in the critical chain"))
+    if any(node.background for node in report.nodes):
+        items.append((icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"))
     return f'<ul class="legend" aria-label="Legend">{"".join(f"<li>{sign}{name}</li>" for sign, name in items)}</ul>'
 
 

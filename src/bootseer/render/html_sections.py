@@ -5,6 +5,8 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bootseer.analysis.model import Link, Node, Report, Stage, Straggler, StragglerGroup
 from bootseer.analysis.stragglers import MIN_NODES, places
 from bootseer.analysis.words import is_about_clocks
@@ -73,90 +75,54 @@ def _banners(lines: list[str]) -> str:
 
 
 def figures(report: Report) -> str:
-    """The tiles: what the startup took and what it cost."""
+    """The tiles: what the startup took and what it cost; those that have something to say."""
     over, heard = report.overhead, report.coverage
+    many = max(len(report.nodes), heard.nodes_expected or 0) > 1
+    told = len(report.nodes) >= MIN_NODES or report.stragglers
+
+    def of(name: str, form: Callable[[float], str]) -> str:
+        value = getattr(over, name)
+        return num(value, form, f"overhead.{name}") if value else ""
+
     expected = num(heard.nodes_expected, count, "coverage.nodes_expected")
-    ranks = num(heard.ranks_heard, count, "coverage.ranks_heard")
-    all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
-    ranks += f" / {all_ranks}" if heard.ranks_expected else ""
+    nodes = f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}"
+    ranks = f"nodes heard; ranks {num(heard.ranks_heard, count, 'coverage.ranks_heard')}"
+    if heard.ranks_expected:
+        ranks += f" / {num(heard.ranks_expected, count, 'coverage.ranks_expected')}"
+    low = "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else ""
+    shares = f"{of('work_share', percent)} / {of('wait_share', percent)}" if over.wait_share else ""
     saved = max((group.savings_s for group in report.straggler_groups), default=None)
-    many = len(report.nodes) > 1
-    cost = f"Cost, {esc(over.currency)}"
-    tiles = [
-        (
-            over.startup_s is not None,
-            _tile(
-                *("startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s")),
-                *("first event to its end", "main"),
-            ),
+    without = "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner"
+    cost = f"{of('wait_cost', money) or 'none'} of it waiting; {of('price_per_gpu_hour', money)} per GPU-hour"
+    tiles = (
+        _tile("startup", "Startup", of("startup_s", seconds), "first event to its end", "main"),
+        _tile("job", "Job-level", of("job_level_s", seconds), "from the submission"),
+        _tile(
+            *("node", "Node-level, median", of("node_level_median_s", seconds) if many else ""),
+            f"max {of('node_level_max_s', seconds)}",
         ),
-        (
-            over.job_level_s is not None,
-            _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
+        _tile("gpuh", "GPU-hours", of("gpu_hours", hours), f"{of('wait_gpu_hours', hours) or 'none'} of them waiting"),
+        _tile("", f"Cost, {over.currency}", of("cost", money), cost),
+        _tile("wait", "Work / wait", shares, _share_bar(over.work_share or 0.0, over.wait_share or 0.0)),
+        _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes heard", low),
+        _tile(
+            *("straggler", "Stragglers"),
+            num(len(report.stragglers), count, "stragglers.length") if told else "",
+            without,
         ),
-        (
-            many and over.node_level_median_s is not None,
-            _tile(
-                *("node", "Node-level, median", num(over.node_level_median_s, seconds, "overhead.node_level_median_s")),
-                f"max {num(over.node_level_max_s, seconds, 'overhead.node_level_max_s')}",
-            ),
-        ),
-        (
-            bool(over.gpu_hours),
-            _tile(
-                *("gpuh", "GPU-hours", num(over.gpu_hours, hours, "overhead.gpu_hours")),
-                f"{num(over.wait_gpu_hours, hours, 'overhead.wait_gpu_hours')} of them waiting",
-            ),
-        ),
-        (over.cost is not None, _tile("", cost, num(over.cost, money, "overhead.cost"), _cost_note(report))),
-        (bool(over.wait_share), _tile("wait", "Work / wait", _shares(report), _share_bar(report))),
-        (
-            many or (heard.nodes_expected or 0) > 1,
-            _tile(
-                *("coverage", "Coverage", f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}"),
-                f"nodes heard; ranks {ranks}" if heard.ranks_heard else "nodes heard",
-                "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else "",
-            ),
-        ),
-        (
-            bool(report.stragglers) or len(report.nodes) >= MIN_NODES,
-            _tile(
-                *("straggler", "Stragglers", num(len(report.stragglers), count, "stragglers.length")),
-                "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner",
-            ),
-        ),
-    ]
-    shown = "".join(tile for there, tile in tiles if there)
-    shown = f'<section class="tiles" aria-label="Key figures">{shown}</section>' if shown else ""
+    )
+    shown = f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>' if any(tiles) else ""
     return shown + _banners([line for line in report.headlines if is_about_clocks(line)])
 
 
-def _cost_note(report: Report) -> str:
-    over = report.overhead
-    price = num(over.price_per_gpu_hour, money, "overhead.price_per_gpu_hour")
-    if over.cost is None:
-        return f"price per GPU-hour: {price}"
-    return f"{num(over.wait_cost, money, 'overhead.wait_cost')} of it waiting; {price} per GPU-hour"
-
-
 def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
+    if not value:
+        return ""
     title = term(key, name) if key else esc(name)
     return f'<div class="tile {css}"><h3>{title}</h3><p class="big">{value}</p><p class="sub">{below}</p></div>'
 
 
-def _shares(report: Report) -> str:
-    over = report.overhead
-    work, wait = (
-        num(over.work_share, percent, "overhead.work_share"),
-        num(over.wait_share, percent, "overhead.wait_share"),
-    )
-    return work if over.work_share is None and over.wait_share is None else f"{work} / {wait}"
-
-
-def _share_bar(report: Report) -> str:
-    work, wait = report.overhead.work_share, report.overhead.wait_share
-    if work is None or wait is None:
-        return "of the nodes' time"
+def _share_bar(work: float, wait: float) -> str:
     return stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
 
 
@@ -257,27 +223,6 @@ def _straggler_cells(i: int, one: Straggler) -> str:
     )
 
 
-def _stages_of_one(report: Report, palette: Palette) -> str:
-    """The stage table of a single node: it has no median and no slowest."""
-    node = report.nodes[0]
-    whole = node.end_s - node.start_s
-    rows = []
-    for i, stage in enumerate(report.stages):
-        share = (stage.work_s + stage.wait_s) / whole if whole > 0 and stage.num_nodes else None
-        bad = "truncated" if stage.num_truncated else "failed" if stage.num_failed else ""
-        rows.append(
-            f'<tr class="d{min(stage.depth, 4)}">{_stage_name(stage, palette)}'
-            + cell(stage.work_s + stage.wait_s, seconds)
-            + (cell(share, percent) if share is not None else "<td></td>")
-            + cell(stage.gpu_hours, hours, f"stages.{i}.gpu_hours")
-            + cell(stage.cost, money, f"stages.{i}.cost")
-            + f"<td>{bad}</td>"
-            + "</tr>"
-        )
-    columns = head("stage", ">took", ">share", ">GPU-hours", f">cost, {esc(report.overhead.currency)}", "ended")
-    return section("stages", "Stages", table(columns, rows, label="Stages"))
-
-
 def _stage_name(stage: Stage, palette: Palette) -> str:
     name = stage.stage.rpartition(".")[2] if stage.depth else stage.stage
     inner = stage.stage in palette.inner.get(stage.stage.partition(".")[0], [])
@@ -294,22 +239,24 @@ def stages(report: Report, palette: Palette) -> str:
     """The stage table."""
     if not report.stages:
         return ""
-    if len(report.nodes) == 1:
-        return _stages_of_one(report, palette)
+    many = len(report.nodes) > 1  # a single node has no median, and needs no name
     rows = []
     for i, stage in enumerate(report.stages):
         key = f"stages.{i}."
         depth = min(max(stage.depth, 0), 4)
         bad = stage.num_truncated + stage.num_failed
         ended = f"{stage.num_truncated} / {stage.num_failed}" if bad else "–"
-        rows.append(
-            f'<tr class="d{depth}">{_stage_name(stage, palette)}'
-            + cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
+        spread = (
+            cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
             + cell(stage.median_s, seconds, key + "median_s")
             + cell(stage.p90_s, seconds, key + "p90_s")
             + cell(stage.max_s, seconds, key + "max_s")
+        )
+        rows.append(
+            f'<tr class="d{depth}">{_stage_name(stage, palette)}'
+            + (spread if many else "<td></td>" * 4)
             + cell(stage.max_over_median, ratio, key + "max_over_median")
-            + word_cell(stage.max_node, css="id")
+            + word_cell(stage.max_node if many else "", css="id")
             + cell(stage.work_s, seconds, key + "work_s")
             + cell(stage.wait_s, seconds, key + "wait_s")
             + cell(stage.gpu_hours, hours, key + "gpu_hours")
@@ -318,6 +265,7 @@ def stages(report: Report, palette: Palette) -> str:
         )
     columns = head(
         *("stage", ">nodes", ">median", ">p90", ">max", f">{term('ratio')}", "slowest"),
-        *(">work, all", ">wait, all", ">GPU-hours", f">cost, {esc(report.overhead.currency)}", ">truncated / failed"),
+        *((">work, all", ">wait, all") if many else (">took", ">waited")),
+        *(">GPU-hours", f">cost, {esc(report.overhead.currency)}", ">truncated / failed"),
     )
     return section("stages", "Stages", table(columns, rows, label="Stages over all nodes"))
