@@ -238,7 +238,8 @@ def test_a_small_job_has_labelled_shades_and_no_empty_cells(opened: Opener) -> N
               one.textContent, drawn.some((d) => box(d).left <= box(one).left && box(one).right <= box(d).right),
             ]);
             said.legend = document.querySelector(".legend").textContent;
-            said.cells = [...document.querySelectorAll("section > .scroll td, .tile")].map((one) => one.textContent.trim());
+            const cells = document.querySelectorAll("section > .scroll td, .tile");
+            said.cells = [...cells].map((one) => one.textContent.trim());
             said.sections = [...document.querySelectorAll("section[id]")].map((one) => one.id);
             """,
         )

@@ -170,7 +170,7 @@ def attempts(startups: Sequence[Overview], palette: Palette) -> str:
             )
         middle = x + 0.94 * step * 0.4
         if one.outcome != "training_began":
-            parts.append(end_mark(f"{middle:.2f}", told).replace('y="11"', f'y="{max(y - 8, 6):.1f}"'))
+            parts.append(end_mark(f"{middle:.2f}", told, max(round(y - 8, 1), 6)))
         if number % max(1, len(startups) // 26) == 0:
             name = f"{one.attempt}.{one.restart}" if one.restart else str(one.attempt)
             parts.append(f'<text class="t" x="{middle:.2f}%" y="{height + 14:g}" text-anchor="middle">{name}</text>')
@@ -183,10 +183,10 @@ def _width(seg: Segment, scale: Scale) -> str:
     return f"{min(max(width, 0.03), 100):.3f}".rstrip("0").rstrip(".")
 
 
-def end_mark(x: str, outcome: str) -> str:
+def end_mark(x: str, outcome: str, y: float = 11.0) -> str:
     """A cross where a node's events stop, or where a stage failed."""
     return (
-        f'<svg x="{x}%" y="11" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
+        f'<svg x="{x}%" y="{y:g}" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
         f"<title>{esc(outcome)}</title></path></svg>"
     )
 
