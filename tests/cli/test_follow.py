@@ -175,3 +175,18 @@ def test_restarts_attempts_and_ends_replace_what_was_before():
     assert "40 more: 40 in image_loading" in said(
         [e for e in Fleet(44).events() if e.stage in ("run", "image_loading") and e.phase == "begin"]
     )
+
+
+def test_hostile_events_neither_end_it_nor_reach_the_terminal(follow, tmp_path, alarm):
+    event = started()[0]._replace(job="j\x1b[2J", node="n\x1b]0;x\x07", phase="begin", stage="run", span="a" * 16)
+    odd = {"barrier": "\x1b[31mx#y", "world_size": 2**30, "num_nodes": True}
+    wait = event._replace(stage="model_initialization.x", span="b" * 16, rank=0, attrs=odd)
+    later = wait._replace(span="c" * 16, rank=1, wall_ns=-5, attrs={"barrier": 7})
+    ended = event._replace(phase="end", node="q", attrs={"exit_code": "\x1b[2J"})
+    written([event, wait, later, ended], tmp_path / "job.log")
+    with follow("job.log") as process:
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.communicate()[1]
+    assert " at \ufffd[31mx#y; missing: " in line
+    assert line.rstrip("\n").isprintable()

@@ -90,6 +90,7 @@ class _Lane:
     last: Event | None = None
     visits: Counter[str] = field(default_factory=Counter)
     """How often it came to each barrier."""
+    came: set[str] = field(default_factory=set)
     waits: dict[str, str] = field(default_factory=dict)
     """Barriers that it stands at, by span."""
     began: bool = False
@@ -153,6 +154,7 @@ class Live:
                 count = lane.visits[barrier]
                 lane.visits[barrier] += 1
                 lane.waits[event.span] = f"{barrier}#{count}" if count else barrier
+                lane.came.add(lane.waits[event.span])
         elif event.phase == END:
             lane.open.pop(event.span, None)
             barrier = lane.waits.pop(event.span, "")
@@ -228,10 +230,7 @@ def _begin(event: Event) -> tuple[int, str]:
 
 
 def _arrived(lane: _Lane, barrier: str) -> bool:
-    if barrier == TRAINING_BEGAN:
-        return lane.began
-    name, _, count = barrier.partition("#")
-    return bool(barrier) and lane.visits[name] > int(count or 0)
+    return lane.began if barrier == TRAINING_BEGAN else barrier in lane.came
 
 
 def _number(event: Event, key: str) -> int:
