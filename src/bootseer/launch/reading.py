@@ -25,7 +25,7 @@ from bootseer.store import addresses
 
 _PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
-_MAX_DIGITS = 19
+_ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A longer number is no attempt, but part of a name."""
 
 
@@ -42,6 +42,39 @@ def read_report(
     `watch` is shown the start while it goes on, about once a second; the report follows when it is over.
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
+    found = _read(places, env, began_pattern, options, watch)
+    return analyse(found.events, options, facts=found.facts, read=found.input())
+
+
+def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
+    """The reports of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`, or all of `JOB@FIRST..LAST`."""
+    match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
+    found = _read([match["name"] if match else place], env)
+    runs = [found.events]
+    if match and found.events:
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        attempts = sorted({event.attempt for event in found.events})
+        runs = [[e for e in found.events if e.attempt == one] for one in attempts if first <= one <= last]
+        if not runs:
+            there = ", ".join(map(str, attempts[:10])) + (", ..." if len(attempts) > 10 else "")
+            raise UsageError(f"{place}: no such attempt", hint=f"it holds attempts {there}")
+    reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
+    if not reports[0].nodes:
+        raise UsageError(
+            f"{place!r}: nothing in it has a time, so there is no startup to compare",
+            hint="collect logs with time stamps, or start the job with `bootseer run`",
+            exit_code=1,
+        )
+    return reports
+
+
+def _read(
+    places: Sequence[str],
+    env: Mapping[str, str],
+    began_pattern: re.Pattern[bytes] | None = None,
+    options: Options | None = None,
+    watch: Callable[[Moment], None] | None = None,
+) -> Scanned:
     zone = datetime.now().astimezone().tzinfo or UTC
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
@@ -49,12 +82,12 @@ def read_report(
         found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
         progress.clear()
     else:
-        found = _follow(places, options, env, Growing(zone=zone, began_pattern=began_pattern), watch)
+        found = _follow(places, options or Options(), env, Growing(zone=zone, began_pattern=began_pattern), watch)
     if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
         found.events = [event._replace(job="unnamed") for event in found.events]
-    return analyse(found.events, options, facts=found.facts, read=found.input())
+    return found
 
 
 def _follow(
@@ -86,22 +119,6 @@ def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> lis
     if folder is None:
         return []
     return inputs.inside(spools.newest_attempt(folder) if attempt is None else folder)
-
-
-def read_one(place: str, env: Mapping[str, str]) -> Report:
-    """The report of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`."""
-    name, _, number = place.rpartition("@")
-    options = Options()
-    if name and number.isascii() and number.isdecimal() and len(number) < _MAX_DIGITS and not inputs.exists(place):
-        place, options = name, Options(attempt=int(number))
-    report = read_report([place], options, env)
-    if not report.nodes:
-        raise UsageError(
-            f"{place!r}: nothing in it has a time, so there is no startup to compare",
-            hint="collect logs with time stamps, or start the job with `bootseer run`",
-            exit_code=1,
-        )
-    return report
 
 
 def _resolve(place: str, env: Mapping[str, str]) -> str:

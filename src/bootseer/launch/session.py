@@ -72,7 +72,7 @@ class Session:
         )
         self.quiet = options.quiet
         self.began_ns = time.time_ns()
-        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options, env))
+        self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
         self.tracer.parent = self.span
         self._beside: Beside | None = None
         self._more: list[Callable[[threading.Event], None]] = []
@@ -185,7 +185,7 @@ def _job_of(command: Sequence[str]) -> str:
     return safe_name(os.path.basename(command[0]))
 
 
-def _facts(command: Sequence[str], identity: Identity, options: Options, env: Mapping[str, str]) -> dict[str, object]:
+def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict[str, object]:
     """What the report and `diff` should know of this run. The command's arguments may hold secrets and stay out."""
     from bootseer import __version__
 
@@ -201,12 +201,10 @@ def _facts(command: Sequence[str], identity: Identity, options: Options, env: Ma
         "kernel": os.uname().release,
         "hook": options.hook,
     }
-    # Slurm's `switch.rack.node`: what stands in front of the node is shared by its neighbours.
-    topology = env.get("BOOTSEER_TOPOLOGY") or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
-    if topology:
-        facts["topology"] = topology
     if identity.num_nodes:
         facts["num_nodes"] = identity.num_nodes
+    if identity.topology:
+        facts["topology"] = identity.topology
     if options.requirements:
         import hashlib
 

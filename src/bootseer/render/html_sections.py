@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bootseer.analysis.model import Link, Node, Report, Stage, Straggler, StragglerGroup
-from bootseer.analysis.stragglers import MIN_NODES, places
-from bootseer.analysis.words import is_about_clocks
+from bootseer.analysis.model import Link, Report, Stage, Straggler, StragglerGroup
+from bootseer.analysis.stragglers import MIN_NODES, host_list
+from bootseer.analysis.words import is_about_clocks, located
 from bootseer.render.fold import shared_links
 from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
@@ -91,8 +91,9 @@ def figures(report: Report) -> str:
         ranks += f" / {num(heard.ranks_expected, count, 'coverage.ranks_expected')}"
     low = "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else ""
     shares = f"{of('work_share', percent)} / {of('wait_share', percent)}" if over.wait_share else ""
-    saved = max((group.savings_s for group in report.straggler_groups), default=None)
-    without = "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner"
+    last = len(report.straggler_groups) - 1
+    saved = num(report.straggler_groups[-1].joint_s, seconds, f"straggler_groups.{last}.joint_s") if last >= 0 else ""
+    without = f"without them {saved} sooner" if saved else "none beyond noise"
     cost = f"{of('wait_cost', money) or 'none'} of it waiting; {of('price_per_gpu_hour', money)} per GPU-hour"
     tiles = (
         _tile("startup", "Startup", of("startup_s", seconds), "first event to its end", "main"),
@@ -168,7 +169,8 @@ def stragglers(report: Report) -> str:
     """Groups with what they cost together, then each straggler."""
     note = (
         f"{term('savings', 'Savings')} are exact for the observed barriers: the job replayed without these nodes. "
-        "z is the robust z-score of the node's work among the others."
+        "Groups hide behind each other: they stand in the order in which to mend them, each with what it adds to those "
+        "above it and what they save together. z is the robust z-score of the node's work among the others."
     )
     if not report.stragglers and len(report.nodes) < MIN_NODES:
         return ""
@@ -176,15 +178,10 @@ def stragglers(report: Report) -> str:
         return section(
             "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
         )
-    groups = [_group_cells(i, group, report.nodes) for i, group in enumerate(report.straggler_groups)]
+    groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
     columns = head(
-        "stage",
-        "barrier",
-        ">nodes",
-        ">sooner without",
-        ">GPU-hours",
-        f">cost, {esc(report.overhead.currency)}",
-        "which",
+        *("stage", "barrier", ">nodes", "where", ">saves alone", ">adds", ">together", ">GPU-hours"),
+        *(f">cost, {esc(report.overhead.currency)}", "which"),
     )
     body = table(columns, groups, label="Stragglers by stage") if groups else ""
     rows = [_straggler_cells(i, one) for i, one in enumerate(report.stragglers)]
@@ -193,19 +190,21 @@ def stragglers(report: Report) -> str:
     return section("stragglers", "Stragglers", body, note)
 
 
-def _group_cells(i: int, group: StragglerGroup, nodes: list[Node]) -> str:
+def _group_cells(i: int, group: StragglerGroup) -> str:
     key = f"straggler_groups.{i}."
     size = num(len(group.nodes), count, key + "nodes.length")
     names = esc(", ".join(group.nodes[:200]))
-    attrs = {node.node: node.attrs for node in nodes}
     return (
         word_cell(group.stage, css="id")
         + word_cell(group.barrier)
         + f'<td class="r" title="{names}">{size}</td>'
+        + word_cell(located(group))
         + cell(group.savings_s, seconds, key + "savings_s")
-        + cell(group.savings_gpu_hours, hours, key + "savings_gpu_hours")
-        + cell(group.savings_cost, money, key + "savings_cost")
-        + word_cell(places(group.nodes, attrs), css="text")
+        + cell(group.next_s, seconds, key + "next_s")
+        + cell(group.joint_s, seconds, key + "joint_s")
+        + cell(group.joint_gpu_hours, hours, key + "joint_gpu_hours")
+        + cell(group.joint_cost, money, key + "joint_cost")
+        + word_cell(host_list(group.nodes), css="text")
     )
 
 
