@@ -16,6 +16,7 @@ from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import scan
 from bootseer.trace.event import decode
+from bootseer.units import format_hours
 from fleet import BARRIERS, DEFAULT_WORK, EPOCH_NS, INSTALL, NS, RELEASE_S, Fleet, slow_installs
 
 
@@ -254,7 +255,7 @@ def test_groups_that_hide_behind_each_other_are_told_together():
     assert second.joint_cost == pytest.approx(2 * second.joint_gpu_hours)
     told = f"21 nodes held the others back for {second.joint_s:.1f} s together, above all 14 nodes in {INSTALL}"
     assert told in report.verdict
-    assert f"= {second.joint_gpu_hours:.3g} GPU-hours" in report.verdict
+    assert f"= {format_hours(second.joint_gpu_hours)} GPU-hours = $" in report.verdict
 
 
 slow_stages = st.sampled_from(["image_loading", INSTALL, READ, "first_step"])

@@ -78,6 +78,60 @@ def test_places_that_are_none(run, tmp_path):
     assert "no job has run" in one_line(run("report"), 2)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "https://me:pw@h"),
+        ("report", "https://me:p/pw@h"),
+        ("diff", "x", "https://me:pw@h"),
+        ("report", "--price", "https://me:pw@h"),
+        ("https://me:pw@h",),
+        ("ckpt", "get", "https://me:pw@h", "x"),
+        ("run", "--requirements", "https://me:pw@h/r.txt", "--", "true"),
+    ],
+)
+def test_no_login_of_an_address_is_echoed(run, log, words):
+    log(name="x")
+    result = run(*words)
+    assert result.returncode == 2
+    assert "pw" not in result.stderr
+    assert "h" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("reprot",), "did you mean `bootseer report`?"),
+        (("ckpt", "lst"), "did you mean `bootseer ckpt list`"),
+        (("convert", "x"), "did you mean `bootseer image convert`?"),
+    ],
+)
+def test_a_verb_that_is_none_brings_the_one_that_was_meant(run, words, meant):
+    result = run(*words)
+    assert result.returncode == 2
+    assert meant in result.stderr
+
+
+def test_money_has_one_currency_and_hours_no_exponent(run, log, tmp_path):
+    name = log(b"".join(Fleet(4, gpus_per_node=65_000, work_of={(1, "first_step"): 60.0}).lines()))
+    told = run("report", name, "--price", "2", "--currency", "EUR", "--html", "page.html").stdout
+    assert "e+0" not in told
+    assert " EUR, waiting " in told
+    page = (tmp_path / "page.html").read_text()
+    for text in (told, page):
+        assert "$" not in text.partition("<script")[0]
+    assert "EUR" in page
+    assert "$" in run("report", name, "--price", "2").stdout
+    assert " CHF" in run("report", name, "--price", "2", more={"BOOTSEER_CURRENCY": "CHF"}).stdout
+
+
+def test_a_rank_that_two_nodes_claim_is_a_headline(run, log):
+    lines = [line.replace(b'"rank":2,', b'"rank":1,') for line in LINES]
+    assert "Rank 1 is claimed by 2 nodes (node-0001, node-0002)" in " ".join(
+        run("report", log(b"".join(lines))).stdout.split()
+    )
+
+
 def test_standard_input_and_fifos(run, log, tmp_path):
     name = log()
     with (tmp_path / name).open("rb") as file:
@@ -273,9 +327,10 @@ def test_very_many_nodes_and_barriers_take_linear_time(run, log):
 
 def test_the_page_of_a_report_without_nodes_is_complete():
     from bootseer.analysis.model import Fact, Input
+    from bootseer.analysis.prepare import Options
     from bootseer.analysis.untimed import untimed
 
     fact = Fact("uv", "environment_setup.install", "installed <b>7</b>", 0.3, "n", "a.log:3")
-    page = render_html(untimed("moe", 2.0, [fact], Input(1, 2, 3, 0, 0, {})))
+    page = render_html(untimed(Options(job="moe", price_per_gpu_hour=2.0), [fact], Input(1, 2, 3, 0, 0, {})))
     assert "&lt;b&gt;7" in page
     assert "1970-01-01" not in page

@@ -179,6 +179,8 @@ class Overhead:
     cost: float | None
     wait_cost: float | None
     price_per_gpu_hour: float | None
+    currency: str = "$"
+    """Of the price, as the user said: a sign or a code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +373,8 @@ class Overview:
     num_nodes: int
     num_gpus: int | None
     outcome: str
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each top-level stage along the critical chain; `wait` is the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +451,8 @@ class Report:
     share: Share | None
     startups: list[Overview]
     input: Input
+    scheduler: list[Segment] = field(default_factory=list)
+    """Queue and allocation: what the job, not a node, went through."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""

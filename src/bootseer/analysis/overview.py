@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bootseer.analysis import model
+from bootseer.analysis.barriers import last_arrivals
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.model import WAIT
 from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, total
 from bootseer.analysis.spans import StartupSpans
+from bootseer.analysis.timeline import cut, time_by_stage
 from bootseer.errors import UsageError
 from bootseer.units import S_PER_H, seconds
+
+_SHORT_S = 0.01
 
 
 def of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
@@ -62,7 +67,24 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
         num_nodes=len(startup.nodes),
         num_gpus=total(gpus_of(startup, node, options) for node in startup.nodes),
         outcome=outcome_of(ready.lanes),
+        stages=_stages(ready),
     )
+
+
+def _stages(ready: Prepared) -> dict[str, float]:
+    """The critical chain's time by top-level stage: what each barrier's last one did since the barrier before."""
+    took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
+    arrivals = last_arrivals(ready.barriers)
+    cursor_ns = ready.begin_ns
+    for barrier in ready.barriers:
+        lane, at_ns = barrier.last.lane, barrier.last.at_ns
+        pieces = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
+        for stage, length_ns in time_by_stage(pieces, cursor_ns, at_ns).items():
+            name = stage.partition(".")[0]
+            took[name] = took.get(name, 0.0) + seconds(length_ns)
+        cursor_ns = max(cursor_ns, at_ns)
+    rest = seconds(ready.end_ns - ready.begin_ns) - sum(took.values())
+    return {**took, WAIT: rest} if rest > _SHORT_S else took
 
 
 def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bootseer.analysis import barriers as barrier_model
 from bootseer.analysis.clock import Offset, apart, offsets
 from bootseer.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
-from bootseer.analysis.spans import TRUNCATED, StartupSpans
+from bootseer.analysis.spans import TRUNCATED, Span, StartupSpans
 from bootseer.trace.event import FAILED, OK
 
 
@@ -26,6 +26,7 @@ class Options:
     """Nodes that the job has, when the logs do not tell."""
     gpus_per_node: int | None = None
     price_per_gpu_hour: float | None = None
+    currency: str = "$"
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class Prepared:
     begin_ns: int
     submitted_ns: int | None
     end_ns: int
+    scheduler: Sequence[Span] = ()
+    """Queue and allocation, each as the node tells it that saw it longest."""
 
 
 def prepare(startup: StartupSpans) -> Prepared:
@@ -58,8 +61,10 @@ def prepare(startup: StartupSpans) -> Prepared:
         lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
+    longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
+    told = [longest[stage] for stage in SCHEDULER if stage in longest]
     barriers = barrier_model.barriers_of(lanes)
-    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin))
+    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), told)
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:

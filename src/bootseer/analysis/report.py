@@ -8,7 +8,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -49,7 +49,7 @@ def analyse(
     kept, duplicates = unique(events)
     if not kept:
         if facts and read is not None:
-            return untimed(options.job, options.price_per_gpu_hour, facts, read)
+            return untimed(options, facts, read)
         hint = "start the job with `bootseer run`"
         if read is not None and read.skipped.get("unit"):
             hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
@@ -156,9 +156,26 @@ class _Builder:
             share=share,
             startups=overviews,
             input=read,
+            scheduler=[
+                model.Segment(s.stage, self.at(s.begin_ns), self.at(s.end_ns), model.WORK, s.outcome)
+                for s in ready.scheduler
+            ],
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+        return words.with_words(
+            report,
+            waiting=self._waiting(lanes),
+            reused_runs=reused,
+            endings=self._endings(),
+            same_rank=self._same_rank(),
+        )
+
+    def _same_rank(self) -> dict[int, list[str]]:
+        """Ranks that more than one node says it has, with the nodes."""
+        nodes: dict[int, list[str]] = defaultdict(list)
+        for lane in self.ready.lanes:
+            nodes[lane.rank].append(lane.node)
+        return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
 
     def _ended_by(self) -> str:
         """The evidence for the end of the startup."""
@@ -294,6 +311,7 @@ class _Builder:
             cost=_times(hours, self.price),
             wait_cost=_times(wait_hours, self.price),
             price_per_gpu_hour=self.price,
+            currency=self.options.currency,
         )
 
     def _coverage(self, nodes: Sequence[model.Node]) -> model.Coverage:

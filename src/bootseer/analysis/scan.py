@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -95,6 +96,66 @@ def scan(
         reader.finish()
     _name_jobs(result)
     return result
+
+
+class Growing:
+    """Scans logs while they are written: each `look` reads what has come since the one before.
+
+    What foreign logs tell is known at the end, when the lines behind it are. Compressed files are read once.
+    """
+
+    def __init__(self, *, zone: tzinfo = UTC, began_pattern: re.Pattern[bytes] | None = None) -> None:
+        self.result = Scanned()
+        self.over = False
+        """Standard input has ended."""
+        self._zone = zone
+        self._began_pattern = began_pattern
+        self._files: dict[str, _FileScan] = {}
+        self._read: dict[str, tuple[int, float]] = {}
+        """Inode and bytes read of each file."""
+
+    def look(self, sources: Iterable[inputs.Source]) -> list[Event]:
+        """The events that came since the last call. Raises `PermanentError` as `scan` does."""
+        known = len(self.result.events)
+        for source in sources:
+            inode, size = inputs.state(source)
+            before, offset = self._read.get(source.name, (inode, 0))
+            if inode != before or size < offset < math.inf:  # rotated
+                self._files.pop(source.name).finish()
+                offset = 0
+            elif offset in (size, math.inf):
+                continue
+            reader = self._files.get(source.name)
+            if reader is None:
+                self.result.files += 1
+                spool = source.name.endswith(SUFFIX)
+                reader = _FileScan(source, self.result, [] if spool else parsers(), self._zone, self._began_pattern)
+                self._files[source.name] = reader
+            try:
+                archive = not offset and inputs.is_archive(source)
+                for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
+                    reader.feed(block)
+                    self.result.bytes += len(block)
+                    offset += len(block)
+                    self.over |= not block
+                offset = math.inf if archive or self.over else offset
+            except inputs.Cut:
+                self.result.skipped["archive_cut"] += 1
+                offset = math.inf
+            except PermanentError:
+                if source.named:
+                    raise
+                self.result.skipped["unreadable"] += 1
+                offset = size
+            self._read[source.name] = (inode, offset)
+        return self.result.events[known:]
+
+    def finish(self) -> Scanned:
+        """All of it, as `scan` gives it."""
+        for reader in self._files.values():
+            reader.finish()
+        _name_jobs(self.result)
+        return self.result
 
 
 def _name_jobs(result: Scanned) -> None:

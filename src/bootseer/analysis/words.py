@@ -14,7 +14,7 @@ from bootseer.analysis.lanes import RESTART
 from bootseer.analysis.model import Report, Stage, StragglerGroup
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START, NAME
-from bootseer.units import format_seconds
+from bootseer.units import format_hours, format_money, format_seconds
 
 _STAGE_WORDS = {
     "queue": "waiting in the queue",
@@ -38,13 +38,27 @@ ENDS = {
 """What a startup is called on which training did not begin, by its outcome."""
 
 
-def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, endings: Sequence[str] = ()) -> Report:
+def with_words(
+    report: Report,
+    *,
+    waiting: Mapping[str, str],
+    reused_runs: int,
+    endings: Sequence[str] = (),
+    same_rank: Mapping[int, Sequence[str]],
+) -> Report:
     """The report with its verdict and headlines filled in.
 
     `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
-    command ended when training was not seen to begin.
+    command ended when training was not seen to begin; `same_rank` has the nodes of each rank that several claim.
     """
     lines = headlines(report, waiting, reused_runs)
+    if same_rank:
+        rank, nodes = min(same_rank.items())
+        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
+        lines.append(
+            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
+            "wrong RANK variables, two jobs under one name, or a node that was replaced."
+        )
     if endings:
         more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
         lines.append(f"{'; '.join(endings[:3])}{more}.")
@@ -113,8 +127,8 @@ def _blame(report: Report) -> str:
         all_nodes = sum(len(group.nodes) for group in groups)
         text = f"{all_nodes} nodes held the others back for {took} together, above all {who} {where}"
     if total.joint_gpu_hours:
-        text += f" = {total.joint_gpu_hours:.3g} GPU-hours"
-    return text + (f" = ${total.joint_cost:,.2f}" if total.joint_cost else "")
+        text += f" = {format_hours(total.joint_gpu_hours)} GPU-hours"
+    return text + (f" = {format_money(total.joint_cost, report.overhead.currency)}" if total.joint_cost else "")
 
 
 def located(group: StragglerGroup) -> str:
@@ -124,6 +138,11 @@ def located(group: StragglerGroup) -> str:
         f"{place.num_slow} of {_nodes(place.num_nodes)}"
         for place in group.places
     )
+
+
+def is_about_clocks(headline: str) -> bool:
+    """Whether a headline says how good the times are, and nothing of what happened: it comes behind the finding."""
+    return " clock" in headline
 
 
 def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:

@@ -187,6 +187,8 @@ def run_command(
     except supervise.CannotStart as error:
         say(str(error))
         code = error.code
+        if session is not None:
+            session.quiet = True  # nothing ran that a report could tell of
     else:
         for relay in relays:
             relay.start()

@@ -62,6 +62,10 @@ _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 def say(message: str) -> None:
     """One line for the user, on standard error: standard output belongs to the job. Lost when nobody can read it."""
+    if "://" in message:
+        from bootseer.store.addresses import without_credentials
+
+        message = without_credentials(message)
     with contextlib.suppress(OSError):
         os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
 
