@@ -139,7 +139,7 @@ class EnvironmentStart:
         if self.shown is not None:
             return 0
         if decision.action is Action.BUILD and key is not None:
-            say(f"environment {key.digest[:12]} is set up and kept: {decision.words}")
+            say(f"environment {key.digest[:12]} is set up now: {decision.words}")
             try:
                 return self._capture(key, decision)
             except Exception as error:  # whatever is wrong with us, the job starts
