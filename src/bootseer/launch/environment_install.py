@@ -26,10 +26,12 @@ from bootseer.env.installing.choose import Command, Installation, choose
 from bootseer.env.installing.interpreter import Interpreter, module_command
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.running import CANNOT_START, Run, runner
+from bootseer.env.keys.lock import own_uv
+from bootseer.env.keys.projects import Kind
 from bootseer.errors import BootseerError
 from bootseer.launch import supervise
 from bootseer.launch.environment_script import Telling, telling
-from bootseer.launch.environment_setup import steps
+from bootseer.launch.environment_setup import groups_of, steps
 from bootseer.launch.environment_task import Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import CannotStart, say
@@ -162,6 +164,11 @@ class SettingUp:
         """Where a path of the setup's can be read."""
         return Path(self.root) / path.lstrip("/")
 
+    @property
+    def own_uv(self) -> str:
+        """The uv that BootSeer depends on, as the setup would call it; empty when there is none."""
+        return own_uv() or ""
+
     def telling(self, script: str) -> Telling:
         """How to run the script so that it tells what it exports."""
         (step,) = steps(script, ())
@@ -187,13 +194,22 @@ class SettingUp:
         return replace(done, exports=left.exports, reasons=left.unsafe)
 
     def _requirements(self, done: SetUp) -> SetUp:
-        files = self.task.requirements
-        what = ", ".join(files)
         if self._python is None:
             say(f"there is no Python in {self.where} that answers")
-            return replace(done, code=CANNOT_START, what=what)
-        way = self._chosen(self._python, files)
-        code = 1
+            return replace(done, code=CANNOT_START, what=", ".join(self.task.requirements))
+        for kind, files in groups_of(self.task.requirements):
+            done = self._installing(done, self._python, kind, files)
+            if done.code:
+                return done
+            if kind == "conda":  # it may have brought another Python
+                self._python = self._asked() or self._python
+                done = replace(done, python=self._python)
+        return done
+
+    def _installing(self, done: SetUp, python: Interpreter, kind: Kind, files: Sequence[str]) -> SetUp:
+        what = ", ".join(files)
+        way = self._chosen(python, kind, files)
+        code = CANNOT_START
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
@@ -202,16 +218,28 @@ class SettingUp:
                 return replace(done, installer=command.installer)
         return replace(done, code=code, what=what)
 
-    def _chosen(self, python: Interpreter, requirements: Sequence[str]) -> Installation:
+    def _chosen(self, python: Interpreter, kind: Kind, requirements: Sequence[str]) -> Installation:
         files = [self.inside(path) for path in requirements]
         try:
             with interruptible():
-                way = choose(files, self.env, python, self.ask, cwd=self.folder, root=self.root, at=self.at)
+                way = choose(
+                    files,
+                    self.env,
+                    python,
+                    self.ask,
+                    cwd=self.folder,
+                    root=self.root,
+                    at=self.at,
+                    kind=kind,
+                    own_uv=self.own_uv,
+                )
         except Exception as error:  # whatever is wrong with our choice, pip installs
             say(f"installing with pip, as no other way was found: {type(error).__name__}: {error}")
             words = [word for path in files for word in ("-r", path)]
             return Installation((Command("pip", module_command(python.executable, "pip", "install", *words), {}),))
-        if way.why_pip and way.why_pip != "there is no uv":
+        if not way.commands:
+            say(way.why_pip)
+        elif way.why_pip and way.why_pip != "there is no uv":
             say(f"installing with pip, not with uv: {way.why_pip}")
         return way
 

@@ -27,6 +27,7 @@ from bootseer.env.installing.choose import Installation
 from bootseer.env.installing.interpreter import Interpreter
 from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
 from bootseer.env.installing.validate import conflicts, validate
+from bootseer.env.keys.projects import Kind
 from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
@@ -43,6 +44,7 @@ from bootseer.launch.supervise import say
 _SETUP = "/run/bootseer/setup"
 _FILES = "/run/bootseer/files"
 _EXPORTS = "/run/bootseer/exports"
+_UV = "/run/bootseer/uv"
 _HOOK = """timeout 20 sh -c 'cat > "$A" && read -r _ < "$B"' || :"""
 _NEWNS = 0x0002_0000
 _SHELL_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -187,8 +189,12 @@ class ImageSetUp(SettingUp):
     def exports(self, asked: Telling) -> Left:
         return replace(asked, env=self.found_env).left(self.task.node)
 
-    def _chosen(self, python: Interpreter, requirements: Sequence[str]) -> Installation:
-        way = super()._chosen(python, requirements)
+    @property
+    def own_uv(self) -> str:
+        return _UV if super().own_uv else ""
+
+    def _chosen(self, python: Interpreter, kind: Kind, requirements: Sequence[str]) -> Installation:
+        way = super()._chosen(python, kind, requirements)
         if "PIP_CACHE_DIR" in self.found_env:
             return way
         # Nothing would read what pip keeps in the container.
@@ -279,8 +285,10 @@ class ImageSetUp(SettingUp):
             workdir=self.folder,
             env=(*(f"{name}={value}" for name, value in env.items()), *options.words.env),
         )
+        own = super().own_uv if self.task.requirements else ""
+        uv = [Bind(own, _UV, read_only=True)] if own else []
         limits = replace(options.limits, read_only=False)  # that is for the command
-        options = replace(options, words=words, limits=limits, binds=(*self.places.own, *binds, *options.binds))
+        options = replace(options, words=words, limits=limits, binds=(*self.places.own, *binds, *uv, *options.binds))
         self._num += 1
         container = Container(
             self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._env

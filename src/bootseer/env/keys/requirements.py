@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from bootseer.env.keys import requirement
+from bootseer.env.keys import projects, requirement
 from bootseer.env.keys.requirement import Requirement
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
@@ -76,6 +76,8 @@ class Requirements:
     variables: set[str] = field(default_factory=set)
     unpinned: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
+    """Files of `--requirements` itself, which may be others than pip's."""
     uses_cwd: bool = False
     """Whether something is installed relative to the working folder."""
 
@@ -139,6 +141,14 @@ class Requirements:
 
     def _file(self, path: str, data: bytes, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
         name = posixpath.basename(path)
+        if path in self.given:
+            try:
+                kind = projects.kind_of(path, data)
+                if kind != "requirements":
+                    return self._other(kind, path, data, files)
+            except BootseerError as error:
+                self.problems.append(str(error))
+                return []
         if name in LOCKS or _LOCK_NAME.fullmatch(name):
             self._covered = True
             return []
@@ -151,7 +161,9 @@ class Requirements:
         text = data.decode("utf-8-sig", "replace")
         self.files[path] = counted(data)
         self._covered |= bool(_COMPILED.search(text[:4000]))
-        folder = posixpath.dirname(path)
+        return self._text(text, posixpath.dirname(path), constraint, files, cwd)
+
+    def _text(self, text: str, folder: str, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []
         for line in _lines(text):
             self.variables.update(_VARIABLE.findall(line))
@@ -173,6 +185,21 @@ class Requirements:
                 continue
             self.add(wanted, files, (cwd, folder))
         return found
+
+    def _other(self, kind: projects.Kind, path: str, data: bytes, files: Files) -> list[tuple[str, bool]]:
+        """A file of `--requirements` that is none of pip's."""
+        folder = posixpath.dirname(path)
+        self.files[path] = projects.counted(kind, path, data)
+        for wanted in projects.asked(kind, path, data):
+            self.add(wanted, files, (folder,))
+        beside = posixpath.join(folder, "pyproject.toml")
+        if kind == "uv.lock" and files.kind(beside) == "file":
+            self.files[beside] = projects.counted("pyproject", beside, files.read(beside))
+        if kind in ("uv.lock", "pylock"):
+            self._covered = True
+        else:
+            self._dependencies(posixpath.basename(path))
+        return self._text(projects.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
 
     def _setting(self, option: str, value: str, folders: Sequence[str], files: Files) -> None:
         self.settings.append(f"{option} {without_credentials(value)}".rstrip())
