@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bootseer.env.keys.lock import own_uv
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
 from busybox import without_mixed_cgroups
 from image_node import Node
 from stored import stored
+from wheels import make_wheel
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -150,6 +155,29 @@ def test_requirements_need_a_python_in_the_image(job: Callable[..., Any], tmp_pa
     ran, _ = job("--requirements", "requirements.txt", "--", "echo", "started", code=127)
     assert "started" not in ran.stdout
     assert "there is no Python in the image" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "requirements.txt"])
+def test_an_image_s_python_needs_neither_uv_nor_pip(run: Run, node: Node, tmp_path: Path, name: str) -> None:
+    """The Python of this machine is mounted into the image, and an environment for it: so nothing is kept."""
+    project = tmp_path / "project"
+    make_wheel(project / "wheels", "alpha", "1.0")
+    text = '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.9"\ndependencies = ["alpha"]\n'
+    (project / "pyproject.toml").write_text(text + '[tool.uv]\nfind-links = ["wheels"]\nno-index = true\n')
+    (project / "requirements.txt").write_text("--no-index\n-f wheels\nalpha\n")
+    subprocess.run([own_uv() or "uv", "lock", "-q"], cwd=project, check=True, timeout=60)
+    venv.create(tmp_path / "venv", with_pip=False)
+    folders = [folder for folder in (sys.base_prefix, "/lib", "/lib64", "/usr/lib") if Path(folder).exists()]
+    mounts = [f"{os.path.realpath(folder)}:{folder}:ro" for folder in folders] + [f"{tmp_path}/venv:{tmp_path}/venv"]
+    ran = run(
+        *("run", "-q", "--image", node.reference, "-r", name),
+        *(word for mount in mounts for word in ("--mount", mount)),
+        *("--container-env", f"PATH={tmp_path}/venv/bin:/bin", "--"),
+        *("python3", "-c", "import alpha; print(alpha.VERSION)"),
+        more={**node.env, "BOOTSEER_STORE": str(tmp_path / "store")},
+        cwd=project,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "1.0\n"), ran.stderr
 
 
 WORDS = ("--", "sh", "-c", 'cat /opt/tool/words; echo "greeting: $GREETING"')

@@ -75,8 +75,8 @@ def choose(
     kind: Kind = "requirements",
     own_uv: str = "",
 ) -> Installation:
-    """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where uv alone
-    can, `own_uv` is one more place where it may be.
+    """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where pip
+    cannot, `own_uv` is one more place where uv may be.
 
     `constraints` are further constraint files. `root` is where the job's `/` can be read, `cwd` its working folder,
     `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
@@ -100,7 +100,7 @@ def choose(
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
-        uv, reason = _uv(env, python, run, _OLDEST_UV)
+        uv, reason = _uv(env, python, run, _OLDEST_UV, "" if python.pip else own_uv)
     if reason:
         return Installation((pip,), reason)
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
