@@ -234,6 +234,9 @@ class SettingUp:
                     own_uv=self.own_uv,
                 )
         except Exception as error:  # whatever is wrong with our choice, pip installs
+            if kind != "requirements":
+                say(f"{', '.join(files)}: {type(error).__name__}: {error}")
+                return Installation(())
             say(f"installing with pip, as no other way was found: {type(error).__name__}: {error}")
             words = [word for path in files for word in ("-r", path)]
             return Installation((Command("pip", module_command(python.executable, "pip", "install", *words), {}),))

@@ -33,6 +33,8 @@ _OLDEST_PIP = (20, 3)
 """Older ones install what they meet first, without resolving."""
 _CONDAS = ("micromamba", "mamba", "conda")
 _FOR_LOCKS = {"UV_PREVIEW_FEATURES": "pylock", "UV_PYTHON_DOWNLOADS": "never"}
+# A lock has its versions; uv stops where it is given others besides.
+_LOCKED = {"UV_CONSTRAINT": "", "UV_OVERRIDE": "", "UV_EXCLUDE": ""}
 # A lock with addresses and digests, which a file for pip cannot hold, in a folder that is gone afterwards.
 _EXPORT = """
 d=$(mktemp -d) && trap 'rm -rf "$d"' EXIT && p=$1 t=$2 && shift 2 &&
@@ -92,7 +94,8 @@ def choose(
         texts = [path for path in requirements if not path.endswith(".toml")] if kind == "pyproject" else []
         found = _translated(texts, env, python, cwd, root, at)
         words = _words_of_uv(kind, program, python.executable, requirements, found.arguments)
-        return Installation((Command("uv", words, found.environment | _FOR_LOCKS),))
+        told = found.environment | _FOR_LOCKS | (_LOCKED if kind != "pyproject" else {})
+        return Installation((Command("uv", words, told),))
     files = [word for path in requirements for word in ("-r", path)]
     files += [word for path in constraints for word in ("-c", path)]
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
