@@ -110,7 +110,7 @@ class Watch:
     def end(self, *, deadline_s: float = END_S) -> Reads:
         """What the setup has read and written until now, or until the first call. Raises nothing."""
         if self._why is None:
-            self._begun(min(deadline_s, READY_S))
+            self._begun(0.0)  # what it was to watch has ended
         if self._reads is None:
             self._reads = unobserved(self._why) if self._why else self._asked(deadline_s)
         return self._reads

@@ -84,6 +84,7 @@ def choose(
     `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
     """
     at = at or (lambda path: _below(root, path))
+    files = [word for path in requirements for word in ("-r", path)]
     if kind == "conda":
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
         return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
@@ -91,12 +92,16 @@ def choose(
         program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
         if not program:
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
-        texts = [path for path in requirements if not path.endswith(".toml")] if kind == "pyproject" else []
+        texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
         found = _translated(texts, env, python, cwd, root, at)
-        words = _words_of_uv(kind, program, python.executable, requirements, found.arguments)
-        told = found.environment | _FOR_LOCKS | (_LOCKED if kind != "pyproject" else {})
+        told, more = _FOR_LOCKS | found.environment | _LOCKED, []
+        if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
+            told = _FOR_LOCKS | found.environment
+            more = [word for word in found.arguments if word not in ("--no-sources", "--no-config")]
+        words = (*program, "pip", "install", "--python", python.executable, *more, *files)
+        if kind == "uv.lock":
+            words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
         return Installation((Command("uv", words, told),))
-    files = [word for path in requirements for word in ("-r", path)]
     files += [word for path in constraints for word in ("-c", path)]
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
     translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
@@ -148,17 +153,6 @@ def plain_command(kind: Kind, files: Sequence[str], python: str, env: Mapping[st
     if not way.commands:
         raise PermanentError(way.why_pip)
     return way.commands[0]
-
-
-def _words_of_uv(
-    kind: Kind, uv: Sequence[str], python: str, files: Sequence[str], arguments: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """The command for files of a kind that pip does not know. `arguments` are those of `uv_settings`."""
-    if kind == "uv.lock":
-        return ("/bin/sh", "-c", _EXPORT, "sh", os.path.dirname(files[0]) or ".", python, *uv)  # noqa: PTH120
-    # What a project says of its sources, and of uv, is for uv to obey; a lock holds all addresses.
-    told = [word for word in arguments if word not in ("--no-sources", "--no-config")] if kind == "pyproject" else []
-    return (*uv, "pip", "install", "--python", python, *told, *(word for path in files for word in ("-r", path)))
 
 
 def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:
