@@ -1,29 +1,33 @@
 """Find events, and what other programs said, in logs of any kind and size.
 
-Logs are scanned as raw bytes for a few needles, so that the lines of a job which say nothing of its startup are never
-split, decoded or matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's
-JSON, CRI's partial lines) and handed to the event decoder or to the parser whose needle it was.
+Logs are searched as raw bytes, so that the lines of a job which say nothing of its startup are never split, decoded or
+matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's JSON, CRI's
+partial lines) and handed to the event decoder or to the parsers whose clue it holds.
 Nothing here raises on bad content: what cannot be read is counted by reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser
-from bootseer.analysis.foreign.registry import parsers
+from bootseer.analysis.foreign.registry import parsers, search
+from bootseer.analysis.foreign.rules import Site
 from bootseer.analysis.foreign.timestamp import parse_prefix
 from bootseer.analysis.model import Fact, Input
 from bootseer.analysis.search import line_starts
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, UsageError
 from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
@@ -35,8 +39,10 @@ _PARTIAL = (b" stdout P ", b" stderr P ")
 _DOCKER = (b'{"log":"', b'{"log": "')
 _JSON_KEYS = ("log", "message", "MESSAGE", "msg")
 """Where docker, fluentd, the journal and JSON loggers keep the line."""
+_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
+_SLOW_S = 10.0
 
 
 @dataclass(slots=True)
@@ -65,21 +71,25 @@ def scan(
     *,
     zone: tzinfo = UTC,
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     progress: Progress | None = None,
 ) -> Scanned:
     """Everything that the sources tell. `zone` is that of times in foreign logs which name none.
 
     The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
+    `patterns` are stages with patterns of the site's own lines (`foreign.rules.Site`).
     `progress` is called with the bytes read so far.
 
     Raises `PermanentError` when a file that the user named cannot be read; one in a folder is counted instead.
+    `UsageError` when a pattern takes seconds for a block.
     """
     result = Scanned()
     for source in sources:
         result.files += 1
         # A spool holds events and nothing else.
         spool = source.path is not None and source.path.name.endswith(SUFFIX)
-        reader = _FileScan(source, result, [] if spool else parsers(), zone, began_pattern)
+        sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
+        reader = _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -140,16 +150,14 @@ class _FileScan:
         file_parsers: Sequence[Parser],
         zone: tzinfo,
         began_pattern: re.Pattern[bytes] | None,
+        sites: Sequence[Site],
     ) -> None:
         self.source = source
         self.zone = zone
         self.began_pattern = began_pattern
         self.result = result
         self.parsers = file_parsers
-        self.needles: dict[bytes, list[Parser]] = {}
-        for parser in file_parsers:
-            for needle in parser.needles:
-                self.needles.setdefault(needle, []).append(parser)
+        self.sites = sites
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
@@ -177,30 +185,39 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
-        for parser in self.parsers:
+        for parser in (*self.parsers, *self.sites):
             findings = parser.finish()
             self.result.events += findings.events
             self.result.facts += findings.facts
 
     def _scan(self, text: bytes) -> None:
-        """All needles in a block of whole lines, in the order of their lines."""
-        hits: dict[int, list[Parser]] = {}
-        for needle, wanting in self.needles.items():
-            for begin in line_starts(text, needle):
-                found = hits.setdefault(begin, [])
-                found += [parser for parser in wanting if parser not in found]
+        """All that a block of whole lines holds, in the order of its lines."""
+        if b"\x1b" in text:  # colours stand between words
+            text = _ANSI.sub(b"", text)
+        hits: dict[int, set[int]] = {}
+        if self.parsers:
+            clues, wanting = search()
+            for place, number in clues.hits(text):
+                hits.setdefault(text.rfind(b"\n", 0, place) + 1, set()).update(wanting[number])
+        of_sites: dict[int, list[Site]] = {}
+        for site in self.sites:
+            with _in_time(site.pattern):
+                for match in site.pattern.finditer(text):
+                    of_sites.setdefault(text.rfind(b"\n", 0, match.start()) + 1, []).append(site)
         own = list(line_starts(text, TAG_STEM))
         events = set(own)
         # A container's log as the node keeps it has the collector's words on every line.
         for needle in _PARTIAL if _CRI.match(text) else ():
             events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
         began = -1
-        if self.began_pattern is not None and (match := self.began_pattern.search(text)):
-            self.began_pattern = None
-            began = text.rfind(b"\n", 0, match.start()) + 1
-            hits.setdefault(began, [])
+        if self.began_pattern is not None:
+            with _in_time(self.began_pattern):
+                match = self.began_pattern.search(text)
+            if match is not None:
+                self.began_pattern = None
+                began = text.rfind(b"\n", 0, match.start()) + 1
         counted = 0
-        for begin in sorted(events | hits.keys()):
+        for begin in sorted(events | hits.keys() | of_sites.keys() | ({began} if began >= 0 else set())):
             self.lines += text.count(b"\n", counted, begin)
             counted = begin
             raw = _unwrapped(text, begin)
@@ -208,7 +225,7 @@ class _FileScan:
                 self._events(raw)
             if begin == began:
                 self._training_began(self._line(raw))
-            wanted = hits.get(begin)
+            wanted = [*(self.parsers[index] for index in sorted(hits.get(begin, ()))), *of_sites.get(begin, ())]
             # What an event says of itself is no foreign log.
             if wanted and TAG_STEM not in raw:
                 line = self._line(raw)
@@ -219,7 +236,7 @@ class _FileScan:
     def _line(self, raw: bytes) -> Line:
         text = raw.decode("utf-8", "replace")
         wall_ns, _ = parse_prefix(text, reference_ns=self.near_ns, zone=self.zone)
-        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
+        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node, self.zone)
 
     def _training_began(self, line: Line) -> None:
         if line.wall_ns is None:
@@ -240,6 +257,28 @@ class _FileScan:
                 self.result.events.append(decode(raw[place:until])[0])
             except Malformed as error:
                 self.result.skipped[error.reason] += 1
+
+
+@contextlib.contextmanager
+def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
+    """Stop a user's pattern that backtracks without end: `re` looks for signals while it matches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise UsageError(
+            f"pattern {pattern.pattern[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
+            hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
+        )
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, _SLOW_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _open_record(text: bytes, end: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ def _events(found: dict[str, Any], source: str) -> list[tuple[str, str]]:
     return [(event["phase"], event["stage"]) for event in found[source]["events"]]
 
 
-def test_the_needles_are_few_long_and_each_parser_is_fresh() -> None:
+def test_the_clues_are_patterns_without_groups_and_each_parser_is_fresh() -> None:
     first, second = parsers(), parsers()
-    needles = {needle for parser in first for needle in parser.needles}
-    assert len(needles) <= 8
-    assert min(map(len, needles)) >= 8
+    clues = [clue for parser in first for clue in parser.clues]
+    assert {re.compile(clue.pattern).groups for clue in clues} == {0}
+    assert min(len(clue.pattern) for clue in clues) >= 8
     assert not set(map(id, first)) & set(map(id, second))
     assert len({parser.name for parser in first}) == len(first)
 

@@ -12,7 +12,7 @@ an event exporter's klog lines, and containerd's `msg="PullImage \\"...\\""`.
 
 The pod is the node of its events, as it is the host name that the job itself sees; the machine is the attribute `host`.
 containerd knows no pod: its node is the file's. `Created` and `Started` follow `Pulled` within milliseconds and are
-left unread: they would cost a needle. Decides and touches nothing.
+left unread. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
 from bootseer.analysis.foreign.parser import Findings, Line
 from bootseer.analysis.foreign.timestamp import LATEST_NS, parse_prefix
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import FAILED, OK
 
 PULL = "image_loading.pull"
@@ -79,9 +80,15 @@ class KubernetesParser:
     """Kubernetes events of pods."""
 
     name = "kubelet"
-    # ` image \` holds where a message is quoted inside JSON or klog, and so has a time: `Pulling`, `already present`,
-    # `Failed to pull`. `Successful` holds in the rest, `SuccessfulCreate` being the reason of `Created pod`.
-    needles: tuple[bytes, ...] = (b" image \\", b"Successful")
+    clues = (
+        Clue(b"Created pod: ", rb"[a-z0-9]"),
+        Clue(b"Successfully assigned ", rb"[a-z0-9.-]{1,260}(?:/[a-z0-9.-]{1,260})? to [a-z0-9]"),
+        Clue(b"Pulling image ", rb'\\*"'),
+        Clue(b"pulling image ", rb'\\*"(?<!-off pulling image ")'),
+        Clue(b"Successfully pulled image ", rb'\\*"'),
+        Clue(b"Container image ", rb'\\*"[^"\s]+" already present'),
+        Clue(b"Failed to pull image ", rb'\\*"'),
+    )
 
     def __init__(self) -> None:
         self._builder = Builder(self.name)
@@ -171,7 +178,7 @@ class ContainerdParser:
     """containerd's CRI log. At level info 1.6 tells begin and end only, 1.7 and later size and duration too."""
 
     name = "containerd"
-    needles: tuple[bytes, ...] = (b"PullImage", b" image \\")
+    clues = (Clue(b"PullImage ", rb'\\*"'), Clue(b"Pulled image ", rb'\\*"[^"\s]+" with image id'))
 
     def __init__(self) -> None:
         self._builder = Builder(self.name)

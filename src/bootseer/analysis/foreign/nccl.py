@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import MAX_RANK, Builder, Place, plain, rank
 from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 from bootseer.units import format_seconds, seconds
 
@@ -61,7 +62,13 @@ class NcclParser:
 
     name = "nccl"
     # Holds in all three kinds of line in every version, and in no line of the steady state.
-    needles: tuple[bytes, ...] = (b" nranks ",)
+    clues = (
+        Clue(
+            b"Init ",
+            rb"(?:START|COMPLETE)(?:(?<=-Init START)|(?<=- Init START)|(?<=-Init COMPLETE)|(?<=- Init COMPLETE))",
+        ),
+        Clue(b"Init timings", rb"(?: - \w{1,64})?: rank \d{1,8} nranks \d{1,8} total \d"),
+    )
 
     def __init__(self) -> None:
         self._communicators: list[_Communicator] = []

@@ -25,6 +25,7 @@ from bootseer.analysis.foreign import builder as make
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 
 STAGE = "model_initialization.launcher_rendezvous"
@@ -82,8 +83,12 @@ class TorchElasticParser:
 
     name = "torchelastic"
     # The first holds in every line of torch's launcher and agent, among them the lines of a message of many lines; the
-    # second in the events and in the lines of older versions.
-    needles: tuple[bytes, ...] = (b"torch/distributed/", b"elastic.")
+    # second in the lines of older versions, the third in the events.
+    clues = (
+        Clue(b"distributed/", rb"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"),
+        Clue(b"distributed.", rb"(?<=torch\.distributed\.)[\w.]{1,120}:"),
+        Clue(b'"torchelastic.worker.status.'),
+    )
 
     def __init__(self) -> None:
         self._agents: dict[tuple[str, str], _Agent] = {}
