@@ -103,7 +103,7 @@ def _lane(node: NodeSpans, rank: int, mine: list[Span], common: list[Span], besi
     background = beside + helpers
     lane_spans = [span for span in (*common, *own) if span.stage not in _STRUCTURE]
     bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
-    began = min((span.begin_ns for span in (*common, *own)), default=None)
+    began = min((span.begin_ns for span in (*common, *own) or node.instants), default=None)
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
     lane_spans = [

@@ -58,7 +58,11 @@ def analyse(
     if read is None:
         read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
     read = replace(read, duplicates=duplicates)
-    return _Builder(picked, prepared[picked.key], options).report(overviews, share(kept, overviews), list(facts), read)
+    # A restart is one more try: how those before it ended belongs to its story.
+    tries = [s for s in found if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
+    builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
+    endings = [ending for builder in builders for ending in builder.endings()]
+    return builders[-1].report(overviews, share(kept, overviews), list(facts), read, endings)
 
 
 _MAX_RANKS = 64
@@ -98,6 +102,7 @@ class _Builder:
         share: model.Share | None,
         facts: list[model.Fact],
         read: model.Input,
+        endings: Sequence[str],
     ) -> model.Report:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
@@ -154,16 +159,17 @@ class _Builder:
             input=read,
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=endings)
 
     def _ranks(self) -> list[model.Node]:
         """Each rank's own way, while they are few enough to be looked at one by one."""
         lanes = self.ready.lanes
         return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
-    def _endings(self) -> list[str]:
+    def endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
         told = []
+        restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
             marks += [span for span in node.spans if span.stage == COMMAND and span.outcome == FAILED]
@@ -171,7 +177,8 @@ class _Builder:
                 facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
                 what = mark.stage.replace("_", " ") + (" failed" if mark.stage == COMMAND else "")
                 told.append(
-                    f"{what} on {name} at {self.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
+                    f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
+                    + f" ({', '.join(facts)})" * bool(facts)
                 )
         return told
 

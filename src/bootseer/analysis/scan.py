@@ -21,7 +21,7 @@ from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.analysis import inputs
-from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser
+from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser, Reader
 from bootseer.analysis.foreign.registry import parsers, search
 from bootseer.analysis.foreign.rules import Site
 from bootseer.analysis.foreign.timestamp import parse_prefix
@@ -110,7 +110,15 @@ def scan(
 def _name_jobs(result: Scanned) -> None:
     """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
     own = [event for event in result.events if not _foreign(event)]
+    # A scheduler's log tells of all jobs of a cluster, by numbers that the job's own name need not hold.
+    of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
+    jobs = jobs - of_scheduler or jobs
+    others = of_scheduler - jobs
+    if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
+        before = len(result.events)
+        result.events = [event for event in result.events if event.job not in others]
+        result.skipped["other_job"] += before - len(result.events)
     if len(jobs) != 1 or len(own) == len(result.events):
         return
     job, stages = jobs.pop(), {event.stage for event in own}
@@ -185,7 +193,8 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
-        for parser in (*self.parsers, *self.sites):
+        readers: list[Reader] = [*self.parsers, *self.sites]
+        for parser in readers:
             findings = parser.finish()
             self.result.events += findings.events
             self.result.facts += findings.facts
@@ -194,16 +203,7 @@ class _FileScan:
         """All that a block of whole lines holds, in the order of its lines."""
         if b"\x1b" in text:  # colours stand between words
             text = _ANSI.sub(b"", text)
-        hits: dict[int, set[int]] = {}
-        if self.parsers:
-            clues, wanting = search()
-            for place, number in clues.hits(text):
-                hits.setdefault(text.rfind(b"\n", 0, place) + 1, set()).update(wanting[number])
-        of_sites: dict[int, list[Site]] = {}
-        for site in self.sites:
-            with _in_time(site.pattern):
-                for match in site.pattern.finditer(text):
-                    of_sites.setdefault(text.rfind(b"\n", 0, match.start()) + 1, []).append(site)
+        hits = self._wanted(text)
         own = list(line_starts(text, TAG_STEM))
         events = set(own)
         # A container's log as the node keeps it has the collector's words on every line.
@@ -212,12 +212,13 @@ class _FileScan:
         began = -1
         if self.began_pattern is not None:
             with _in_time(self.began_pattern):
-                match = self.began_pattern.search(text)
-            if match is not None:
+                found = self.began_pattern.search(text)
+            if found is not None:
                 self.began_pattern = None
-                began = text.rfind(b"\n", 0, match.start()) + 1
+                began = text.rfind(b"\n", 0, found.start()) + 1
+                hits.setdefault(began, [])
         counted = 0
-        for begin in sorted(events | hits.keys() | of_sites.keys() | ({began} if began >= 0 else set())):
+        for begin in sorted(events | hits.keys()):
             self.lines += text.count(b"\n", counted, begin)
             counted = begin
             raw = _unwrapped(text, begin)
@@ -225,13 +226,28 @@ class _FileScan:
                 self._events(raw)
             if begin == began:
                 self._training_began(self._line(raw))
-            wanted = [*(self.parsers[index] for index in sorted(hits.get(begin, ()))), *of_sites.get(begin, ())]
+            wanted = hits.get(begin)
             # What an event says of itself is no foreign log.
             if wanted and TAG_STEM not in raw:
                 line = self._line(raw)
                 for parser in wanted:
                     parser.feed(line)
         self.lines += text.count(b"\n", counted)
+
+    def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
+        """The lines that parsers and the site's patterns want, by their offsets."""
+        hits: dict[int, list[Reader]] = {}
+        clues, wanting = search()
+        for place, number in clues.hits(text) if self.parsers else ():
+            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+            for index in wanting[number]:
+                if self.parsers[index] not in readers:
+                    readers.append(self.parsers[index])
+        for site in self.sites:
+            with _in_time(site.pattern):
+                for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:
+                    hits.setdefault(begin, []).append(site)
+        return hits
 
     def _line(self, raw: bytes) -> Line:
         text = raw.decode("utf-8", "replace")

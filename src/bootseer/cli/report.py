@@ -21,6 +21,14 @@ from bootseer.cli.amount import Amount
 @click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs of each node, when the logs do not tell.")
 @click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
+@click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="STAGE=REGEX",
+    help="What lines of your own tell of a stage: named groups begin and end, or s or ms (a duration), say which; "
+    "lines with the same group key belong together. May be given several times.",
+)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
@@ -40,6 +48,7 @@ def command(
     gpus_per_node: int | None,
     price: float | None,
     began_pattern: str | None,
+    patterns: tuple[str, ...],
     html: Path | None,
     perfetto: Path | None,
     as_json: bool,
@@ -54,9 +63,10 @@ def command(
     bootseer report                                    the last `bootseer run` here
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
+    bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.analysis.prepare import Options
-    from bootseer.cli.pattern import compiled
+    from bootseer.cli.pattern import compiled, of_stage
     from bootseer.launch.reading import read_report
 
     options = Options(
@@ -68,7 +78,8 @@ def command(
         price_per_gpu_hour=price,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
-    report = read_report(logs, options, os.environ, began_pattern=pattern)
+    of_stages = [of_stage(text) for text in patterns]
+    report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=of_stages)
     if html is not None:
         from bootseer.render.html import render as render_html
 

@@ -31,6 +31,7 @@ def read_report(
     env: Mapping[str, str],
     *,
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
 ) -> Report:
     """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
 
@@ -39,7 +40,9 @@ def read_report(
     paths = [_resolve(place, env) for place in places] or [_latest(env)]
     zone = datetime.now().astimezone().tzinfo or UTC
     progress = _Progress()
-    found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
+    found = scan(
+        inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress.show
+    )
     progress.clear()
     if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)

@@ -65,7 +65,9 @@ def test_no_line_without_a_clue_changes_what_is_found(lines: list[tuple[str, int
 
 CLUES = [clue for parser in parsers() for clue in parser.clues]
 near = st.sampled_from(CLUES).flatmap(
-    lambda clue: st.sampled_from(["", "1", "42 ", ' "a/b:1"', "a-1", "\\"]).map(lambda more: clue.literal.decode() + more)
+    lambda clue: st.sampled_from(["", "1", "42 ", ' "a/b:1"', "a-1", "\\"]).map(
+        lambda more: clue.literal.decode() + more
+    )
 )
 
 

@@ -43,16 +43,22 @@ class Findings:
     facts: list[Fact] = field(default_factory=list)
 
 
-class Parser(Protocol):
-    """Reads the lines of one file that hold one of `clues`, in order."""
-
-    name: str
-    clues: tuple[Clue, ...]
-    """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as much
-    as a thousand that hold none."""
+class Reader(Protocol):
+    """Reads chosen lines of one file, in order."""
 
     def feed(self, line: Line) -> None:
-        """Take a line that holds a needle. It may be cut, interleaved or of another program: never raises."""
+        """Take a line. It may be cut, interleaved or of another program: never raises."""
 
     def finish(self) -> Findings:
         """What the file told in all."""
+
+
+class Parser(Reader, Protocol):
+    """Reads the lines that hold one of `clues`."""
+
+    name: str
+
+    @property
+    def clues(self) -> tuple[Clue, ...]:
+        """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
+        much as a thousand that hold none."""

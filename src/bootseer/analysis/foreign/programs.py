@@ -23,7 +23,7 @@ _INSTALL = "environment_setup.install"
 _RUNTIME_ENV = "environment_setup.runtime_env"
 _READ = "model_initialization.checkpoint_read"
 
-_JOB = r"(?P<job>\d+(?:_\d+)?)"
+_JOB = r"(?P<job>(?P<key>\d+)(?:_\d+)?)"
 _ON = rf"{_JOB}\S* in \S+ on (?P<host>[\w.-]+(?:\[[\d,-]+\])?)"
 _ALLOCATED = rf"{_JOB}\S* NodeList=(?P<host>[a-zA-Z][\w.-]*(?:\[[\d,-]+\])?)"
 
@@ -32,6 +32,7 @@ _CRIO = rf"{_IMAGE}\\*\" id=(?P<key>[0-9a-f-]{{36}})"
 _CRIO_TERMINAL = rf"{_IMAGE}\s+id=(?P<key>[0-9a-f-]{{36}})"
 
 _CONDITION = r"\s*\"(?P<at>[^\"]+)\",[^{}\n]*?\"reason\":\s*\""
+_LINE_END = r"\"?,?\s*$"
 _TRAINING_JOBS = ("PyTorchJob", "TFJob", "MPIJob", "XGBoostJob", "PaddleJob", "JAXJob")
 
 _TIMER = r"\.+: \(?(?:(?P<fastest_ms>\d+\.\d+), )?(?P<ms>\d+\.\d+)"
@@ -96,8 +97,8 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
             says="the job was admitted",
         ),
         Rule(END, "queue", 'TransitionTime":', _CONDITION + r"(?:Resumed|ResumeJobs)\""),
-        *(Rule(BEGIN, "queue", f"{job}Created") for job in _TRAINING_JOBS),
-        *(Rule(END, "queue", f"{job}Running", says="the job's pods ran") for job in _TRAINING_JOBS),
+        *(Rule(BEGIN, "queue", f"{job}Created", _LINE_END) for job in _TRAINING_JOBS),
+        *(Rule(END, "queue", f"{job}Running", _LINE_END, says="the job's pods ran") for job in _TRAINING_JOBS),
         Rule(BEGIN, "queue", 'TransitionTime":', _CONDITION + r"\w+JobCreated\""),
         Rule(END, "queue", 'TransitionTime":', _CONDITION + r"\w+JobRunning\""),
     ),
@@ -105,6 +106,7 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"(?P<key>.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
         Rule(END, _RUNTIME_ENV, "Successfully created runtime env: ", r"(?P<key>.*?), (?:the )?context: ", says="made"),
         Rule(FAIL, _RUNTIME_ENV, "Runtime env creation failed for ", r"\d+ times", says="runtime_env failed"),
+        Rule(FAIL, _RUNTIME_ENV, "_env creation failed ", r"\d+ times", says="runtime_env failed"),
     ),
     "conda": (
         Rule(BEGIN, _INSTALL, "Collecting package metadata (", r"[\w.]+\)", seldom_ended=True),

@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
-    is the node, also the first of a list as Slurm writes it; `image`, and `fastest_ms` of several ranks, are attributes.
+    is the node, also the first of a list as Slurm writes it; `image` and `fastest_ms` of several ranks are attributes.
     """
 
     role: str
