@@ -190,9 +190,12 @@ def test_no_credential_reaches_the_findings(read: Any) -> None:
         f'{AT}Successfully pulled image "{image}" in 3s',
         f"{AT}Collecting git+https://user:hunter2@registry.example/x (from -r requirements.txt (line 1))",
         f"{AT}Successfully installed x-1.0",
+        f'{AT}Creating runtime env: {{"env_vars": {{"TOKEN": "hunter2"}}}} with timeout 600 seconds.',
+        f'{AT}Successfully created runtime env: {{"env_vars": {{"TOKEN": "hunter2"}}}}, the context: {{"hunter2": 1}}',
+        f"{AT}pyxis: imported docker image: user:hunter2@registry.example#a:1",
     ]
     found = read("\n".join(lines))
-    assert set(found) == {"containerd", "kubelet", "pip"}
+    assert set(found) == {"containerd", "kubelet", "pip", "pyxis", "ray"}
     assert "hunter2" not in json.dumps(found)
 
 

@@ -28,6 +28,7 @@ _ON = rf"{_JOB}\S* in \S+ on (?P<host>[\w.-]+(?:\[[\d,-]+\])?)"
 _ALLOCATED = rf"{_JOB}\S* NodeList=(?P<host>[a-zA-Z][\w.-]*(?:\[[\d,-]+\])?)"
 
 _IMAGE = r"(?P<image>[^\s\"\\]+)"
+_DOTS = r"(?: ?\.\.\.|: \S)"
 _CRIO = rf"{_IMAGE}\\*\" id=(?P<key>[0-9a-f-]{{36}})"
 _CRIO_TERMINAL = rf"{_IMAGE}\s+id=(?P<key>[0-9a-f-]{{36}})"
 
@@ -70,19 +71,21 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
     "pyxis": (
         Rule(BEGIN, _PULL, "pyxis: importing docker image", rf"(?:: {_IMAGE}| \.\.\.)"),
         Rule(END, _PULL, "pyxis: imported docker image: ", _IMAGE, says="imported"),
-        Rule(FAIL, _PULL, "pyxis: failed to import docker image", says="the import failed"),
+        Rule(
+            FAIL, _PULL, "pyxis: failed to import docker image", r"(?: with importer\b|\s*$)", says="the import failed"
+        ),
         # Older versions do not say that the import is over.
-        Rule(END, _PULL, "pyxis: creating container filesystem"),
-        Rule(BEGIN, _UNPACK, "pyxis: creating container filesystem", seldom_ended=True),
-        Rule(END, _UNPACK, "pyxis: starting container", says="the container's files were unpacked"),
-        Rule(FAIL, _UNPACK, "pyxis: failed to create container filesystem", says="unpacking failed"),
-        Rule(BEGIN, _PULL, "[INFO] Querying registry for permission grant"),
-        Rule(BEGIN, _PULL, "[INFO] Fetching image", seldom_ended=True),
+        Rule(END, _PULL, "pyxis: creating container filesystem", _DOTS),
+        Rule(BEGIN, _UNPACK, "pyxis: creating container filesystem", _DOTS, seldom_ended=True),
+        Rule(END, _UNPACK, "pyxis: starting container", _DOTS, says="the container's files were unpacked"),
+        Rule(FAIL, _UNPACK, "pyxis: failed to create container filesystem", r"\s*$", says="unpacking failed"),
+        Rule(BEGIN, _PULL, "[INFO] Querying registry for permission grant", r"\s*$"),
+        Rule(BEGIN, _PULL, "[INFO] Fetching image", r"\s*$", seldom_ended=True),
         Rule(END, _PULL, "[INFO] Extracting image ", r"(?:layers|content)", says="layers were fetched"),
         Rule(BEGIN, _UNPACK, "[INFO] Extracting image ", r"(?:layers|content)"),
-        Rule(END, _UNPACK, "[INFO] Creating squashfs filesystem", says="layers were unpacked"),
-        Rule(BEGIN, "image_loading.squash", "[INFO] Creating squashfs filesystem"),
-        Rule(END, "image_loading.squash", "Exportable Squashfs 4.0 filesystem", says="the squashfs was written"),
+        Rule(END, _UNPACK, "[INFO] Creating squashfs filesystem", r"\.\.\.", says="layers were unpacked"),
+        Rule(BEGIN, "image_loading.squash", "[INFO] Creating squashfs filesystem", r"\.\.\."),
+        Rule(END, "image_loading.squash", "Exportable Squashfs 4.0 filesystem", ",", says="the squashfs was written"),
     ),
     "kubeflow": (
         Rule(NOW, "", "TransitionTime", r"\"?: \"?(?P<at>\d{4}-[^\s\",]+)\"?,?\s*$"),
@@ -103,14 +106,16 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, "queue", 'TransitionTime":', _CONDITION + r"\w+JobRunning\""),
     ),
     "ray": (
-        Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"(?P<key>.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
-        Rule(END, _RUNTIME_ENV, "Successfully created runtime env: ", r"(?P<key>.*?), (?:the )?context: ", says="made"),
+        Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"(?P<key>\{.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
+        Rule(
+            END, _RUNTIME_ENV, "Successfully created runtime env: ", r"(?P<key>\{.*?), (?:the )?context: ", says="made"
+        ),
         Rule(FAIL, _RUNTIME_ENV, "Runtime env creation failed for ", r"\d+ times", says="runtime_env failed"),
         Rule(FAIL, _RUNTIME_ENV, "_env creation failed ", r"\d+ times", says="runtime_env failed"),
     ),
     "conda": (
         Rule(BEGIN, _INSTALL, "Collecting package metadata (", r"[\w.]+\)", seldom_ended=True),
-        Rule(BEGIN, _INSTALL, "Solving environment: ", seldom_ended=True),
+        Rule(BEGIN, _INSTALL, "Solving environment: ", r"(?:done|\.\.\.|[-|/]|\\)", seldom_ended=True),
         Rule(END, _INSTALL, "Executing transaction: ", r"[^\n]*done", says="conda installed packages"),
         Rule(BEGIN, _INSTALL, "Transaction starting", r"\s*$", seldom_ended=True),
         Rule(END, _INSTALL, "Transaction finished", r"\s*$", says="micromamba installed packages"),
@@ -156,6 +161,6 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
     "transformers": (
         Rule(TOOK, _READ, "Loading checkpoint shards", _BAR, says="checkpoint shards were loaded (whole seconds)"),
         Rule(TOOK, _READ, "Loading weights", _BAR, says="weights were loaded (whole seconds)"),
-        Rule(MARK, "training_loop", "***** Running training *****"),
+        Rule(MARK, "training_loop", "***** Running training *****", r"\s*$"),
     ),
 }

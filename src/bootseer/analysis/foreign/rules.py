@@ -34,6 +34,9 @@ NOW: Final = "now"
 """Tells the time of the lines behind it, which have none."""
 
 
+_LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
+
+
 class Rule(NamedTuple):
     """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
 
@@ -55,8 +58,8 @@ class Rule(NamedTuple):
 @cache
 def _compiled(rules: tuple[Rule, ...]) -> tuple[list[tuple[Rule, re.Pattern[str]]], tuple[Clue, ...]]:
     patterns = [(rule, re.compile(re.escape(rule.literal) + rule.then, re.ASCII)) for rule in rules]
-    # Clues have no groups, and know no end of the line.
-    bare = [(rule.literal, re.sub(r"\(\?P<\w+>", "(?:", rule.then.removesuffix(r"\s*$"))) for rule in rules]
+    # Clues have no groups, and the end of the line may lie within the JSON of a collector.
+    bare = [(rule.literal, re.sub(r"\(\?P<\w+>", "(?:", rule.then.replace(r"\s*$", _LINE_END))) for rule in rules]
     return patterns, tuple(Clue(literal.encode(), then.encode()) for literal, then in dict.fromkeys(bare))
 
 
@@ -147,9 +150,8 @@ class Site:
     def __init__(self, stage: str, pattern: re.Pattern[bytes]) -> None:
         self.pattern = pattern
         self._table = TableParser("pattern", ())
-        self._rules = {
-            role: Rule(role, stage, "", says="a duration that --pattern found") for role in (BEGIN, END, TOOK, MARK)
-        }
+        self._rules = {role: Rule(role, stage, "") for role in (BEGIN, END, MARK)}
+        self._rules[TOOK] = Rule(TOOK, stage, "", says="a duration that --pattern found")
 
     def feed(self, line: Line) -> None:
         """Take a line that the pattern matches."""

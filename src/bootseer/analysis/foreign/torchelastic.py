@@ -89,7 +89,7 @@ class TorchElasticParser:
     clues = (
         Clue(b"distributed/", rb"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"),
         Clue(b"distributed.", rb"(?<=torch\.distributed\.)[\w.]{1,120}:"),
-        Clue(b'"torchelastic.worker.status.'),
+        Clue(b'"torchelastic.worker.status.', rb"[A-Z]"),
     )
 
     def __init__(self) -> None:
