@@ -11,7 +11,7 @@ import pytest
 
 from bootseer.analysis import inputs
 from bootseer.analysis import scan as scanning
-from bootseer.analysis.foreign.registry import search
+from bootseer.analysis.foreign.registry import parsers, search
 from bootseer.analysis.scan import Scanned, scan
 from bootseer.errors import UsageError
 from bootseer.trace.event import decode, encode
@@ -166,6 +166,13 @@ def test_words_of_every_day_wake_no_parser():
     )
     searching, _ = search()
     assert list(searching.hits(b"".join(b"2026-03-01 08:00:00,123 " + word + b" of rank 7\n" for word in words))) == []
+
+
+@pytest.mark.parametrize("more", ["", "1", "1 in gpu on ", ' "x"', '"a",', "{", "2026-01-01"])
+def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
+    """Quadratic matching would need minutes here."""
+    clues = {clue.literal + more.encode() for parser in parsers() for clue in parser.clues}
+    assert found(b"".join(clue * (200_000 // len(clue)) + b"\n" for clue in clues)).lines == len(clues)
 
 
 @pytest.mark.parametrize("option", ["began_pattern", "patterns"])

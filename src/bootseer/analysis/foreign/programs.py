@@ -10,7 +10,8 @@
     megatron   Megatron's timers, and the times that it prints
     transformers   Hugging Face: weights and checkpoint shards, the Trainer's begin
 
-What a program prints of secrets (Ray's environment) pairs its lines and is never told. Decides and touches nothing.
+Patterns are bounded: a hostile line may hold their literal ten thousand times. What a program prints of secrets (Ray's
+environment) pairs its lines and is never told. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _JOB = r"(?P<job>(?P<key>\d+)(?:_\d+)?)"
 _ON = rf"{_JOB}\S* in \S+ on (?P<host>[\w.-]+(?:\[[\d,-]+\])?)"
 _ALLOCATED = rf"{_JOB}\S* NodeList=(?P<host>[a-zA-Z][\w.-]*(?:\[[\d,-]+\])?)"
 
-_IMAGE = r"(?P<image>[^\s\"\\]+)"
+_IMAGE = r"(?P<image>[^\s\"\\]{1,512})"
 _DOTS = r"(?: ?\.\.\.|: \S)"
 _CRIO = rf"{_IMAGE}\\*\" id=(?P<key>[0-9a-f-]{{36}})"
 _CRIO_TERMINAL = rf"{_IMAGE}\s+id=(?P<key>[0-9a-f-]{{36}})"
 
-_CONDITION = r"\s*\"(?P<at>[^\"]+)\",[^{}\n]*?\"reason\":\s*\""
+_CONDITION = r"\s*\"(?P<at>[^\"]+)\",[^{}\n]{0,600}?\"reason\":\s*\""
 _LINE_END = r"\"?,?\s*$"
 _TRAINING_JOBS = ("PyTorchJob", "TFJob", "MPIJob", "XGBoostJob", "PaddleJob", "JAXJob")
 
@@ -62,9 +63,9 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, _PULL, "Pulled image: ", _CRIO_TERMINAL, says="pulled"),
     ),
     "docker": (
-        Rule(BEGIN, _PULL, "/images/create?fromImage=", r"(?P<image>[^\s&\"\\]+)", seldom_ended=True),
-        Rule(END, _PULL, '"image pulled', rf"\\*\"[^\n]*? remote=\\*\"{_IMAGE}\\*\"", says="pulled"),
-        Rule(BEGIN, _PULL, "Pulling from ", r"(?<=: Pulling from )(?P<image>[\w.:/-]+)", seldom_ended=True),
+        Rule(BEGIN, _PULL, "/images/create?fromImage=", r"(?P<image>[^\s&\"\\]{1,512})", seldom_ended=True),
+        Rule(END, _PULL, '"image pulled', rf"\\*\"[^\n]{{0,300}}? remote=\\*\"{_IMAGE}\\*\"", says="pulled"),
+        Rule(BEGIN, _PULL, "Pulling from ", r"(?<=: Pulling from )(?P<image>[\w.:/-]{1,512})", seldom_ended=True),
         Rule(END, _PULL, "Status: Downloaded newer image for ", _IMAGE, says="pulled"),
         Rule(END, _PULL, "Status: Image is up to date for ", _IMAGE, says="was already on the machine"),
     ),
@@ -106,9 +107,9 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, "queue", 'TransitionTime":', _CONDITION + r"\w+JobRunning\""),
     ),
     "ray": (
-        Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"(?P<key>\{.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
+        Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"\{(?P<key>.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
         Rule(
-            END, _RUNTIME_ENV, "Successfully created runtime env: ", r"(?P<key>\{.*?), (?:the )?context: ", says="made"
+            END, _RUNTIME_ENV, "Successfully created runtime env: ", r"\{(?P<key>.*?), (?:the )?context: ", says="made"
         ),
         Rule(FAIL, _RUNTIME_ENV, "Runtime env creation failed for ", r"\d+ times", says="runtime_env failed"),
         Rule(FAIL, _RUNTIME_ENV, "_env creation failed ", r"\d+ times", says="runtime_env failed"),
@@ -116,7 +117,7 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
     "conda": (
         Rule(BEGIN, _INSTALL, "Collecting package metadata (", r"[\w.]+\)", seldom_ended=True),
         Rule(BEGIN, _INSTALL, "Solving environment: ", r"(?:done|\.\.\.|[-|/]|\\)", seldom_ended=True),
-        Rule(END, _INSTALL, "Executing transaction: ", r"[^\n]*done", says="conda installed packages"),
+        Rule(END, _INSTALL, "Executing transaction: ", r"[^\n]{0,80}?done", says="conda installed packages"),
         Rule(BEGIN, _INSTALL, "Transaction starting", r"\s*$", seldom_ended=True),
         Rule(END, _INSTALL, "Transaction finished", r"\s*$", says="micromamba installed packages"),
     ),

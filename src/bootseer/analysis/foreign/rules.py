@@ -34,6 +34,8 @@ NOW: Final = "now"
 """Tells the time of the lines behind it, which have none."""
 
 
+_MAX_TRIES = 8
+"""So many places of a literal in a line are looked at."""
 _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 
 
@@ -58,8 +60,9 @@ class Rule(NamedTuple):
 @cache
 def _compiled(rules: tuple[Rule, ...]) -> tuple[list[tuple[Rule, re.Pattern[str]]], tuple[Clue, ...]]:
     patterns = [(rule, re.compile(re.escape(rule.literal) + rule.then, re.ASCII)) for rule in rules]
-    # Clues have no groups, and the end of the line may lie within the JSON of a collector.
-    bare = [(rule.literal, re.sub(r"\(\?P<\w+>", "(?:", rule.then.replace(r"\s*$", _LINE_END))) for rule in rules]
+    # Clues have no groups and no key of any length; the end of the line may lie within the JSON of a collector.
+    bounded = [(rule.literal, rule.then.partition("(?P<key>.*?")[0].replace(r"\s*$", _LINE_END)) for rule in rules]
+    bare = [(literal, re.sub(r"\(\?P<\w+>", "(?:", then)) for literal, then in bounded]
     return patterns, tuple(Clue(literal.encode(), then.encode()) for literal, then in dict.fromkeys(bare))
 
 
@@ -86,8 +89,14 @@ class TableParser:
     def feed(self, line: Line) -> None:
         text = make.plain(line.text)
         for rule, pattern in self._rules:
-            if rule.literal in text and (found := pattern.search(text)):
-                self.tell(line, rule, {name: value for name, value in found.groupdict().items() if value})
+            place = text.find(rule.literal)
+            for _ in range(_MAX_TRIES if place >= 0 else 0):
+                if found := pattern.match(text, place):
+                    self.tell(line, rule, {name: value for name, value in found.groupdict().items() if value})
+                    break
+                place = text.find(rule.literal, place + 1)
+                if place < 0:
+                    break
 
     def tell(self, line: Line, rule: Rule, said: Mapping[str, str]) -> None:
         """Take what a line says: the named groups of the rule's pattern."""
