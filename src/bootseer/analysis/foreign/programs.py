@@ -40,7 +40,7 @@ _TRAINING_JOBS = ("PyTorchJob", "TFJob", "MPIJob", "XGBoostJob", "PaddleJob", "J
 _TIMER = r"\.+: \(?(?:(?P<fastest_ms>\d+\.\d+), )?(?P<ms>\d+\.\d+)"
 _PRINTED = r"\] datetime: (?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)"
 _MODEL_BUILT = "[after model, optimizer, and learning rate scheduler are built"
-_BAR = r": 100%\|[^|\n]*\| \d+/\d+ \[(?P<clock>(?:\d+:)?\d\d:\d\d)<"
+_BAR = r": 100%\|[^|\n]*\| \d+/\d+ \[(?P<clock>(?:\d{1,3}:)?\d\d:\d\d)<"
 
 PROGRAMS: dict[str, tuple[Rule, ...]] = {
     "slurm": (

@@ -34,8 +34,10 @@ NOW: Final = "now"
 """Tells the time of the lines behind it, which have none."""
 
 
+_MAX_NUMBER = 20
 _MAX_TRIES = 8
 """So many places of a literal in a line are looked at."""
+_SITE_GROUPS = frozenset({"begin", "end", "s", "ms", "key", "host", "job"})
 _LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
 
 
@@ -83,7 +85,8 @@ class TableParser:
         self._builder = Builder(name)
         self._open: dict[tuple[str, str], _Open] = {}
         self._took: list[tuple[_Open, int]] = []
-        self._at: dict[str, int] = {}
+        self._at: dict[str, list[tuple[int, int]]] = {}
+        """Line numbers and the times that were told there, by label."""
         self._now_ns: int | None = None
 
     def feed(self, line: Line) -> None:
@@ -113,7 +116,7 @@ class TableParser:
             self._now_ns = told_ns
         elif rule.role == AT:
             if now.wall_ns is not None:
-                self._at.setdefault(rule.label, now.wall_ns)
+                self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
@@ -141,7 +144,9 @@ class TableParser:
 
     def finish(self) -> Findings:
         for now, length_ns in self._took:
-            end_ns = self._at.get(now.rule.label, now.wall_ns)
+            # The program may have been started again: the nearest line is of the same run.
+            told = [(abs(number - now.line.number), -wall_ns) for number, wall_ns in self._at.get(now.rule.label, ())]
+            end_ns = -min(told)[1] if told else now.wall_ns
             begin_ns = None if end_ns is None else end_ns - length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
                 self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
@@ -167,7 +172,8 @@ class Site:
         found = self.pattern.search(line.text.encode("utf-8", "replace"))
         if found is None:
             return
-        said = {name: value.decode("utf-8", "replace") for name, value in found.groupdict().items() if value}
+        groups = {name: found[name] for name in _SITE_GROUPS & self.pattern.groupindex.keys()}
+        said = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
         role = TOOK if {"s", "ms"} & said.keys() else next((role for role in (BEGIN, END) if role in said), MARK)
         self._table.tell(line, self._rules[role], said)
 
@@ -188,15 +194,19 @@ def _time(line: Line, said: Mapping[str, str]) -> int | None:
 
 def _length(said: Mapping[str, str]) -> int | None:
     if "clock" in said:
-        *hours, minutes, seconds = (int(part) for part in said["clock"].split(":"))
-        return durations.from_seconds(str(sum(hours) * 3600 + minutes * 60 + seconds))
-    return durations.from_seconds(said["s"]) if "s" in said else durations.parse(said.get("ms", "") + "ms")
+        hours, minutes, seconds = ("0:" + said["clock"]).split(":")[-3:]
+        return durations.parse(f"{hours}h{minutes}m{seconds}s")
+    return _number(said.get("s"), "s") if "s" in said else _number(said.get("ms"), "ms")
+
+
+def _number(text: str | None, unit: str) -> int | None:
+    return durations.parse(text + unit) if text and len(text) <= _MAX_NUMBER else None
 
 
 def _attrs(said: Mapping[str, str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     if image := make.image_reference(said.get("image", "").replace("#", "/", 1)):
         attrs["image"] = image
-    if (fastest := durations.parse(said.get("fastest_ms", "") + "ms")) is not None:
+    if (fastest := _number(said.get("fastest_ms"), "ms")) is not None:
         attrs["fastest_s"] = fastest / 1e9
     return attrs
