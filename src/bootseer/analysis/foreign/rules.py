@@ -9,6 +9,7 @@ line has no time, a duration becomes a fact, and an end a fact without a duratio
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -145,8 +146,12 @@ class TableParser:
     def finish(self) -> Findings:
         for now, length_ns in self._took:
             # The program may have been started again: the nearest line is of the same run.
-            told = [(abs(number - now.line.number), -wall_ns) for number, wall_ns in self._at.get(now.rule.label, ())]
-            end_ns = -min(told)[1] if told else now.wall_ns
+            at = self._at.get(now.rule.label, [])
+            behind = bisect(at, (now.line.number,))
+            near = [
+                (abs(number - now.line.number), -wall_ns) for number, wall_ns in at[max(behind - 1, 0) : behind + 1]
+            ]
+            end_ns = -min(near)[1] if near else now.wall_ns
             begin_ns = None if end_ns is None else end_ns - length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
                 self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
