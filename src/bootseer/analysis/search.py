@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-Find = Callable[[bytes, bytes, int], int]
-"""`find(text, needle, begin)`: offset of the first needle at or behind `begin`, -1 when there is none."""
 Hits = Iterator[tuple[int, int]]
 """Offsets of matches, each with the number of its clue."""
 
@@ -103,13 +101,12 @@ def _declare(function: Any, result: Any, *arguments: Any) -> None:
     function.restype, function.argtypes = result, arguments
 
 
-def _find(text: bytes, needle: bytes, begin: int) -> int:
-    return text.find(needle, begin)
-
-
-def _c_library_find() -> Find:
-    """`memmem` as a `Find`; raises `OSError` or `AttributeError` where libc lacks it."""
-    memmem = ctypes.CDLL(None).memmem
+def _memmem() -> Callable[[bytes, bytes, int], int]:
+    """`bytes.find`, or the C library's `memmem`, which is three times as fast."""
+    try:
+        memmem = ctypes.CDLL(None).memmem
+    except (OSError, AttributeError):
+        return bytes.find
     _declare(memmem, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
 
     def find(text: bytes, needle: bytes, begin: int) -> int:
@@ -121,18 +118,15 @@ def _c_library_find() -> Find:
     return find
 
 
-try:
-    fastest_find = _c_library_find()
-except (OSError, AttributeError):
-    fastest_find = _find
+fastest_find = _memmem()
 
 
-def line_starts(text: bytes, needle: bytes, find: Find = fastest_find) -> Iterator[int]:
+def line_starts(text: bytes, needle: bytes) -> Iterator[int]:
     """Offsets of the lines that hold the needle, each once. `needle` must not be empty."""
-    place = find(text, needle, 0)
+    place = fastest_find(text, needle, 0)
     while place >= 0:
         yield text.rfind(b"\n", 0, place) + 1
         after = text.find(b"\n", place)
         if after < 0:
             return
-        place = find(text, needle, after)
+        place = fastest_find(text, needle, after)

@@ -30,8 +30,7 @@ _ALLOCATED = rf"{_JOB}\S* NodeList=(?P<host>[a-zA-Z][\w.-]*(?:\[[\d,-]+\])?)"
 
 _IMAGE = r"(?P<image>[^\s\"\\]{1,512})"
 _DOTS = r"(?: ?\.\.\.|: \S)"
-_CRIO = rf"{_IMAGE}\\*\" id=(?P<key>[0-9a-f-]{{36}})"
-_CRIO_TERMINAL = rf"{_IMAGE}\s+id=(?P<key>[0-9a-f-]{{36}})"
+_CRIO = rf"{_IMAGE}(?:\\*\")? {{1,8}}id=(?P<key>[0-9a-f-]{{36}})"
 
 _CONDITION = r"\s*\"(?P<at>[^\"]+)\",[^{}\n]{0,600}?\"reason\":\s*\""
 _LINE_END = r"\"?,?\s*$"
@@ -52,15 +51,12 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(BEGIN, "allocation", "Allocate JobId=", _ALLOCATED, seldom_ended=True),
         Rule(BEGIN, "allocation", "Started JobId=", _ON, seldom_ended=True),
         Rule(END, "allocation", "Configuration for JobId=", rf"{_JOB}\S* is complete"),
-        Rule(MARK, "bound", "Launching batch job ", rf"{_JOB} for UID \d"),
-        Rule(MARK, "bound", "Launching batch JobId=", rf"{_JOB} for UID \d"),
+        Rule(MARK, "bound", "Launching batch ", rf"(?:job |JobId=){_JOB} for UID \d"),
         Rule(MARK, "bound", "StepId=", rf"(?<=launch task StepId=){_JOB}\.\S+ request from UID:?\s?\d"),
     ),
     "crio": (
         Rule(BEGIN, _PULL, "Pulling image: ", _CRIO),
-        Rule(BEGIN, _PULL, "Pulling image: ", _CRIO_TERMINAL),
         Rule(END, _PULL, "Pulled image: ", _CRIO, says="pulled"),
-        Rule(END, _PULL, "Pulled image: ", _CRIO_TERMINAL, says="pulled"),
     ),
     "docker": (
         Rule(BEGIN, _PULL, "/images/create?fromImage=", r"(?P<image>[^\s&\"\\]{1,512})", seldom_ended=True),
