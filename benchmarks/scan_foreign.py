@@ -81,7 +81,7 @@ def measure(quick: bool) -> Outcome:
     baselines = {"report": "grep -c bootseer1", "report, gzip": "gzip -dc | grep -c"}
     if "report, zstd" in speeds:
         baselines["report, zstd"] = "zstd -dc | grep -c"
-    # By processor time: whether such a log is read quickly must not depend on what else the machine does.
+    # By processor time, of which a scan takes one core's: what else the machine does must not decide.
     words_cpu_s = max(cpu_s_per_gb[name] for name in arms if name.startswith("report, ") and name not in baselines)
     return Outcome(
         parameters={"rounds": rounds, "lines": lines, "bytes": sizes},
@@ -89,7 +89,7 @@ def measure(quick: bool) -> Outcome:
         unit="MB/s of unpacked log",
         baselines=baselines,
         must_reach=[
-            Must("plain log (median)", median(speeds["report"]), _LIMIT_MB_PER_S, "MB/s", at_least=True),
+            Must("plain log", 1000 / cpu_s_per_gb["report"], _LIMIT_MB_PER_S, "MB per CPU second", at_least=True),
             Must("slowest log of words", 1000 / words_cpu_s, _WORDS_LIMIT_MB_PER_S, "MB per CPU second", at_least=True),
         ],
         details={
