@@ -284,7 +284,7 @@ def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
 
     def late(*_: object) -> None:
         raise UsageError(
-            f"pattern {pattern.pattern[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
+            f"pattern {pattern.pattern.decode('utf-8', 'replace')[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
             hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
         )
 
