@@ -283,8 +283,9 @@ def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
         return
 
     def late(*_: object) -> None:
+        text = pattern.pattern.decode("utf-8", "replace")
         raise UsageError(
-            f"pattern {pattern.pattern.decode('utf-8', 'replace')[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
+            f"pattern {text[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
             hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
         )
 
