@@ -4,7 +4,7 @@
     BOOTSEER_LOG=fetch=debug,hdfs=info  some packages
     BOOTSEER_LOG_FORMAT=json            one JSON object per line
 
-A module logs to `logging.getLogger(__name__)`. Lines of the program go to standard error; those of a daemon to a file
+A module logs to `logger(__name__)`. Lines of the program go to standard error; those of a daemon to a file
 of its own, which always has what is worth knowing (`info`) and is bounded. Logins in addresses and values that are
 called secrets are removed from every line, whoever wrote it.
 
@@ -34,6 +34,15 @@ _SECRET = re.compile(
     r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|signature|credential|api[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
     r"|authorization[\"']?\s*[=:]\s*(?:\w+ )?)[^\s&,;'\"]+"
 )
+
+
+# Where nothing was set up, and in the user's own programs, Python would write warnings to standard error.
+_ROOT.addHandler(logging.NullHandler())
+
+
+def logger(name: str) -> logging.Logger:
+    """The logger of a module, by its `__name__`."""
+    return logging.getLogger(name)
 
 
 def without_secrets(text: str) -> str:

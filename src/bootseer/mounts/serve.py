@@ -7,7 +7,6 @@ fetching have threads of their own. Runs in the process that `daemon` forked, an
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import select
@@ -41,7 +40,7 @@ _BUSY_S = 2.0
 """The kernel lets go of files a moment after their last use, so that "busy" counts only after a while."""
 _HAND_OVER_S = 10.0
 """How long the end waits for the record to be handed over. It stays on the disk in any case."""
-_LOG = logging.getLogger(__name__)
+_LOG = logs.logger(__name__)
 
 
 def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
