@@ -37,7 +37,7 @@ def read_report(
 
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
-    found = _read(places, env, began_pattern)
+    found = _read(places, env, began_pattern, patterns)
     return analyse(found.events, options, facts=found.facts, read=found.input())
 
 
@@ -63,7 +63,12 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
     return reports
 
 
-def _read(places: Sequence[str], env: Mapping[str, str], began_pattern: re.Pattern[bytes] | None = None) -> Scanned:
+def _read(
+    places: Sequence[str],
+    env: Mapping[str, str],
+    began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+) -> Scanned:
     paths = [_resolve(place, env) for place in places] or [_latest(env)]
     zone = datetime.now().astimezone().tzinfo or UTC
     progress = _Progress()
