@@ -272,6 +272,10 @@ def test_usage_errors(run, log):
     for words in (
         ["--began-pattern", "("],
         ["--began-pattern", "a{99999999999999999999}"],
+        ["--pattern", "model_initialization.data"],
+        ["--pattern", "no stage=(?P<s>1)"],
+        ["--pattern", "model_initialization.data=("],
+        ["--pattern", "model_initialization.data=Loaded in (.*) s"],
         ["--attempt", "-1"],
         ["--price", "-2"],
         ["--price", "nan"],
@@ -286,6 +290,41 @@ def test_usage_errors(run, log):
     assert "no such attempt or restart" in run("report", name, "--restart", "7").stderr
     assert run("report", name, "--began-pattern", os.fsdecode(b"\xff")).returncode == 0
     assert run("report", "nowhere", preexec_fn=lambda: os.close(2)).returncode == 2
+
+
+def test_a_sites_own_lines_are_read_by_its_patterns(run, tmp_path):
+    (tmp_path / "job.log").write_text(
+        "2026-11-20T17:00:00Z Loading corpus a\n2026-11-20T17:00:01Z Loading corpus b\n"
+        "2026-11-20T17:00:04Z Corpus b ready\n2026-11-20T17:00:09Z Corpus a ready\n"
+        "2026-11-20T17:00:12Z tokenizer was built in 2.5 s\nwarmup: 1500 ms\n"
+    )
+    patterns = [
+        "model_initialization.data=(?:(?P<begin>Loading corpus )|(?P<end>Corpus ))(?P<key>\\w)",
+        "model_initialization.tokenizer=built in (?P<s>[0-9.]+) s",
+        "model_initialization.warmup=warmup: (?P<ms>[0-9]+) ms",
+    ]
+    ran = run("report", "job.log", "--json", *(word for pattern in patterns for word in ("--pattern", pattern)))
+    report = json.loads(ran.stdout)
+    times = {row["stage"]: row["work_s"] for row in report["stages"]}
+    assert times["model_initialization.data"] == 9.0
+    assert times["model_initialization.tokenizer"] == 2.5
+    assert [(fact["source"], fact["stage"], fact["duration_s"]) for fact in report["facts"]] == [
+        ("pattern", "model_initialization.warmup", 1.5)
+    ]
+
+
+def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
+    """At torchrun's default level only its start and the failures are in the log: 1.2 s, 2.4 s and 3.0 s."""
+    ran = run("report", str(GOLDEN / "torchelastic" / "restarts.log"))
+    told = " ".join(ran.stdout.split())
+    for words in (
+        "worker failed on restarts at 1.2 s",
+        "restart 1: worker failed on restarts at 2.4 s",
+        "restart 2: worker failed on restarts at 3.0 s",
+    ):
+        assert words in told
+    first = run("report", str(GOLDEN / "torchelastic" / "restarts.log"), "--restart", "0")
+    assert "restart 1" not in first.stdout
 
 
 def test_a_folder_with_a_locked_file_tells_the_rest(run, tmp_path):

@@ -119,7 +119,7 @@ def _lane(
     lane_spans = [span for span in (*common, *own) if span.stage not in STRUCTURE]
     structure = [span for span in (*common, *own) if span.stage in STRUCTURE]
     bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
-    began = min((span.begin_ns for span in (*common, *own)), default=None)
+    began = min((span.begin_ns for span in (*common, *own) or node.instants), default=None)
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
     if outcome != OK and structure and not job_began:

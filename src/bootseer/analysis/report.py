@@ -61,7 +61,11 @@ def analyse(
     if read is None:
         read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
     read = replace(read, duplicates=duplicates)
-    return _Builder(picked, prepared[picked.key], options).report(overviews, share(found, overviews), list(facts), read)
+    # A restart is one more try: how those before it ended belongs to its story.
+    tries = [s for s in found if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
+    builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
+    endings = [ending for builder in builders for ending in builder.endings()]
+    return builders[-1].report(overviews, share(found, overviews), list(facts), read, endings)
 
 
 _MAX_RANKS = 64
@@ -101,6 +105,7 @@ class _Builder:
         share: model.Share | None,
         facts: list[model.Fact],
         read: model.Input,
+        endings: Sequence[str],
     ) -> model.Report:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
@@ -166,7 +171,7 @@ class _Builder:
             report,
             waiting=self._waiting(lanes),
             reused_runs=reused,
-            endings=self._endings(),
+            endings=endings,
             same_rank=self._same_rank(),
         )
 
@@ -189,9 +194,10 @@ class _Builder:
         lanes = self.ready.lanes
         return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
-    def _endings(self) -> list[str]:
+    def endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
         told = []
+        restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
             marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
@@ -201,7 +207,8 @@ class _Builder:
                 if mark.stage == COMMAND:
                     what += " failed" if mark.outcome == FAILED else " ended well"
                 told.append(
-                    f"{what} on {name} at {self.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
+                    f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
+                    + f" ({', '.join(facts)})" * bool(facts)
                 )
         return told
 

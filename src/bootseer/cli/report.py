@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     help="Currency of the price: $ or EUR.",
 )
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
+@click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="STAGE=REGEX",
+    help="What lines of your own tell of a stage: named groups begin and end, or s or ms (a duration), say which; "
+    "lines with the same group key belong together. May be given several times.",
+)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
 @click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
@@ -57,6 +65,7 @@ def command(
     price: float | None,
     currency: str,
     began_pattern: str | None,
+    patterns: tuple[str, ...],
     html: Path | None,
     perfetto: Path | None,
     follow: bool,
@@ -73,9 +82,10 @@ def command(
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
     bootseer report --follow moe                       who is missing at the barrier now
+    bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.analysis.prepare import Options
-    from bootseer.cli.pattern import compiled
+    from bootseer.cli.pattern import compiled, of_stage
     from bootseer.launch.reading import read_report
 
     options = Options(
@@ -88,8 +98,9 @@ def command(
         currency=currency,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
+    of_stages = [of_stage(text) for text in patterns]
     with _watched(follow, as_json, color) as watch:
-        report = read_report(logs, options, os.environ, began_pattern=pattern, watch=watch)
+        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch)
     if html is not None:
         from bootseer.render.html import render as render_html
 

@@ -35,6 +35,7 @@ def read_report(
     env: Mapping[str, str],
     *,
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     watch: Callable[[Moment], None] | None = None,
 ) -> Report:
     """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
@@ -42,7 +43,7 @@ def read_report(
     `watch` is shown the start while it goes on, about once a second; the report follows when it is over.
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
-    found = _read(places, env, began_pattern, options, watch)
+    found = _read(places, env, began_pattern, patterns, options, watch)
     return analyse(found.events, options, facts=found.facts, read=found.input())
 
 
@@ -72,6 +73,7 @@ def _read(
     places: Sequence[str],
     env: Mapping[str, str],
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     options: Options | None = None,
     watch: Callable[[Moment], None] | None = None,
 ) -> Scanned:
@@ -79,10 +81,13 @@ def _read(
     if watch is None:
         paths = [_resolve(place, env) for place in places] or [_latest(env)]
         progress = _Progress()
-        found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
+        found = scan(
+            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress.show
+        )
         progress.clear()
     else:
-        found = _follow(places, options or Options(), env, Growing(zone=zone, began_pattern=began_pattern), watch)
+        growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
+        found = _follow(places, options or Options(), env, growing, watch)
     if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:

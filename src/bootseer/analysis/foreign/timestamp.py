@@ -5,7 +5,8 @@ inside JSON events. What stands before the time is passed over: colours, `[rank0
 `srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
 
     2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
-    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3
+    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3,
+                                                     Go's logrus on a terminal (INFO[2026-11-20T...])
     W1120 17:54:26.123000 12345 torch/...]           glog as torch writes it, klog; in brackets: torch's C++ side
     time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
     Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
@@ -67,7 +68,7 @@ _LABELS = re.compile(
     | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [pod/name/container] [INFO|trainer.py:1]
     | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
     | \d{1,6}:(?=\s)                                       # srun --label
-    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=\s))
+    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=[\s\[]))
     ){0,16}""",
     re.VERBOSE | re.ASCII,
 )
