@@ -52,7 +52,7 @@ STAGES = {
     "other": ("·", "#78716c", "the rest"),
 }
 TECHNIQUES = {
-    "loading the image, and the imports from it": ("image_loading", "model_initialization"),
+    "loading the image and the imports from it": ("image_loading", "model_initialization"),
     "the environment": ("environment_setup",),
     "the checkpoint": ("checkpoint",),
     "all else": ("first_step", "other"),
@@ -235,7 +235,7 @@ def picture(starts: list[Start]) -> str:
         parts.append(f'<rect x="{x}" y="{y - 16}" width="12" height="12" fill="{STAGES[stage][1]}"/>'
                      f'<text x="{x + 17}" y="{y - 5}" font-size="13">{stage}</text>')  # fmt: skip
         x += 40 + 7 * len(stage)
-    for line in textwrap.wrap(sentence(starts), 112):
+    for line in textwrap.wrap(sentence(starts), 96):
         y += 24
         parts.append(f'<text x="20" y="{y}">{html.escape(line)}</text>')
     return (

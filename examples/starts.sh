@@ -100,11 +100,11 @@ start_containerd() {
   die "containerd did not start"
 }
 
-# Nothing of any image in memory. The registry is another machine: its files are.
+# Nothing of any image in memory. The registry and the DataNodes are other machines: their files are.
 forget_memory() {
   sync
   echo 3 >/proc/sys/vm/drop_caches
-  find "$out/registry/data" -type f -exec cat {} + >/dev/null
+  find "$out/registry/data" ${CHECKPOINT_DISKS:+"$CHECKPOINT_DISKS"} -type f -exec cat {} + >/dev/null
 }
 
 start() { # name, options of `bootseer run`..., --, command...

@@ -17,7 +17,7 @@ from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, module_command
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.pip_settings import Read, requirement_files, settings
+from bootseer.env.installing.pip_settings import Read, Setting, requirement_files, settings
 from bootseer.env.installing.running import Run
 from bootseer.env.installing.uv_settings import Translation, translate
 
@@ -25,6 +25,8 @@ _OLDEST_UV = (0, 5, 0)
 """The first one that knows all the names that `uv_settings` uses; an older one would overlook an index."""
 _OLDEST_PIP = (20, 3)
 """Older ones install what they meet first, without resolving."""
+_QUIET = {"root-user-action": "ignore", "disable-pip-version-check": "1"}
+"""Settings of pip where nothing else sets them: it would warn at each start of what no job can mend."""
 _PROBE_DEADLINE_S = 10.0
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -67,8 +69,12 @@ def choose(
     at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
     files += [word for path in constraints for word in ("-c", path)]
-    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
-    translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
+    read = _reader(at)
+    found = settings(env, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
+    names = {setting.name for setting in found}
+    quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
+    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
+    translation = _translated((*requirements, *constraints), env, python, cwd, root, at, found, read)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
@@ -87,10 +93,9 @@ def _translated(
     cwd: str,
     root: str,
     at: Callable[[str], Path],
+    found: Sequence[Setting],
+    read: Read,
 ) -> Translation:
-    read = _reader(at)
-    home = env.get("HOME") or str(Path("~").expanduser())
-    found = settings(env, python.prefix, home, read)
 
     def exists(path: str) -> bool:
         return at(os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
