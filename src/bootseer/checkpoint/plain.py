@@ -29,7 +29,8 @@ def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
     """
     folder = Path(uri.removeprefix("file://")).absolute()
     is_far = not uri or (":" in uri.partition("/")[0] and not uri.startswith("file:///"))
-    if is_far or not folder.is_dir():  # the mount knows what to say of a folder that is not there
+    if is_far or not os.path.isdir(folder):  # noqa: PTH112 - pathlib raises for one that may not be looked at
+        # The mount knows what to say of a folder that is not there.
         needed, why = f"{uri} is no folder of this machine", ""
     else:
         needed = why = _needs_mount(folder)
