@@ -85,6 +85,7 @@ def test_nodes_that_read_plainly_and_those_that_mounted_are_told_apart_with_the_
     rows = starts(
         event("n0", mode="plain", reason="it lies on this machine (ext4)"),
         event("n1", **READ, mode="mounted", reason="its file system (nfs4) may be far away"),
+        datanode("n1", "", 5),  # a folder has no names of nodes to tell
         event("n2", mode=7),
     )
     assert [row.mode for row in rows] == ["plain", "mounted", "mounted"]

@@ -102,7 +102,8 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
     bytes_of: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
-            bytes_of[datanode.name] += datanode.bytes
+            if datanode.name:  # a folder is one nameless node
+                bytes_of[datanode.name] += datanode.bytes
     if not any(bytes_of.values()):
         return []
     most = max(bytes_of, key=lambda name: (bytes_of[name], name))
