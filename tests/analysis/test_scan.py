@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from bootseer.analysis import inputs
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import Scanned, scan
+from bootseer.errors import UsageError
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
 
@@ -161,3 +164,23 @@ def test_docker_lines_give_foreign_logs_their_time(found):
 def test_quoted_events_stay_one_event(found):
     event = EVENTS[3]._replace(attrs={"text": ONE.decode()})
     assert found(encode(event)).events == [event]
+
+
+@pytest.mark.parametrize("unit", [10**3, 10**6, 10**9], ids=["us", "ms", "s"])
+@pytest.mark.parametrize("uptime", [True, False])
+def test_times_in_another_unit_are_refused_and_not_taken_for_1970(found, unit, uptime):
+    """Writers that take time.time() * 1e6, or a date that knows no %N; with a monotonic clock or without one."""
+    strange = [
+        e._replace(wall_ns=e.wall_ns // unit, mono_ns=(e.mono_ns if uptime else e.wall_ns) // unit) for e in EVENTS
+    ]
+    result = found(b"".join(map(encode, strange)) + ONE)
+    assert (len(result.events), result.skipped) == (1, {"unit": len(EVENTS)})
+    unset = [e._replace(wall_ns=e.mono_ns + 3_000_000) for e in EVENTS]  # 1970, the uptime is that of a ms writer
+    assert not found(b"".join(map(encode, unset))).skipped
+
+
+def test_a_log_of_another_unit_alone_says_so(found):
+    result = found(encode(EVENTS[0]._replace(wall_ns=EVENTS[0].wall_ns // 1000, mono_ns=EVENTS[0].wall_ns // 1000)))
+    with pytest.raises(UsageError) as refused:
+        analyse(result.events, Options(), read=result.input())
+    assert "in s, ms or µs" in refused.value.hint

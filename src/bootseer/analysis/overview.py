@@ -12,7 +12,6 @@ from bootseer.analysis.foreign.parser import UNKNOWN_JOB
 from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, total
 from bootseer.analysis.spans import StartupSpans
 from bootseer.errors import UsageError
-from bootseer.trace.event import Event
 from bootseer.units import S_PER_H, seconds
 
 
@@ -66,10 +65,10 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
     )
 
 
-def share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> model.Share | None:
-    """Startups of the job over its wall time: only when the events reach beyond one startup."""
-    times = [event.wall_ns for event in events if event.job == overviews[0].job]
-    wall_s = seconds(max(times) - min(times))
+def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:
+    """Startups of the job over its wall time: only when there are several. They must be on one clock already."""
+    last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
+    wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
     startup_s = sum(overview.startup_s for overview in overviews)
     if len(overviews) < 2 or wall_s <= 0:
         return None

@@ -20,7 +20,7 @@ from itertools import pairwise
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser
 from bootseer.analysis.foreign.registry import parsers
-from bootseer.analysis.foreign.timestamp import parse_prefix
+from bootseer.analysis.foreign.timestamp import other_unit, parse_prefix
 from bootseer.analysis.model import Fact, Input
 from bootseer.analysis.search import line_starts
 from bootseer.errors import PermanentError
@@ -237,9 +237,14 @@ class _FileScan:
         places = [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
             try:
-                self.result.events.append(decode(raw[place:until])[0])
+                event = decode(raw[place:until])[0]
             except Malformed as error:
                 self.result.skipped[error.reason] += 1
+                continue
+            if other_unit(event.wall_ns, event.mono_ns):
+                self.result.skipped["unit"] += 1
+            else:
+                self.result.events.append(event)
 
 
 def _open_record(text: bytes, end: int) -> int:

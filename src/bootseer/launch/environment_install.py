@@ -208,4 +208,5 @@ def _spawned(task: Task, argv: Sequence[str], env: Mapping[str, str], enter: Cal
     except CannotStart as error:
         say(str(error))
         return error.code
-    return supervise.wait(pid, own_group=task.own_group)
+    tracer = task.session.tracer if task.session is not None else None
+    return supervise.wait(pid, own_group=task.own_group, tracer=tracer)

@@ -127,4 +127,4 @@ def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: b
         pid = spawn(step.command, child_env, own_group=own_group, stdout=2)
     except CannotStart as error:
         return Ended(error.code, str(error), env)
-    return Ended(wait(pid, own_group=own_group), step.what, env)
+    return Ended(wait(pid, own_group=own_group, tracer=tracer), step.what, env)

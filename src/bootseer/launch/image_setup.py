@@ -276,7 +276,7 @@ class ImageSetUp:
             tracer = task.session.tracer if task.session is not None else None
             own = {**os.environ, **(tracer.environment() if tracer is not None else {})}
             pid = supervise.spawn(container.command, own, own_group=task.own_group, stdout=2)
-            return supervise.wait(pid, own_group=task.own_group)
+            return supervise.wait(pid, own_group=task.own_group, tracer=tracer)
         except CannotStart as error:
             say(str(error))
             return error.code

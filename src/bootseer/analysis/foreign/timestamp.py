@@ -36,6 +36,23 @@ EARLIEST_NS: Final = 946_684_800 * NS_PER_S
 LATEST_NS: Final = 4_102_444_800 * NS_PER_S
 """2100-01-01: a later one is a misread number."""
 
+_UNITS = (1_000, 1_000_000, NS_PER_S)
+
+
+def plausible(wall_ns: int) -> bool:
+    """Whether a job can have run then."""
+    return EARLIEST_NS <= wall_ns < LATEST_NS
+
+
+def other_unit(wall_ns: int, mono_ns: int) -> bool:
+    """Whether an event gives its times in µs, ms or s: a clock that was never set shows about the monotonic time."""
+    return (
+        not plausible(wall_ns)
+        and any(plausible(wall_ns * unit) for unit in _UNITS)
+        and (mono_ns == wall_ns or mono_ns * 100 < wall_ns)
+    )
+
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MAX_OFFSET_MINUTES = 14 * 60
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
