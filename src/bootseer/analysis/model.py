@@ -274,10 +274,14 @@ class DataNode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStart:
-    """How one node read its checkpoint through the mount that `bootseer run --checkpoint` made."""
+    """How one node read its checkpoint, which `bootseer run --checkpoint` brought."""
 
     node: str
     uri: str
+    mode: str
+    """`mounted`, or `plain`: as it lies in a folder of the node, where nothing below is known."""
+    reason: str
+    """Why this mode, in words; empty when there was no choice."""
     seconds: float | None
     """Until it was mounted."""
     until: str

@@ -18,7 +18,7 @@ from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, ask, module_command
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.pip_settings import Read, requirement_files, settings
+from bootseer.env.installing.pip_settings import Read, Setting, requirement_files, settings
 from bootseer.env.installing.running import Run, runner
 from bootseer.env.installing.uv_settings import Translation, translate
 from bootseer.env.keys.lock import own_uv
@@ -41,6 +41,8 @@ d=$(mktemp -d) && trap 'rm -rf "$d"' EXIT && p=$1 t=$2 && shift 2 &&
 "$@" export -q --frozen --no-emit-project --format pylock.toml --python "$t" --project "$p" -o "$d/pylock.toml" &&
 "$@" pip install --python "$t" -r "$d/pylock.toml"
 """
+_QUIET = {"root-user-action": "ignore", "disable-pip-version-check": "1"}
+"""Settings of pip where nothing else sets them: it would warn at each start of what no job can mend."""
 _PROBE_DEADLINE_S = 10.0
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -88,23 +90,27 @@ def choose(
     if kind == "conda":
         prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
         return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
+    read = _reader(at)
+    found = settings(env, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
     if kind != "requirements":
         program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
         if not program:
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
         texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
-        found = _translated(texts, env, python, cwd, root, at)
-        told, more = _FOR_LOCKS | found.environment | _LOCKED, []
+        translation = _translated(texts, env, python, cwd, root, at, found, read)
+        told, more = _FOR_LOCKS | translation.environment | _LOCKED, []
         if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
-            told = _FOR_LOCKS | found.environment
-            more = [word for word in found.arguments if word not in ("--no-sources", "--no-config")]
+            told = _FOR_LOCKS | translation.environment
+            more = [word for word in translation.arguments if word not in ("--no-sources", "--no-config")]
         words = (*program, "pip", "install", "--python", python.executable, *more, *files)
         if kind == "uv.lock":
             words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
         return Installation((Command("uv", words, told),))
     files += [word for path in constraints for word in ("-c", path)]
-    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
-    translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
+    names = {setting.name for setting in found}
+    quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
+    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
+    translation = _translated((*requirements, *constraints), env, python, cwd, root, at, found, read)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
@@ -123,10 +129,9 @@ def _translated(
     cwd: str,
     root: str,
     at: Callable[[str], Path],
+    found: Sequence[Setting],
+    read: Read,
 ) -> Translation:
-    read = _reader(at)
-    home = env.get("HOME") or str(Path("~").expanduser())
-    found = settings(env, python.prefix, home, read)
 
     def exists(path: str) -> bool:
         return at(os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
