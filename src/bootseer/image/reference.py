@@ -79,8 +79,10 @@ def parse_reference(text: str) -> Reference:
         or any(letter.isspace() and letter != " " for letter in text)
     ):
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=_FORMS)
-    if in_registry:
-        return _in_registry(text)
+    return _in_registry(text) if in_registry else _of_any_place(text)
+
+
+def _of_any_place(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
