@@ -232,13 +232,16 @@ class Transport:
                     decode_content=False,
                 )
         except TransientError as error:
-            if isinstance(error.__cause__, ProtocolError) and _wants_tls(origin):
-                raise _spoken_to_plain(origin) from error
-            raise
-        if response.status == 400 and _wants_tls(origin):  # the answer of most servers
+            if not isinstance(error.__cause__, ProtocolError) or not _wants_tls(origin):
+                raise
+        else:
+            if response.status != 400 or not _wants_tls(origin):  # 400 is the answer of most servers
+                return Answer(response, url, left_s)
             response.close()
-            raise _spoken_to_plain(origin)
-        return Answer(response, url, left_s)
+        raise PermanentError(
+            f"{origin} wants TLS and was spoken to without: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an"
+            f" address of this machine put the authority's file into {CERTIFICATES}/{origin}/ca.crt"
+        )
 
     def _pool(self, origin: Origin) -> urllib3.PoolManager:
         """The connections that are encrypted as this origin's are."""
@@ -297,13 +300,6 @@ def _wants_tls(origin: Origin) -> bool:
             return True
     except OSError:
         return False
-
-
-def _spoken_to_plain(origin: Origin) -> PermanentError:
-    return PermanentError(
-        f"{origin} wants TLS and was spoken to without: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an address"
-        f" of this machine put the authority's file into {CERTIFICATES}/{origin}/ca.crt"
-    )
 
 
 def join(base: str, location: str) -> str:

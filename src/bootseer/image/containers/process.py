@@ -28,18 +28,8 @@ _SECRET = re.compile(
 )
 # Of this machine, or of how the image came here: no business of the program in it.
 _KEPT_BACK = frozenset(
-    {
-        "BOOTSEER_SPOOL",
-        "BOOTSEER_CACHE",
-        "BOOTSEER_RUNTIME",
-        "BOOTSEER_STORE",
-        "BOOTSEER_PLAIN_HTTP",
-        "BOOTSEER_AUTH_HOSTS",
-        "BOOTSEER_SIGNING_KEY",
-        "BOOTSEER_TRUSTED_KEYS",
-        "BOOTSEER_REQUIRE_SIGNATURE",
-        "BOOTSEER_PODINFO",
-    }
+    f"BOOTSEER_{name}"
+    for name in ("SPOOL", "CACHE", "RUNTIME", "STORE", "PLAIN_HTTP", "AUTH_HOSTS", "REQUIRE_SIGNATURE", "PODINFO")
 )
 
 
