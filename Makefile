@@ -36,8 +36,9 @@ fuzz: setup ## Three jobs read a file with parity from HDFS for ten minutes, on 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-docs: setup ## Check that links and commands in the documents exist
+docs: setup ## Check the documents' links and commands, and build them as a site in build/site
 	$(BIN)/python scripts/check_docs.py
+	@scripts/build_docs.sh
 
 help: ## Show this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'

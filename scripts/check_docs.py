@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
-_SKIPPED = {".venv", ".git", ".tools", "node_modules", "demo-out", ".demo-cache", ".hadoop"}
+_SKIPPED = {".venv", ".git", ".tools", "node_modules", "build", "demo-out", ".demo-cache", ".hadoop"}
 _FENCE = re.compile(r"^( *)(```+|~~~+).*?^ *\2 *$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\s*\)")

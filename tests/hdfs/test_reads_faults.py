@@ -107,6 +107,26 @@ class TestFaults:
         assert [outcome.error for outcome in outcomes if outcome.error] == []
         assert into == DATA
 
+    def test_a_node_that_hangs_costs_small_reads_moments(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
+        file = reads.open("/two")
+
+        def read_small(number: int) -> None:
+            into, done = bytearray(1000), Waiting()
+            file.read_into(number * MIB, memoryview(into), done, here=True)
+            assert done.wait()[0].error is None
+            assert into == DATA[number * MIB :][:1000]
+
+        for number in range(64):
+            read_small(number)
+        began_s = time.monotonic()
+        faulty.hang(1)
+        try:
+            for number in range(64):
+                read_small(number)
+        finally:
+            faulty.resume(1)
+        assert time.monotonic() - began_s < EXTRA_S
+
     def test_a_node_that_was_hung_is_used_again_when_it_goes_on(self, faulty: HdfsCluster, reads: HdfsReads) -> None:
         file = reads.open("/two")
         faulty.hang(0)

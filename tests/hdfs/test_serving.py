@@ -8,14 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("numpy")
 pytest.importorskip("google_crc32c")
 
-from bootseer.errors import Interrupted, PermanentError, TransientError
+from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.reads import HdfsReads
@@ -66,6 +65,16 @@ class Gated:
         """Until this much of all packets has come."""
         until = time.monotonic() + PATIENCE_S
         while sum(node["bytes"] for node in self.reads.facts()["nodes"].values()) < num_bytes:  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def connect(self) -> None:
+        """Read a little, until there is an idle connection."""
+        told = Waiting()
+        self.reads.open("/gated").read_into(0, memoryview(bytearray(PACKET)), told)
+        assert told.wait()[0].error is None
+        until = time.monotonic() + PATIENCE_S
+        while not self.reads._serving._connections._idle:
             assert time.monotonic() < until
             time.sleep(0.001)
 
@@ -200,6 +209,7 @@ def test_a_signal_while_this_thread_is_told_of_its_read_is_not_swallowed(
 
     file = gated.reads.open("/gated")
     gated.let(0, len(DATA))
+    gated.connect()
     with pytest.raises(type(interrupt)):
         file.read_into(0, memoryview(bytearray(PACKET)), interrupted, here=True)
     told = Waiting()
@@ -207,7 +217,7 @@ def test_a_signal_while_this_thread_is_told_of_its_read_is_not_swallowed(
     assert told.wait()[0].error is None
 
 
-def test_a_signal_before_this_thread_begins_to_read_leaves_the_datanode_to_others(
+def test_a_signal_before_a_read_was_begun_leaves_the_datanode_to_others(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted() -> None:
@@ -219,42 +229,30 @@ def test_a_signal_before_this_thread_begins_to_read_leaves_the_datanode_to_other
     with monkeypatch.context() as once:
         once.setattr(gated.reads._serving, "_wake", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            file.read_into(0, memoryview(bytearray(PACKET)), first, here=True)
+            file.read_into(0, memoryview(bytearray(PACKET)), first)
     file.read_into(0, memoryview(bytearray(PACKET)), told)
     assert told.wait(deadline_s=30.0)[0].error is None
     assert first.outcomes == []
 
 
-def test_all_who_read_in_one_request_of_a_thread_that_asked_are_told_of_the_close() -> None:
-    settings = replace(SETTINGS, connections_per_node=2, max_threads=1)
-    with contextlib.closing(Gated(settings)) as gated:
-        file = gated.reads.open("/gated")
-        is_busy, may_go_on = threading.Event(), threading.Event()
+def test_a_small_read_in_this_thread_is_told_of_the_close(gated: Gated) -> None:
+    file = gated.reads.open("/gated")
+    gated.let(0, len(DATA))
+    told = Waiting()
+    gated.connect()
+    gated.let(0, 0)
+    failed: list[BootseerError] = []
 
-        def busy(outcome: object) -> None:
-            is_busy.set()
-            may_go_on.wait(PATIENCE_S)
-
-        gated.let(3 * MIB, 4 * MIB)
-        file.read_into(3 * MIB, memoryview(bytearray(PACKET)), busy)
-        assert is_busy.wait(PATIENCE_S), "the only thread of the pool"
-        gated.let(0, 0)
-        told, behind = Waiting(), Waiting()
-        file.read_into(0, memoryview(bytearray(5 * PACKET)), told)
-        file.read_into(PIECE, memoryview(bytearray(2 * MIB)), behind)
-        data = memoryview(bytearray(5 * PACKET))
-        asking = threading.Thread(target=lambda: file.read_into(5 * PACKET, data, told, here=True))
-        asking.start()
-        gated.wait_for_packet(0)
-        gated.let(0, 5 * PACKET)
-        until = time.monotonic() + PATIENCE_S
-        # The next reception is for both of them.
-        while not any(run.received == 4 * PACKET and run.claimed for run in list(gated.reads._serving._schedule.runs)):
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        gated.reads.close()
+    def read() -> None:
         try:
-            asking.join(PATIENCE_S)
-            assert len(told.wait(2, deadline_s=10.0)) == 2
-        finally:
-            may_go_on.set()
+            file.read_into(2 * PACKET, memoryview(bytearray(PACKET)), told, here=True)
+        except BootseerError as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=read)
+    asking.start()
+    gated.wait_for_packet(2 * PACKET)
+    gated.reads.close()
+    asking.join(PATIENCE_S)
+    assert "was closed" in str(failed[0])
+    assert told.outcomes == []

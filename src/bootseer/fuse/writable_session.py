@@ -1,9 +1,9 @@
 """A mounted file system that can be changed: reads the kernel's requests, asks the file system, sends the answers.
 
 Several threads read requests, each into a buffer of its own, and run the file system's methods, which may wait: as
-long as one is idle no other is started, and when all wait another one is, up to a bound. Reads wait nowhere: they are
-answered from whichever thread has the data. Who calls: the daemon of `checkpoint.mount`, and the tests. How answers
-are sent, and how it ends: `mounted`.
+long as one is idle no other is started, and when all wait another one is, up to a bound. A read may be answered from
+any thread, so that none of these has to wait for its data; the thread of a small file's read may fetch them itself.
+Who calls: the daemon of `checkpoint.mount`, and the tests. How answers are sent, and how it ends: `mounted`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALID_S = 1
 """How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
 _MAX_THREADS = 256
 """More than the programs of a node that write or publish at the same moment: while so many wait, nobody reads."""
-_IDLE_THREADS = 4
+_IDLE_THREADS = 8
 _BODY = protocol.IN_HEADER.size
 
 

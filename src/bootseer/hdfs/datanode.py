@@ -11,6 +11,7 @@ No call waits longer than the socket's time-out for a byte: Linux's own (`SO_RCV
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -26,6 +27,7 @@ from bootseer.hdfs.protobuf import MAX_VARINT_BYTES, MalformedError, Message, de
 _MAX_PACKET_BYTES: Final = 16 << 20
 _MAX_ANSWER_BYTES: Final = 64 << 10
 _MAX_CHUNK_BYTES: Final = 1 << 20
+_EARLY_BYTES: Final = 4096
 _MAX_VIEWS: Final = 1000
 """The kernel takes 1,024 pieces of memory at once."""
 _READ_BLOCK = struct.pack(">hB", 28, 81)  # version of the protocol, operation
@@ -56,6 +58,8 @@ class DataNodeConnection:
         self.sums = bytearray()
         """Room for checksums, kept for the next read."""
         self.headers = bytearray((MAX_PACKETS + 1) * _HEADER_BYTES)
+        self._early = memoryview(b"")
+        """Received, and not asked for yet."""
 
     def connect(self, timeout_s: float) -> None:
         """Connect, waiting so long for each of its addresses. Raises `DataNodeError`."""
@@ -101,10 +105,40 @@ class DataNodeConnection:
     def receive(self, views: list[memoryview], on_silence: Callable[[float], None]) -> None:
         """Fill all of `views`. `on_silence` hears for how long nothing has come, and raises to end the waiting."""
         left = sum(map(len, views))
-        silent_since_s = None
         while left:
+            got = self._from_early(views) if self._early else self._some(views, socket.MSG_WAITALL, on_silence)
+            left -= got
+            if left:
+                views = _behind(views, got)
+
+    def receive_early(self, on_silence: Callable[[float], None]) -> None:
+        """Wait for the next bytes and take as many as are there, up to a few KiB: `receive` hands them out.
+
+        An answer, the header behind it and small data are then one system call, and not one for each."""
+        room = memoryview(bytearray(_EARLY_BYTES))
+        self._early = room[: self._some([room], 0, on_silence)]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the next byte. Raises `SilentError`."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            raise SilentError(f"it said nothing for {timeout_s:.2f} s")
+
+    def _from_early(self, views: list[memoryview]) -> int:
+        got = 0
+        for view in views:
+            part = self._early[: len(view)]
+            view[: len(part)] = part
+            self._early = self._early[len(part) :]
+            got += len(part)
+        return got
+
+    def _some(self, views: list[memoryview], flags: int, on_silence: Callable[[float], None]) -> int:
+        silent_since_s = None
+        while True:
             try:
-                got = self._socket.recvmsg_into(views[:_MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
+                got = self._socket.recvmsg_into(views[:_MAX_VIEWS], 0, flags)[0]
             except BlockingIOError:
                 now_s = time.monotonic()
                 silent_since_s = silent_since_s or now_s - self.silent_s
@@ -114,10 +148,7 @@ class DataNodeConnection:
                 raise DataNodeError(f"the connection broke: {error}") from error
             if got == 0:
                 raise DataNodeError("it closed the connection")
-            left -= got
-            silent_since_s = None
-            if left:
-                views = _behind(views, got)
+            return got
 
     def finish(self, status: int) -> None:
         """The read has ended well: tell it, so that the connection serves another one."""
@@ -140,10 +171,12 @@ class BlockRead:
         strict: bool = False,
         max_packets: int = MAX_PACKETS,
         on_silence: Callable[[float], None],
+        patience_s: float | None = None,
     ) -> None:
         """Ask for `length` bytes from `offset` of the block on, all of which it has. Raises `DataNodeError`s.
 
         `check`: compare them with HDFS's checksums, where the DataNode has them; `strict`: it must have them.
+        `patience_s`: for the first byte of the answer, where less than the connection's own is enough.
         """
         self._connection = connection
         self._on_silence = on_silence
@@ -154,7 +187,10 @@ class BlockRead:
         header = field(1, base) + field(2, _CLIENT)
         request = field(1, header) + field(2, offset) + field(3, length) + field(4, check)
         connection.send(_READ_BLOCK + delimited(request))
+        if patience_s is not None:
+            connection.wait(patience_s)
         try:
+            connection.receive_early(on_silence)
             self._begin(offset, check, strict)
             self._sequence = 0
             self._head = bytearray(_HEADER_BYTES)

@@ -55,6 +55,13 @@ class Line:
         """What the node is called."""
         return self.node.host_port
 
+    def note_read(self, block: Block, length: int, seconds: float) -> None:
+        """The node has served a read that was never queued."""
+        self.sample = block
+        self.requests += 1
+        self.bytes += length
+        self.seconds += seconds
+
     def has_urgent(self) -> bool:
         """Whether a piece waits here that a reader waits for."""
         while self._urgent and not self._is_here(self._urgent[0]):

@@ -14,6 +14,7 @@ _FIXED_BYTES: Final = {1: 8, 5: 4}
 _KINDS: Final = {_VARINT, _COUNTED, *_FIXED_BYTES}
 _MASK = (1 << 64) - 1
 _EMPTY: Final[list[int | bytes]] = []
+_ONE_BYTE: Final = [bytes((number,)) for number in range(0x80)]
 
 
 class MalformedError(ValueError):
@@ -22,6 +23,8 @@ class MalformedError(ValueError):
 
 def varint(number: int) -> bytes:
     """An integer in its variable length; negative ones as 64 bit of two's complement."""
+    if 0 <= number <= 0x7F:  # nearly all
+        return _ONE_BYTE[number]
     number &= _MASK
     out = bytearray()
     while number > 0x7F:

@@ -46,12 +46,17 @@ class Queueing:
             nodes = [node for node in nodes if node.host_port in best]
         piece.state = State.QUEUED
         for node in nodes:
-            line = self.lines.get(node.host_port)
-            if line is None:
-                line = self.lines[node.host_port] = Line(node)
+            line = self.line(node)
             line.add(piece, first=first)
             self._waiting[line] = None
             self.poke(line)
+
+    def line(self, node: Node) -> Line:
+        """The line of a DataNode."""
+        line = self.lines.get(node.host_port)
+        if line is None:
+            line = self.lines[node.host_port] = Line(node)
+        return line
 
     def remove(self, piece: Piece, line: Line | None = None) -> None:
         """It does not wait any more: in this line, or in any."""

@@ -112,8 +112,8 @@ class HdfsFile:
         `done` is called once, from a thread of these reads, and must return soon; from then on nobody writes to `into`.
         Raises `TransientError` or `PermanentError` when the read cannot be begun; then `done` is not called. `check`:
         compare with HDFS's own checksums. `urgent`: a reader waits. `avoid`: DataNodes that gave wrong bytes, which
-        are asked when there is no other. Safe to call from `done`, unless `here`: this thread, which holds no lock,
-        receives the bytes itself, which for a few of them takes less than waking another thread.
+        are asked when there is no other. Safe to call from `done`, unless `here`: then this thread, which holds no
+        lock, may receive the bytes itself and call `done`, which for a few of them takes less than waking another one.
         """
         if into.readonly:
             raise ValueError("a read needs memory that can be written to")
@@ -123,7 +123,8 @@ class HdfsFile:
             ticket.error = PermanentError(
                 f"{self._source.named} has {self.size_bytes} bytes, not {len(into)} from {offset} on"
             )
-        self._serving.submit(ticket, here=here)
+        if not here or ticket.error is not None or not len(into) or not self._serving.read_now(ticket):
+            self._serving.submit(ticket)
         return ReadTicket(self._serving, ticket)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 import struct
@@ -21,6 +22,7 @@ from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, re
 
 _MAX_ANSWER_BYTES: Final = 128 << 20
 """Hadoop's own `ipc.maximum.response.length`; the blocks of a file of 1 TB take 5 MB."""
+_ROOM_BYTES: Final = 16 << 10
 _HEADER = b"hrpc" + bytes([9, 0, 0])  # version 9, default service class, no authentication
 _PROTOCOL_BUFFERS, _FINAL_PACKET = 2, 0
 _CONTEXT_CALL, _SASL_CALL = -3, -33
@@ -79,6 +81,9 @@ class RpcConnection:
         self._has_answered = False
         self._until = time.monotonic() + timeout_s
         self._socket = connect(host, port, timeout_s)
+        # From here on Linux's own time-outs: Python's would take a poll before each call, and a call to set them.
+        self._socket.settimeout(None)
+        self._received = bytearray()
         context = delimited(field(2, field(1, user)) + field(3, protocol))
         with self._closing():
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,9 +98,9 @@ class RpcConnection:
         self._until = time.monotonic() + timeout_s
         self._num_calls += 1
         number = self._num_calls if number is None else number
-        header = delimited(field(1, method) + field(2, self._protocol) + field(3, 1))
         with self._closing():
-            self._send(_framed(self._call_header(number, retry=0) + header + delimited(request)))
+            header = self._call_header(number, retry=0) + _request_header(method, self._protocol)
+            self._send(_framed(header + delimited(request)))
             first = self._receive(4)
             if first == b"HTTP":
                 raise UnreachableError(f"{self._peer} is the address of a web page, not of a NameNode")
@@ -140,24 +145,27 @@ class RpcConnection:
         )
 
     def _send(self, data: bytes) -> None:
-        self._socket.settimeout(self._left_s())
+        self._limit(socket.SO_SNDTIMEO)
         self._socket.sendall(data)
 
     def _receive(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            self._socket.settimeout(self._left_s())
-            piece = self._socket.recv(min(length - len(data), 1 << 20))
+        """The next bytes. More are taken where they are there already: an answer is one system call."""
+        while (missing := length - len(self._received)) > 0:
+            self._limit(socket.SO_RCVTIMEO)
+            piece = self._socket.recv(min(max(missing, _ROOM_BYTES), 1 << 20))
             if not piece:
                 raise ConnectionResetError("the connection was closed")
-            data += piece
-        return bytes(data)
+            self._received += piece
+        data = bytes(memoryview(self._received)[:length])
+        del self._received[:length]
+        return data
 
-    def _left_s(self) -> float:
+    def _limit(self, option: int) -> None:
+        """Let the next call wait until the deadline of this question."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no answer in time")
-        return left_s
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(left_s), int(left_s % 1 * 1e6) or 1))
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -168,7 +176,7 @@ class RpcConnection:
             raise
         except (OSError, MalformedError) as error:
             self.close()
-            if isinstance(error, TimeoutError):
+            if isinstance(error, (TimeoutError, BlockingIOError)):
                 raise TransientError(f"{self._peer}: no answer in time") from error
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if not self._has_answered:
@@ -177,6 +185,11 @@ class RpcConnection:
         except BaseException:
             self.close()
             raise
+
+
+@functools.cache
+def _request_header(method: str, protocol: str) -> bytes:
+    return delimited(field(1, method) + field(2, protocol) + field(3, 1))
 
 
 def _framed(message: bytes) -> bytes:

@@ -5,8 +5,8 @@ time brings about: deadlines, late requests, probes of DataNodes that are left a
 under one lock that is not held while a thread waits for a network.
 
 Callers are told by these threads alone, with no lock held: not by the timer, which must not wait for a caller, and
-never by a thread that came with a question or a read, whatever locks it holds. So a caller may ask for estimates under
-a lock of its own, and `done` may ask for the next read.
+never by a thread that came with a question or a read, whatever locks it holds, except by `read_now`, whose caller says
+that it holds none. So a caller may ask for estimates under a lock of its own, and `done` may ask for the next read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bootseer.hdfs.faults import DataNodeError, RefusedError, SilentError, Uneve
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.outcome import ReadOutcome
-from bootseer.hdfs.pieces import Source, Ticket
+from bootseer.hdfs.pieces import NOTHING, Source, Ticket
 from bootseer.hdfs.runs import Run
 from bootseer.hdfs.schedule import Schedule
 from bootseer.hdfs.settings import ReadSettings
@@ -62,7 +62,8 @@ class Serving:
         self._lock = threading.Lock()
         self._schedule = Schedule(self.settings)
         self._probes: list[tuple[Block, Node]] = []
-        self._probing: set[DataNodeConnection] = set()
+        self._apart: set[DataNodeConnection] = set()
+        """Connections in use by no run: probes, and reads that are carried out at once."""
         self._num_coming = 0
         """Threads that were asked for and have not looked yet what there is to do."""
         self._ticking = False
@@ -89,38 +90,90 @@ class Serving:
         with self._lock:
             yield self._schedule
 
-    def submit(self, ticket: Ticket, *, here: bool = False) -> None:
-        """Carry out a read; `here`: in this thread, which holds no lock and has time, if its DataNode is free.
-
-        Raises `BootseerError`, and then does not call its `done`."""
-        run = None
+    def submit(self, ticket: Ticket) -> None:
+        """Carry out a read. Raises `BootseerError`, and then does not call its `done`."""
         with self._lock:
             if self._closed:
                 raise PermanentError(f"{ticket.source.named}: its reader was closed")
             try:
                 self._schedule.submit(ticket, time.monotonic())
-                if here:
-                    run = self._schedule.take(time.monotonic())
-                try:
-                    self._wake()
-                except TransientError:
-                    if run is None:  # otherwise this thread is enough
-                        raise
+                self._wake()
             except BaseException:
                 # No thread has seen it: the lock was held all the time.
-                if run is not None:
-                    self._schedule.finished(run, None, time.monotonic())
                 self._schedule.fail(ticket, TransientError("it was not begun"), at_once=True)
                 with suppress(ValueError):
                     self._schedule.ended.remove(ticket)
                 raise
-        if run is not None:
-            try:
-                self._carry_out(run)
-            except Exception:
-                report_exception()
-            while self._closed and (job := self._untold()) is not None:  # perhaps there is no other thread any more
-                job()
+
+    def read_now(self, ticket: Ticket) -> bool:
+        """Carry out a read of a few bytes in this thread, if one of its DataNodes has an idle connection, and tell its
+        caller. This thread must hold no lock.
+
+        The schedule is left out, which for one small piece takes more time than the rest. Whatever goes wrong, and an
+        answer that is later than usual, is for the schedule to settle: False, and the DataNode is to be avoided.
+        """
+        began_s = time.monotonic()
+        block = ticket.source.located.block_at(ticket.offset)
+        is_in_one = ticket.offset + len(ticket.into) <= block.end
+        found = self._idle(block, len(ticket.into), began_s) if is_in_one else None
+        if found is None:
+            return False
+        node, connection, late_s = found
+        ticket.node = node.host_port
+        is_whole = False
+        try:
+            self._read_apart(ticket, block, connection, late_s)
+            is_whole = True
+        except SilentError:
+            self._connections.drop(node)
+        except DataNodeError:
+            pass
+        finally:
+            with self._lock:
+                self._apart.discard(connection)
+                if is_whole:
+                    line = self._schedule.queueing.line(node)
+                    line.note_read(block, len(ticket.into), time.monotonic() - began_s)
+            self._give_back(node, connection, is_whole)
+        if is_whole:
+            ticket.into = NOTHING
+            _tell(ticket)
+        else:
+            ticket.avoid |= {node.host_port}
+        return is_whole
+
+    def _idle(self, block: Block, length: int, now_s: float) -> tuple[Node, DataNodeConnection, float] | None:
+        """An idle connection to the best DataNode of those that have one, and how long it is waited for."""
+        with self._lock:
+            if self._closed:
+                return None
+            choice = self._schedule.choice
+            nodes = {node.host_port: node for node in block.nodes if not choice.is_open(node.host_port)}
+            for name in choice.order(nodes, length, self._schedule.queueing.backlog_bytes, now_s):
+                connection = self._connections.take(nodes[name])
+                if connection is not None:
+                    self._apart.add(connection)
+                    return nodes[name], connection, choice.late_s()
+        return None
+
+    def _read_apart(self, ticket: Ticket, block: Block, connection: DataNodeConnection, late_s: float) -> None:
+        strict = ticket.check and block.id not in ticket.source.unchecked
+        read = BlockRead(
+            connection, block, ticket.offset - block.start, len(ticket.into),
+            check=ticket.check, strict=strict, on_silence=_give_up, patience_s=late_s,
+        )  # fmt: skip
+        done = 0
+        while part := read.next_bytes():
+            read.receive([ticket.into[done : done + part]])
+            done += part
+        read.finish()
+
+    def _give_back(self, node: Node, connection: DataNodeConnection, is_whole: bool) -> None:
+        """`is_whole`: the latest read was received to its end, so that the connection can serve another one."""
+        if is_whole and not self._closed:
+            self._connections.give(node, connection)
+        else:
+            connection.close()
 
     def close(self) -> None:
         """End all reads, threads and connections. Not to be called from a `done`."""
@@ -131,7 +184,7 @@ class Serving:
                 self._schedule.fail(ticket, error, at_once=True)
             for run in self._schedule.runs:
                 run.halt()
-            for connection in self._probing:
+            for connection in self._apart:
                 connection.stop()
         while (job := self._untold()) is not None:
             job()
@@ -256,10 +309,7 @@ class Serving:
             with self._lock:
                 # From here on nobody stops it, so that its number can be used again.
                 run.connection = None
-            if is_whole and not self._closed:
-                self._connections.give(run.line.node, connection)
-            else:
-                connection.close()
+            self._give_back(run.line.node, connection, is_whole)
         return True
 
     def _receive(self, run: Run, connection: DataNodeConnection) -> bool:
@@ -319,20 +369,17 @@ class Serving:
     def _probe(self, block: Block, node: Node) -> None:
         """See whether a DataNode that is left alone answers again."""
 
-        def give_up(silent_s: float) -> None:
-            raise SilentError(f"it said nothing for {silent_s:.1f} s")
-
         try:
             connection = self._connections.new(node)
             with self._lock:
-                self._probing.add(connection)
+                self._apart.add(connection)
             try:
                 connection.connect(self.settings.silent_s)
                 # A request of its own: no reader waits for what may never come.
-                BlockRead(connection, block, 0, 1, check=False, on_silence=give_up)
+                BlockRead(connection, block, 0, 1, check=False, on_silence=_give_up)
             finally:
                 with self._lock:
-                    self._probing.discard(connection)
+                    self._apart.discard(connection)
                 connection.close()
         except RefusedError:
             pass  # it has no such block any more, but it answers
@@ -340,6 +387,10 @@ class Serving:
             return
         with self.schedule() as schedule:
             schedule.choice.works(node.host_port)
+
+
+def _give_up(silent_s: float) -> None:
+    raise SilentError(f"it said nothing for {silent_s:.1f} s")
 
 
 def _tell(ticket: Ticket) -> None:
