@@ -39,7 +39,7 @@ def make_cgroups(name: str, limits: Limits) -> list[Path]:
                 (folder / file).write_text(text)
         except (OSError, ValueError) as error:
             remove_cgroups(made)
-            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+            why = f"{error.filename or 'its cgroup'}: {error.strerror}" if isinstance(error, OSError) else error
             raise UsageError(f"{option} cannot be had here: {why}", hint=_HINT) from error
     return made
 
@@ -75,7 +75,9 @@ def _place(controller: str) -> tuple[Path, int]:
             continue
         for root, mounted in _mounted(controller, version):
             below = os.path.relpath(path, root)
-            folder = mounted if below.startswith("..") else mounted / below
+            if below.startswith(".."):
+                continue  # ours cannot be seen, and another one is not bound by the job's limits
+            folder = mounted / below
             if version == 1:
                 return folder, version
             if controller in (folder / "cgroup.controllers").read_text().split():
