@@ -162,7 +162,7 @@ def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node,
         (("image", "run", "127.0.0.1:1/a:1", "--device", "nvidia"), "vendor.com"),
         (("image", "run", "127.0.0.1:1/a:1", "--shm-size", "big"), "8g"),
         (("image", "convert", "127.0.0.1:1/a:1", "--layer-limit", "files=7"), "unpacked_bytes"),
-        (("image", "mount", "127.0.0.1:1/a:1", "/mnt/x", "--layer-limit", "members=x"), "members=8000000"),
+        (("image", "mount", "127.0.0.1:1/a:1", "/mnt/x", "--layer-limit", "members=x"), "8g"),
         (("image", "run", "127.0.0.1:1/a:1", "--layer-limit", "text_bytes=big"), "8g"),
         *(
             ((*verb, "--" + option.partition(" ")[0], option.partition(" ")[2], "--", "true"), hint)

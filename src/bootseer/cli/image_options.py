@@ -241,16 +241,12 @@ def _limits(values: Mapping[str, Any]) -> Limits:
 
 def parse_layer_limits(words: Sequence[str]) -> dict[str, int]:
     """`NAME=VALUE`, fields of `LayerLimits`. Raises `UsageError`."""
-    import re
-
     found = {}
     for word in words:
         name, _, value = word.partition("=")
         if name not in ("unpacked_bytes", "members", "text_bytes"):
             raise UsageError(f"--layer-limit {word!r}: no such limit", hint="unpacked_bytes, members or text_bytes")
-        if name == "members" and not re.fullmatch(r"\d{1,10}", value):
-            raise UsageError(f"--layer-limit {word!r} is no number", hint="for example --layer-limit members=8000000")
-        found[name] = int(value) if name == "members" else parse_size(value, f"--layer-limit {name}")
+        found[name] = parse_size(value, f"--layer-limit {name}")
     return found
 
 
@@ -267,7 +263,7 @@ def parse_size(text: str, option: str) -> int:
     """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
     import re
 
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
         raise UsageError(f"{option} {text!r} is no size", hint="for example 512m or 8g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
