@@ -1,81 +1,112 @@
-"""How often `bootseer diff` cries wolf over two startups of the same kind, and how often it sees a slower stage.
+"""How often `bootseer diff` cries wolf over startups of the same kind, and how often it sees a slower stage.
 
 Nodes differ from each other and from run to run by the jitter: drawn evenly within it, and drawn log-normal with it as
-sigma, because real startups have a long tail. A pair comes from one distribution, or B's install is 20 % slower (twice
-as slow, where few nodes raise the bar). One alarm anywhere in a comparison makes it a false one.
+sigma, because real startups have a long tail. Whole runs are alike, or one factor for each makes all stages of all its
+nodes longer or shorter: drawn evenly within 15 %, or log-normal with a sigma of 15 %. B is compared with one other run
+(a pair) and with ten (`--baseline`), drawn from the same startups; or B's install takes 1.2 times or twice as long. One
+alarm anywhere in a comparison makes it a false one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 from harness import Benchmark, Must, Outcome
 
-from bootseer.analysis.diff import MIN_TESTED, SAME, SLOWER, compare
+from bootseer.analysis.diff import MIN_TESTED, RUN_VARIATION, SAME, SLOWER, UNPROVEN, Difference, compare
 from bootseer.analysis.model import Report
 from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
 
-_SEEDS = {1: 1000, 2: 1000, 8: 600, 64: 200}
-_JITTERS = (0.05, 0.20)
-_SHAPES = ("even", "lognormal")
+_STARTUPS = {1: 1000, 2: 1000, 8: 500, 64: 200}
+_SLOW_STARTUPS = 100
+_BASELINES = {"a pair": 1, "ten runs": 10}
 _SLOWDOWNS = (1.2, 2.0)
 _LIMIT = 0.01
+_RUNS_VARY = 0.15
+
+
+class _Cell(NamedTuple):
+    """What the startups of one cell are drawn from."""
+
+    nodes: int
+    jitter: float
+    shape: str
+    runs: str
+
+    def __str__(self) -> str:
+        vary = "alike" if self.runs == "alike" else f"{self.runs} {_RUNS_VARY:.0%}"
+        return f"{self.nodes} nodes, {self.shape} jitter {self.jitter:.0%}, runs {vary}"
+
+
+_CELLS = [_Cell(*cell, "alike") for cell in product(_STARTUPS, (0.05, 0.20), ("even", "lognormal"))] + [
+    _Cell(nodes, *nodes_vary, runs)
+    for nodes, nodes_vary, runs in product(_STARTUPS, ((0.05, "even"), (0.20, "lognormal")), ("even", "lognormal"))
+]
 
 
 def measure(quick: bool) -> Outcome:
     cells: dict[str, dict[str, float | int]] = {}
-    samples: dict[str, list[float]] = {"false alarms": [], **{f"seen, {slow:g}x": [] for slow in _SLOWDOWNS}}
-    for (nodes, seeds), jitter, shape in product(_SEEDS.items(), _JITTERS, _SHAPES):
-        pairs = seeds // 10 if quick else seeds
-        alarms = 0
-        seen = dict.fromkeys(_SLOWDOWNS, 0)
-        for seed in range(pairs):
-            draws = _draws(seed)
-            a = _report(nodes, jitter, shape, next(draws))
-            same = compare(a, _report(nodes, jitter, shape, next(draws)))
-            alarms += any(moved.verdict != SAME for moved in (same.overall, *same.stages))
-            for slow in _SLOWDOWNS:
-                other = compare(a, _report(nodes, jitter, shape, next(draws), slow))
-                seen[slow] += any(moved.verdict == SLOWER and moved.stage == INSTALL for moved in other.stages)
-        samples["false alarms"].append(alarms / pairs)
-        for slow, count in seen.items():
-            samples[f"seen, {slow:g}x"].append(count / pairs)
-        cells[f"{nodes} nodes, {shape} jitter {jitter:.0%}"] = {
-            "pairs": pairs,
-            "false_alarms": alarms / pairs,
-            **{f"seen_{slow:g}x": count / pairs for slow, count in seen.items()},
-        }
+    for cell in _CELLS:
+        count = _STARTUPS[cell.nodes] // (10 if quick else 1)
+        rng = random.Random(str(cell))
+        startups = [_report(cell, rng, number) for number in range(count)]
+        slow = {x: [_report(cell, rng, count + n, x) for n in range(min(_SLOW_STARTUPS, count))] for x in _SLOWDOWNS}
+        found: dict[str, float | int] = {"comparisons": count}
+        for name, runs in _BASELINES.items():
+            equal = [compare(_others(startups, b, runs, rng), [b]) for b in startups]
+            found[f"false_alarms, {name}"] = sum(map(_alarms, equal)) / count
+            for slowdown, reports in slow.items():
+                seen = sum(_sees(compare(_others(startups, b, runs, rng), [b])) for b in reports)
+                found[f"seen_{slowdown:g}x, {name}"] = seen / len(reports)
+        cells[str(cell)] = found
+    kinds = [key for key in next(iter(cells.values())) if key != "comparisons"]
     return Outcome(
-        parameters={"nodes": list(_SEEDS), "jitters": _JITTERS, "shapes": _SHAPES, "tested_from_nodes": MIN_TESTED},
-        samples=samples,
+        parameters={
+            "cells": [cell._asdict() for cell in _CELLS],
+            "runs_vary": _RUNS_VARY,
+            "assumed_run_variation": RUN_VARIATION,
+            "tested_from_nodes": MIN_TESTED,
+        },
+        samples={kind.replace("_", " "): [float(found[kind]) for found in cells.values()] for kind in kinds},
         unit="share of comparisons, over the cells",
         must_reach=[
-            Must(f"false alarms, {cell}", float(found["false_alarms"]), _LIMIT, "of comparisons")
+            Must(f"false alarms, {name}, {cell}", float(found[f"false_alarms, {name}"]), _LIMIT, "of comparisons")
             for cell, found in cells.items()
+            for name in _BASELINES
         ],
         details={"cells": cells},
     )
 
 
-def _draws(seed: int) -> Iterator[int]:
-    rng = random.Random(seed)
-    while True:
-        yield rng.getrandbits(32)
+def _others(startups: list[Report], b: Report, runs: int, rng: random.Random) -> list[Report]:
+    return [report for report in rng.sample(startups, runs + 1) if report is not b][:runs]
 
 
-def _report(nodes: int, jitter: float, shape: str, seed: int, slow: float = 1.0) -> Report:
+def _alarms(difference: Difference) -> bool:
+    return any(moved.verdict not in (SAME, UNPROVEN) for moved in (difference.overall, *difference.stages))
+
+
+def _sees(difference: Difference) -> bool:
+    return any(moved.verdict == SLOWER and moved.stage == INSTALL for moved in difference.stages)
+
+
+def _report(cell: _Cell, rng: random.Random, number: int, slow: float = 1.0) -> Report:
     """The report of one startup in which each node's work of each stage is drawn anew."""
-    rng = random.Random(seed)
-    work = {}
-    for node, (stage, base_s, _) in product(range(nodes), DEFAULT_WORK):
-        factor = 1 + rng.uniform(-jitter, jitter) if shape == "even" else rng.lognormvariate(0, jitter)
-        if stage not in BARRIERS:
-            work[node, stage] = base_s * factor * (slow if stage == INSTALL else 1.0)
-    return analyse(Fleet(nodes, work_of=work, begin_s=seed % 1000).events(), Options())
+
+    def drawn(shape: str, spread: float) -> float:
+        return 1 + rng.uniform(-spread, spread) if shape == "even" else rng.lognormvariate(0, spread)
+
+    of_run = 1.0 if cell.runs == "alike" else drawn(cell.runs, _RUNS_VARY)
+    work = {
+        (node, stage): base_s * of_run * drawn(cell.shape, cell.jitter) * (slow if stage == INSTALL else 1.0)
+        for node, (stage, base_s, _) in product(range(cell.nodes), DEFAULT_WORK)
+        if stage not in BARRIERS
+    }
+    return analyse(Fleet(cell.nodes, work_of=work, attempt=number, begin_s=number % 1000).events(), Options())
 
 
 BENCHMARK = Benchmark("diff_noise", "How often does `bootseer diff` see what is not there, and what is?", measure)

@@ -7,7 +7,7 @@ seconds; the analysis must find the same numbers from the lines alone. Nothing h
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event, encode
@@ -56,12 +56,16 @@ class Fleet:
     """Nodes that write nothing at all; the others still wait for them."""
     killed_in: Mapping[int, str] = field(default_factory=dict)
     """Node to the stage in which SIGKILL hits it; then nobody gets past the next barrier."""
+    names: Sequence[str] = ()
+    """Of the nodes, where these do not do: `node-0000`, ..."""
+    facts_of: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    """Node to attributes of its `run`: rack, topology."""
     end_s: float = field(default=0.0, init=False)
     """When the first step ended everywhere: known once the lines were made."""
     waited_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def name(self, node: int) -> str:
-        return f"node-{node:04d}"
+        return self.names[node] if self.names else f"node-{node:04d}"
 
     def lines(self) -> list[bytes]:
         """The event lines of all nodes; fills `end_s` and `waited_s`."""
@@ -77,7 +81,7 @@ class Fleet:
         writers[0].at(now[0], "queue", END)
         facts: dict[str, object] = {"gpus": self.gpus_per_node, "num_nodes": self.num_nodes}
         for node, writer in writers.items():
-            writer.at(now[node], "run", BEGIN, attrs=facts)
+            writer.at(now[node], "run", BEGIN, attrs={**facts, **self.facts_of.get(node, {})})
         for stage, base_s, jitter_s in self.work:
             for node in alive:
                 writers[node].begin(now[node], stage)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootseer.analysis.barriers import barriers_of, end_ns, last_arrivals
+from bootseer.analysis.barriers import Replay, barriers_of, last_arrivals
 from bootseer.analysis.lanes import Arrival, Lane
 from bootseer.analysis.spans import TRUNCATED, Span
-from bootseer.analysis.stragglers import savings_ns
 from bootseer.trace.event import OK
 
 RELEASE = 3
@@ -70,7 +69,7 @@ def whole_groups(job: Job) -> Job:
 def test_the_model_gives_the_observed_end(job):
     """Barriers of all nodes and of overlapping groups: nothing left out gives what happened."""
     end = job.play()
-    assert end_ns(barriers_of(job.lanes)) == end
+    assert Replay(barriers_of(job.lanes)).end_ns() == end
 
 
 @given(jobs(), st.data())
@@ -83,8 +82,8 @@ def test_leaving_nodes_out_is_what_the_job_without_them_takes(job, data):
     out = frozenset(data.draw(st.sets(st.integers(0, most), min_size=1, max_size=most)))
     names = frozenset(f"n{node}" for node in out)
     rest = Job(job.starts, job.work, job.groups).play(out)
-    assert end_ns(found, names) == rest
-    assert savings_ns(found, names) == whole - rest
+    assert Replay(found).end_ns(names) == rest
+    assert Replay(found).savings_ns(names) == whole - rest
 
 
 @given(jobs())
@@ -104,8 +103,8 @@ def test_leaving_out_everybody_leaves_no_end():
     job = Job([0, 5], [[1, 1], [2, 2]], [[0, 1]])
     job.play()
     found = barriers_of(job.lanes)
-    assert end_ns(found, frozenset({"n0", "n1"})) is None
-    assert savings_ns(found, frozenset({"n0", "n1"})) == 0
+    assert Replay(found).end_ns(frozenset({"n0", "n1"})) is None
+    assert Replay(found).savings_ns(frozenset({"n0", "n1"})) == 0
 
 
 def test_different_stragglers_hide_behind_each_other():
@@ -114,7 +113,7 @@ def test_different_stragglers_hide_behind_each_other():
     job.play()
     found = barriers_of(job.lanes)
     assert [barrier.last.lane.node for barrier in found[:2]] == ["n0", "n1"]
-    saved = [savings_ns(found, frozenset(names)) for names in ({"n0"}, {"n1"}, {"n0", "n1"}, {"n2"})]
+    saved = [Replay(found).savings_ns(frozenset(names)) for names in ({"n0"}, {"n1"}, {"n0", "n1"}, {"n2"})]
     assert saved == [30, 20, 50, 0]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from statistics import median
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bootseer.analysis.inputs import Source
 from bootseer.analysis.model import Report
@@ -13,7 +16,7 @@ from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import scan
 from bootseer.trace.event import decode
-from fleet import INSTALL, RELEASE_S, Fleet, slow_installs
+from fleet import BARRIERS, DEFAULT_WORK, INSTALL, RELEASE_S, Fleet, slow_installs
 
 
 def report_of(*fleets: Fleet, **options: object) -> Report:
@@ -187,8 +190,6 @@ def test_unknown_gpus_are_unobserved_and_not_zero():
 
 
 def test_duplicates_are_dropped_and_order_is_free():
-    import random
-
     events = [decode(line)[0] for line in Fleet(6, seed=2).lines()]
     shuffled = events * 2
     random.Random(1).shuffle(shuffled)
@@ -196,3 +197,89 @@ def test_duplicates_are_dropped_and_order_is_free():
     assert b["input"]["duplicates"] == len(events)
     a.pop("input"), b.pop("input")
     assert a == b
+
+
+READ = "model_initialization.checkpoint_read"
+
+
+def test_groups_that_hide_behind_each_other_are_told_together():
+    """Seven nodes lose 53 s in one stage and fourteen 38 s in the other: alone these save 15 s and nothing."""
+    work = {(n, "image_loading"): 83.0 for n in range(100, 107)} | {(n, INSTALL): 98.0 for n in range(200, 214)}
+    report = report_of(Fleet(288, work_of=work), price_per_gpu_hour=2.0)
+    first, second = report.straggler_groups
+    assert (first.stage, len(first.nodes), second.stage, len(second.nodes)) == ("image_loading", 7, INSTALL, 14)
+    assert (first.savings_s, second.savings_s) == (pytest.approx(15, abs=1), pytest.approx(0, abs=1e-6))
+    assert (first.next_s, second.next_s) == (pytest.approx(15, abs=1), pytest.approx(38, abs=1))
+    assert second.joint_s == pytest.approx(first.next_s + second.next_s) == pytest.approx(53, abs=1)
+    assert second.joint_gpu_hours == pytest.approx(second.joint_s * 8 * (288 - 21) / 3600)
+    assert second.joint_cost == pytest.approx(2 * second.joint_gpu_hours)
+    told = f"21 nodes held the others back for {second.joint_s:.1f} s together, above all 14 nodes in {INSTALL}"
+    assert told in report.verdict
+    assert f"= {second.joint_gpu_hours:.3g} GPU-hours" in report.verdict
+
+
+slow_stages = st.sampled_from(["image_loading", INSTALL, READ, "first_step"])
+
+
+@given(
+    slow=st.lists(st.tuples(slow_stages, st.integers(1, 3), st.integers(15, 60)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_savings_of_groups_are_those_of_a_job_without_them(slow, seed):
+    """Alone, in their order and together, against the generator's own play of the fleet without these nodes."""
+    rng = random.Random(seed)
+    work = {
+        (node, name): base_s + rng.uniform(-jitter_s, jitter_s)
+        for node in range(16)
+        for name, base_s, jitter_s in DEFAULT_WORK
+        if name not in BARRIERS
+    }
+    late = iter(rng.sample(range(16), 16))
+    for name, count, late_s in slow:
+        for _ in range(count):
+            work[next(late), name] += late_s
+
+    def end_s(without: set[str]) -> float:
+        number = {old: new for new, old in enumerate(n for n in range(16) if f"node-{n:04d}" not in without)}
+        rest = Fleet(len(number), work_of={(number[n], s): length for (n, s), length in work.items() if n in number})
+        rest.lines()
+        return rest.end_s
+
+    groups = report_of(Fleet(16, work_of=work)).straggler_groups
+    whole, out, before = end_s(set()), set(), 0.0
+    for index, group in enumerate(groups):
+        assert group.savings_s == pytest.approx(whole - end_s(set(group.nodes)), abs=1e-5)
+        others = [whole - end_s(out | set(other.nodes)) for other in groups[index:]]
+        out |= set(group.nodes)
+        assert group.joint_s == pytest.approx(whole - end_s(out), abs=1e-5) == pytest.approx(max(others), abs=1e-5)
+        assert group.next_s == pytest.approx(group.joint_s - before, abs=1e-6)
+        before = group.joint_s
+
+
+RACKED = [f"r{node // 8:02d}-n{node % 8}" for node in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "fleet", "told"),
+    [
+        (range(16, 23), {"names": RACKED}, [("name", "r02-n", 7, 8)]),
+        ([*range(16, 22), *range(40, 47)], {"names": RACKED}, [("name", "r05-n", 7, 8), ("name", "r02-n", 6, 8)]),
+        ([*range(16, 22), 60], {"facts_of": {n: {"rack": n // 8} for n in range(64)}}, [("rack", "2", 6, 8)]),
+        (
+            range(16, 32),
+            {"facts_of": {n: {"topology": f"s0.s{n // 16}.s{n // 8}"} for n in range(64)}},
+            [("topology", "s0.s1", 16, 16)],
+        ),
+        ([3, 13, 23, 33, 43, 53], {"names": RACKED}, []),
+        ([3, 4], {"names": RACKED}, []),
+        (range(16, 23), {}, []),
+    ],
+)
+def test_what_slow_nodes_have_in_common(slow, fleet, told):
+    """A rack or the beginning of a name, where it explains them, and nothing where chance does."""
+    report = report_of(Fleet(64, work_of={(node, INSTALL): 90.0 for node in slow}, **fleet))
+    (group,) = report.straggler_groups
+    assert [(p.kind, p.value, p.num_slow, p.num_nodes) for p in group.places] == told
+    where = "" if not told else f"({'' if told[0][0] == 'name' else told[0][0] + ' '}{told[0][1]}"
+    assert where in report.verdict

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,36 @@ def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> No
     (row,) = json.loads(ckpt("mounted", "--json").stdout)["mounts"]
     assert (row["target"], row["uri"], row["access"]) == (str(target), str(tmp_path / "place"), "rw")
     assert row["daemon"]["pid"] == row["daemon_pid"]
+    assert f"at {target}, BootSeer" in Path(row["log"]).read_text()
     gone = ckpt("umount", target)
     assert (gone.returncode, gone.stdout) == (0, ""), gone.stderr
     assert ckpt("mounted").stdout == "nothing is mounted\n"
     assert (tmp_path / "place/f").read_bytes() == b"x"
+
+
+def test_a_bundle_for_a_bug_report_has_states_and_logs_and_no_secrets(
+    tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "core-site.xml").write_text(
+        "<configuration><property><name>fs.defaultFS</name><value>hdfs://me:hidden@nn</value></property>"
+        "<property>\n<name>fs.s3a.secret.key</name> <value>hidden</value></property></configuration>"
+    )
+    assert ckpt("mount", tmp_path / "place", tmp_path / "m").returncode == 0
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    monkeypatch.setenv("BOOTSEER_API_TOKEN", "hidden")
+    monkeypatch.setenv("BOOTSEER_RUNTIME", str(tmp_path / "run"))
+    doctor = [sys.executable, "-m", "bootseer", "doctor", "--bundle", str(tmp_path / "b.tar.gz")]
+    assert subprocess.run(doctor, check=False, capture_output=True, timeout=120).returncode == 0
+    with tarfile.open(tmp_path / "b.tar.gz") as bundle:
+        texts = {entry.name.removeprefix("bootseer-bundle/"): bundle.extractfile(entry).read() for entry in bundle}  # type: ignore[union-attr]
+    assert b"hidden" not in b"".join(texts.values())
+    assert b"fs.defaultFS = hdfs://***@nn" in texts["hadoop/core-site.xml.txt"]
+    assert b"BOOTSEER_API_TOKEN=***" in texts["environment.txt"]
+    (row,) = json.loads(texts["checkpoints/mounts.json"])
+    assert (row["health"], row["unpublished"]) == ("mounted", [])
+    assert b"BootSeer" in texts[f"checkpoints/{row['id']}/log"]
+    again = subprocess.run(doctor, check=False, capture_output=True, text=True, timeout=120)
+    assert (again.returncode, "File exists" in again.stderr) == (2, True)
 
 
 def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, ckpt: Ckpt) -> None:

@@ -14,27 +14,42 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 @pytest.fixture
 def logs(tmp_path):
-    for name, seconds in (("fast", 60.0), ("slow", 90.0)):
-        fleet = Fleet(12, work_of={(node, INSTALL): seconds + node / 50 for node in range(12)})
-        (tmp_path / f"{name}.log").write_bytes(b"".join(fleet.lines()))
+    """fast.log, slow.log, and runs.log with the attempts 0 to 5 of one job, of which the last is the slow one."""
+    runs = b""
+    for attempt, seconds in enumerate((60.0, 61.0, 58.0, 59.5, 62.0, 90.0)):
+        work = {(node, INSTALL): seconds + node / 50 for node in range(12)}
+        lines = b"".join(Fleet(12, work_of=work, attempt=attempt, begin_s=attempt * 900).lines())
+        runs += lines
+        if attempt in (0, 5):
+            (tmp_path / ("slow.log" if attempt else "fast.log")).write_bytes(lines)
+    (tmp_path / "runs.log").write_bytes(runs)
 
 
 def test_exit_codes(run, logs):
-    slower = run("diff", "fast.log", "slow.log")
+    slower = run("diff", "--baseline", "runs.log@0..4", "runs.log@5")
     assert (slower.returncode, slower.stderr) == (1, "")
     assert "environment_setup +30" in slower.stdout
-    assert run("diff", "fast.log", "slow.log", "--exit-zero").returncode == 0
-    assert run("diff", "slow.log", "fast.log").returncode == 0
+    assert "5 runs against 1" in slower.stdout
+    assert run("diff", "--baseline", "runs.log@0..4", "slow.log", "--exit-zero").returncode == 0
+    assert run("diff", "--baseline", "runs.log@0..3", "runs.log@4").returncode == 0
+    assert run("diff", "runs.log@5", "runs.log@0..4").returncode == 0
+    pair = run("diff", "fast.log", "slow.log")
+    assert pair.returncode == 0
+    assert "One pair does not prove" in " ".join(pair.stdout.split())
+    assert run("diff", "fast.log", "slow.log", "--run-variation", "0.02").returncode == 1
     same = run("diff", "fast.log", "fast.log")
     assert same.returncode == 0
     assert same.stdout.startswith("No difference beyond noise: +0.00 s")
 
 
 def test_json_and_widths(run, logs):
-    told = json.loads(run("diff", "fast.log", "slow.log", "--json").stdout)
-    assert (told["schema"], told["slower"]) == ("bootseer.diff/1", True)
+    several = ("diff", "--baseline", "fast.log", "--baseline", "runs.log@1..4", "slow.log")
+    told = json.loads(run(*several, "--json").stdout)
+    assert (told["schema"], told["slower"], told["a_runs"], told["b_runs"]) == ("bootseer.diff/1", True, 5, 1)
+    behind = json.loads(run("diff", "--json", "--baseline", "fast.log", "runs.log@1..4", "slow.log").stdout)
+    assert behind == told
     for columns in ("60", "80", "200", "odd"):
-        text = run("diff", "fast.log", "slow.log", more={"COLUMNS": columns}).stdout
+        text = run(*several, more={"COLUMNS": columns}).stdout
         assert max(len(line) for line in text.splitlines()) <= (int(columns) if columns.isdecimal() else 80)
 
 
@@ -48,6 +63,9 @@ def test_json_and_widths(run, logs):
         (str(GOLDEN / "uv" / "plain.log"), 1, "nothing in it has a time"),
         (str(GOLDEN / "uv" / "plain.log@0"), 1, "nothing in it has a time"),
         ("fast.log@7", 2, "no such attempt"),
+        ("runs.log@7..99999999999999999", 2, "it holds attempts 0, 1, 2, 3, 4, 5"),
+        ("runs.log@3..1", 2, "no such attempt"),
+        ("fast.log@0..", 2, "no such file"),
         ("fast.log@" + "1" * 5000, 2, "no such file"),
     ],
 )
@@ -60,7 +78,14 @@ def test_a_side_that_is_none(run, logs, place, code, words):
 
 
 def test_limits_are_numbers(run, logs):
-    for option in ("--min-share", "--min-seconds"):
+    for option in ("--min-share", "--min-seconds", "--run-variation"):
         for value in ("nan", "inf", "-1"):
             result = run("diff", "fast.log", "slow.log", option, value)
             assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_how_many_sides(run, logs):
+    for sides in (("fast.log",), ("fast.log", "slow.log", "runs.log"), ("--baseline", "fast.log")):
+        result = run("diff", *sides)
+        assert (result.returncode, result.stdout) == (2, "")
+    assert "--baseline moe@0..9" in run("diff", "fast.log", "slow.log", "runs.log").stderr

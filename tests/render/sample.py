@@ -25,6 +25,7 @@ from bootseer.analysis.model import (
     Node,
     Overhead,
     Overview,
+    Place,
     Report,
     Segment,
     Share,
@@ -220,7 +221,9 @@ def report(nodes: list[Node], *, job: str, slow: list[Node], expected: int, **pa
     ]
     groups = [
         StragglerGroup(
-            slow_stage, "rendezvous", [n.node for n in slow], gain, gain * gpus / 3600, gain * gpus / 3600 * PRICE
+            *(slow_stage, "rendezvous", [n.node for n in slow], [Place("rack", "r7", len(slow), len(slow) + 1)]),
+            *(gain, gain * gpus / 3600, gain * gpus / 3600 * PRICE),
+            *(gain, gain, gain * gpus / 3600, gain * gpus / 3600 * PRICE),
         )
     ]
     complete = Report(
@@ -413,7 +416,10 @@ def hostile() -> Report:
         ranks=[],
         critical_chain=[replace(link, barrier=script, stage=svg, node=image) for link in report.critical_chain],
         stragglers=[replace(one, node=script, stage=image, barrier=close) for one in report.stragglers],
-        straggler_groups=[replace(group, stage=svg, nodes=list(HOSTILE)) for group in report.straggler_groups],
+        straggler_groups=[
+            replace(group, stage=svg, nodes=list(HOSTILE), places=[Place(script, svg, 1, 2)])
+            for group in report.straggler_groups
+        ],
         images=[replace(image, image=script, reason=close, mode=svg, node=attribute) for image in report.images],
         environments=[
             replace(one, mode=svg, reason=close, node=attribute, builder=script, key=image, why_not=script)

@@ -95,7 +95,7 @@ def test_a_comparison_keeps_its_width_and_numbers():
     from bootseer.analysis.diff import compare
 
     slow = fleet(num_nodes=12, work_of={(n, INSTALL): 1234.5 + n for n in range(12)})
-    difference = compare(fleet(num_nodes=12), slow)
+    difference = compare([fleet(num_nodes=12)], [slow])
     for width in (60, 80, 200):
         file = io.StringIO()
         terminal_diff.render(difference, Console(file=file, width=width, highlight=False, markup=False))

@@ -111,3 +111,15 @@ def test_no_environment_raises(env: dict[str, str], hostname: str) -> None:
     assert who.node
     assert who.kind in KINDS
     assert who.restart >= 0
+
+
+@pytest.mark.parametrize(
+    ("env", "topology"),
+    [
+        ({"SLURM_TOPOLOGY_ADDR": "s0.s4.s8.node1"}, "s0.s4.s8"),
+        ({"SLURM_TOPOLOGY_ADDR": "node1"}, ""),
+        ({"SLURM_TOPOLOGY_ADDR": "s0.node1", "BOOTSEER_TOPOLOGY": "zone-a.rack7"}, "zone-a.rack7"),
+    ],
+)
+def test_topology(env: dict[str, str], topology: str) -> None:
+    assert discover(env, hostname="box").topology == topology

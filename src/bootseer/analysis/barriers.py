@@ -13,7 +13,7 @@ The last barrier is `training_began`: the job is as late as its last lane. Decid
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -93,21 +93,46 @@ def barriers_of(lanes: list[Lane]) -> list[Barrier]:
     return [*shared, end]
 
 
-def end_ns(barriers: list[Barrier], without: Set[str] = _NOTHING) -> int | None:
-    """When the job would have begun to train, by the model, without some nodes; None when nobody is left."""
-    opened: list[int | None] = []
-    for barrier in barriers:
-        latest: int | None = None
-        for visit in barrier.visits:
-            if visit.lane.node in without:
-                continue
-            before = opened[visit.previous] if visit.previous >= 0 else None
-            start = visit.lane.begin_ns if before is None else before
-            arrival = start + visit.work_ns
-            if latest is None or arrival > latest:
-                latest = arrival
-        opened.append(None if latest is None else latest + barrier.release_ns)
-    return opened[-1]
+class Replay:
+    """The model, ready to be asked what would have been without some nodes.
+
+    For each barrier it keeps the nodes' latest arrivals in falling order, so that a question costs the number of nodes
+    that are left out, not the number of lanes.
+    """
+
+    def __init__(self, barriers: Sequence[Barrier]) -> None:
+        self._barriers: list[tuple[int, dict[int, list[tuple[int, str]]]]] = []
+        for barrier in barriers:
+            latest: dict[int, dict[str, int]] = defaultdict(dict)
+            for visit in barrier.visits:
+                # The first barrier of a lane counts from the lane's begin, any other from the opening before it.
+                took_ns = visit.work_ns + (visit.lane.begin_ns if visit.previous < 0 else 0)
+                of_node = latest[visit.previous]
+                of_node[visit.lane.node] = max(took_ns, of_node.get(visit.lane.node, took_ns))
+            falling = {
+                previous: sorted(((ns, node) for node, ns in of_node.items()), reverse=True)
+                for previous, of_node in latest.items()
+            }
+            self._barriers.append((barrier.release_ns, falling))
+        self._whole_ns = self.end_ns()
+
+    def end_ns(self, without: Set[str] = _NOTHING) -> int | None:
+        """When the job would have begun to train without some nodes; None when no node is left."""
+        opened: list[int | None] = []
+        for release_ns, falling in self._barriers:
+            latest: int | None = None
+            for previous, arrivals in falling.items():
+                took_ns = next((ns for ns, node in arrivals if node not in without), None)
+                if took_ns is not None:
+                    arrival = took_ns + ((opened[previous] or 0) if previous >= 0 else 0)
+                    latest = arrival if latest is None else max(latest, arrival)
+            opened.append(None if latest is None else latest + release_ns)
+        return opened[-1]
+
+    def savings_ns(self, without: Set[str]) -> int:
+        """How much sooner the job would have begun to train without these nodes."""
+        rest_ns = self.end_ns(without)
+        return 0 if self._whole_ns is None or rest_ns is None else max(self._whole_ns - rest_ns, 0)
 
 
 def last_arrivals(barriers: list[Barrier]) -> dict[int, int]:

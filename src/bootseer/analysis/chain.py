@@ -5,20 +5,20 @@ Called by `analysis.report`. Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from bootseer.analysis import model
-from bootseer.analysis.barriers import Barrier, Visit
+from bootseer.analysis.barriers import Barrier, Replay, Visit
 from bootseer.analysis.clock import Offset
 from bootseer.analysis.lanes import Lane
-from bootseer.analysis.stragglers import LATE_START, delays, groups, savings_ns, slowest_visits
+from bootseer.analysis.stragglers import LATE_START, delays, groups, partitions, places, slowest_visits
 from bootseer.analysis.timeline import Piece, time_by_stage
 from bootseer.units import S_PER_H, seconds
 
-_MAX_ROWS = 50
-"""Stragglers that are listed one by one; groups hold all of them."""
+_MAX_COMPARED = 16
+"""Groups among which the next one is looked for; a job has a handful, a hostile log may have one for each node."""
 
 
 @dataclass(slots=True)
@@ -32,6 +32,10 @@ class Told:
     gpus: Mapping[str, int | None]
     price: float | None
     zero_ns: int
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = Replay(self.barriers)
 
     def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
         """What `length_ns` of all nodes but some costs; None when a node's GPUs are unknown."""
@@ -39,6 +43,11 @@ class Told:
         if any(count is None for count in counts):
             return None
         return seconds(length_ns) * sum(count or 0 for count in counts) / S_PER_H
+
+    def price_of(self, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
+        """GPU-hours as above, and their price; None where it is unknown."""
+        hours = self.gpu_hours(length_ns, without)
+        return hours, None if hours is None or self.price is None else hours * self.price
 
 
 def critical_chain(told: Told) -> list[model.Link]:
@@ -101,8 +110,7 @@ def straggler_rows(told: Told) -> list[model.Straggler]:
     for delay in delays(told.barriers, told.clocks):
         visit, node = delay.visit, delay.visit.lane.node
         stage = LATE_START if delay.late_start else lost_stage(told, delay.barrier, visit)[0]
-        # Past the first fifty only the groups are of use, and each what-if costs a pass over all lanes.
-        saved = savings_ns(told.barriers, frozenset({node})) if len(rows) < _MAX_ROWS else 0
+        saved = told.replay.savings_ns(frozenset({node}))
         rows.append(
             model.Straggler(
                 node=node,
@@ -118,12 +126,34 @@ def straggler_rows(told: Told) -> list[model.Straggler]:
     return rows
 
 
-def straggler_groups(told: Told, rows: list[model.Straggler]) -> list[model.StragglerGroup]:
-    """The stragglers of one stage together, most savings first."""
-    found = []
-    for (stage, barrier), nodes in groups([(row.stage, row.barrier, row.node) for row in rows]).items():
-        saved = savings_ns(told.barriers, frozenset(nodes))
-        hours = told.gpu_hours(saved, frozenset(nodes))
-        cost = None if hours is None or told.price is None else hours * told.price
-        found.append(model.StragglerGroup(stage, barrier, nodes, seconds(saved), hours, cost))
-    return sorted(found, key=lambda group: -group.savings_s)
+def straggler_groups(
+    told: Told, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
+) -> list[model.StragglerGroup]:
+    """The stragglers of one stage together, in the order that saves most first."""
+    staged = groups([(row.stage, row.barrier, row.node) for row in rows])
+    ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
+    found: list[model.StragglerGroup] = []
+    out: frozenset[str] = frozenset()
+    joint, total = 0, told.replay.savings_ns({row.node for row in rows})
+    while staged:
+        # They come by their worst delay, so that of groups that save equally much the latest is next: the others save
+        # nothing before it is gone. Where all is saved the order is of no use.
+        candidates = list(staged)[: _MAX_COMPARED if joint < total else 1]
+        key = max(candidates, key=lambda key: told.replay.savings_ns(out.union(staged[key])))
+        members = staged.pop(key)
+        before, out = joint, out.union(members)
+        alone, joint = told.replay.savings_ns(frozenset(members)), told.replay.savings_ns(out)
+        prices = told.price_of(alone, frozenset(members)), told.price_of(joint, out)
+        found.append(
+            model.StragglerGroup(
+                *key,
+                members,
+                places(members, ways),
+                seconds(alone),
+                *prices[0],
+                seconds(joint - before),
+                seconds(joint),
+                *prices[1],
+            )
+        )
+    return found

@@ -1,20 +1,23 @@
-"""Compare two startups: what changed, which stage moved, and whether that is more than noise.
+"""Compare two startups, or sets of them: what changed, which stage moved, and whether that is more than noise.
 
-Startups on shared machines differ from run to run, and a fleet of a thousand nodes makes any difference "significant".
-So a stage counts as moved only when the difference is large enough to matter (share and seconds) and a test agrees:
-Mann-Whitney over the nodes, after Holm's correction for the number of stages, with eight nodes or more; with fewer the
-bar is higher and Student's test on logarithms must agree. docs/adr/0004 has the reasons.
+Nodes of one run are not independent: the network, the registry or the storage of that hour makes all of them faster or
+slower together. So a difference counts when it is large enough to matter (share and seconds) and larger than runs
+differ from each other. Several runs on a side show that themselves: Student's t on the logarithms of the runs' medians.
+One pair cannot show it: there it is an assumption (`Limits.run_variation`), to which the scatter of the nodes is added,
+and the nodes must differ as well (Mann-Whitney). Holm's correction takes in all stages and the whole. docs/adr/0004 has
+the reasons.
 
-Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Student 1908. Decides and touches nothing.
+Sources: Mann and Whitney 1947 (normal approximation with ties), Holm 1979, Student 1908 (pooled t), Berger 1982 (the
+larger p where two tests must agree). Decides and touches nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist, median
+from typing import Any, NamedTuple
 
 from bootseer.analysis.model import WAIT, Report, plain
 from bootseer.analysis.spans import TRUNCATED
@@ -24,37 +27,33 @@ from bootseer.trace.event import FAILED
 SCHEMA = "bootseer.diff/1"
 MIN_TESTED = 8
 """Nodes on each side from which on the rank test has power."""
-_ALPHA = 0.01
+RUN_VARIATION = 0.15
+"""Standard deviation of whole runs, as a share, that one pair is judged by."""
+_ALPHA = 0.005
+"""Of all stages together. Real runs are no exact log-normal, and at most 1 % of comparisons may be false alarms."""
 _MIN_SHARE = 0.10
 _MIN_S = 0.5
-_FEW_SHARE = 0.60
 _FEW_S = 2.0
-_ONE_NODE_SHARE = 1.50
-"""One node does not show how much nodes scatter."""
 _LEAST_SCATTER = 0.03
+"""Two runs, or two nodes, that agree by chance do not prove that they never differ."""
 _TINY_S = 0.01
-_T_LIMITS = {
-    2: 9.925,
-    3: 5.841,
-    4: 4.604,
-    5: 4.032,
-    6: 3.707,
-    7: 3.499,
-    8: 3.355,
-    9: 3.250,
-    10: 3.169,
-    11: 3.106,
-    12: 3.055,
-    13: 3.012,
-    14: 2.977,
-}
-"""Two-sided limits of Student's t at p = 0.01 by degrees of freedom, from the usual tables."""
-_WHOLE_SHARE = 0.35
-"""Of the whole startup, which is one number a side and cannot be tested."""
+_MEDIANS_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of a median of many, in standard errors of the mean."""
+# Assumed standard errors of a pair's difference (as logarithm) where its nodes cannot show them: with few nodes, with
+# one, and for the whole startup, which the slowest node ends.
+_FEW_NODES = 0.18
+_ONE_NODE = 0.36
+_WHOLE = {MIN_TESTED: 0.12, 2: 0.27, 1: _ONE_NODE}
+
+_ALL = ""
+"""Key of the whole startup among its stages, none of which has this name."""
+_NOT_COMPARED = frozenset({"exit_code", "error", "attempt", "rack", "topology"})
 
 SLOWER = "slower"
 FASTER = "faster"
 SAME = "same"
+UNPROVEN = "unproven"
+"""The nodes of a pair differ, by no more than whole runs may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,13 @@ class Limits:
     min_share: float = _MIN_SHARE
     """Of the smaller median, so that half and double are equally far."""
     min_s: float = _MIN_S
+    run_variation: float = RUN_VARIATION
+    """What one pair is judged by; several runs show it themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One stage in A and in B; medians over the nodes, seconds of work."""
+    """One stage in A and in B, seconds of work: the median over the nodes, of several runs the median of these."""
 
     stage: str
     a_s: float | None
@@ -76,8 +77,18 @@ class Moved:
     delta_s: float | None
     share: float | None
     p: float | None
-    """Of the rank test, after Holm's correction; None where there were too few nodes to test."""
+    """After Holm's correction; None where there is nothing to compare."""
     verdict: str
+    a_range_s: tuple[float, float] | None = None
+    """Least and largest of A's runs; None where it has one."""
+
+
+class _Judged(NamedTuple):
+    """What speaks for a difference. `nodes_p` leaves out of account that runs differ; of several runs it is `p`."""
+
+    large: bool
+    p: float
+    nodes_p: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +102,14 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs between two startups."""
+    """All that differs between two startups, or sets of them."""
 
     a: str
     b: str
+    a_runs: int
+    b_runs: int
+    run_variation: float
+    """Standard deviation of whole runs, as a share: assumed for one pair, else observed."""
     a_s: float
     b_s: float
     overall: Moved
@@ -114,34 +129,122 @@ class Difference:
         return {"schema": SCHEMA, "slower": self.slower, **plain(self)}
 
 
-def compare(a: Report, b: Report, limits: Limits | None = None) -> Difference:
-    """What moved from startup A to startup B."""
+def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = None) -> Difference:
+    """What moved from the startups A to the startups B, at least one each."""
     limits = limits or Limits()
-    before, after = _samples(a), _samples(b)
-    num_nodes = min(len(a.nodes), len(b.nodes))
-    tested = num_nodes >= MIN_TESTED
-    names = _nested(dict.fromkeys([*before, *after]))
-    raw = {name: mann_whitney_p(before.get(name, []), after.get(name, [])) for name in names} if tested else {}
-    corrected = holm(raw)
-    stages = [_moved(name, before.get(name, []), after.get(name, []), corrected.get(name), limits) for name in names]
-    overall = _overall(a, b, limits, num_nodes)
-    return Difference(
-        a=_name(a),
-        b=_name(b),
-        a_s=_whole_s(a),
-        b_s=_whole_s(b),
+    known = {_identity(report) for report in b}
+    others = list({_identity(report): report for report in a if _identity(report) not in known}.values()) or a
+    sides = _usable(others), _usable(b)
+    a_runs, b_runs = map(len, sides)
+    several = a_runs + b_runs > 2
+    reached = [side[0].startup.outcome == "training_began" for side in sides]
+    values = [[_samples(report) for report in side] for side in sides]
+    names = _nested(dict.fromkeys(name for runs in values for run in runs for name in run))
+    found = {name: tuple([run[name] for run in runs if name in run] for runs in values) for name in names}
+    found[_ALL] = tuple([[_whole_s(report)] for report in side] for side in sides)
+    num_nodes = min(len(report.nodes) for side in sides for report in side)
+    judged = {}
+    for name, (before, after) in found.items():
+        # A startup that ended before training took less time for no good reason.
+        if not before or not after or (name == _ALL and not all(reached)):
+            continue
+        if len(before) + len(after) > 2:
+            a_s, b_s = list(map(median, before)), list(map(median, after))
+            p = _student(a_s, b_s)[0]
+            judged[name] = _Judged(_large(median(a_s), median(b_s), limits, raised=name == _ALL), p, p)
+        elif not several:
+            judged[name] = _judged_pair(before[0], after[0], limits, num_nodes if name == _ALL else 0)
+    proven = holm({name: one.p for name, one in judged.items()})
+    seen = holm({name: one.nodes_p for name, one in judged.items()})
+    moved = {}
+    for name, (before, after) in found.items():
+        verdict = SAME
+        if name in judged and judged[name].large and seen[name] < _ALPHA:
+            verdict = SLOWER if proven[name] < _ALPHA else UNPROVEN
+        moved[name] = _moved(name, before, after, proven.get(name), verdict)
+    overall = replace(moved.pop(_ALL), stage="startup")
+    wholes = [[_whole_s(report) for report in side] for side in sides]
+    difference = Difference(
+        a=_name(sides[0]),
+        b=_name(sides[1]),
+        a_runs=a_runs,
+        b_runs=b_runs,
+        run_variation=_student(*wholes)[1] if several else limits.run_variation,
+        a_s=overall.a_s or 0.0,
+        b_s=overall.b_s or 0.0,
         overall=overall,
-        stages=stages,
-        changed=_changed(a, b),
-        tested=tested,
-        verdict=_verdict(a, b, overall, stages, tested),
-        headlines=_headlines(a, b),
+        stages=list(moved.values()),
+        changed=_changed(*sides),
+        tested=several or num_nodes >= MIN_TESTED,
+        verdict="",
+        headlines=_headlines(("A", a, sides[0]), ("B", b, sides[1])),
     )
+    return replace(difference, verdict=_verdict(difference, reached, len(judged)))
 
 
-def _name(report: Report) -> str:
+def _identity(report: Report) -> tuple[str, int, int, int]:
     startup = report.startup
-    return f"{startup.job} attempt {startup.attempt}" + (f" restart {startup.restart}" if startup.restart else "")
+    return startup.job, startup.attempt, startup.restart, startup.zero_ns
+
+
+def _usable(side: Sequence[Report]) -> Sequence[Report]:
+    """The runs that reached training; all of them where none did."""
+    return [report for report in side if report.startup.outcome == "training_began"] or side
+
+
+def _judged_pair(a: Sequence[float], b: Sequence[float], limits: Limits, whole_of: int) -> _Judged:
+    """One run against another, by its nodes; `whole_of` nodes where it is the startup as a whole, else 0."""
+    before, after, few = median(a), median(b), min(len(a), len(b))
+    nodes_p = 0.0
+    if whole_of:
+        error = next(error for least, error in _WHOLE.items() if whole_of >= least)
+    elif few == 1:
+        error = _ONE_NODE
+    else:
+        nodes_p, deviation = _student(a, b)
+        error = max(deviation, _LEAST_SCATTER) * math.sqrt(1 / len(a) + 1 / len(b)) * _MEDIANS_ERROR
+        if few >= MIN_TESTED:
+            nodes_p = mann_whitney_p(a, b)
+        else:
+            error = max(error, _FEW_NODES)
+    change = abs(math.log(max(after, _TINY_S) / max(before, _TINY_S)))
+    by_nodes, by_runs = (
+        2 * NormalDist().cdf(-change / math.hypot(error, math.sqrt(2) * variation))
+        for variation in (0.0, limits.run_variation)
+    )
+    if few >= MIN_TESTED:
+        by_nodes = student_p(change / error, len(a) + len(b) - 2)
+    by_nodes = by_nodes if nodes_p < _ALPHA else 1.0
+    large = _large(before, after, limits, raised=bool(whole_of) or few < MIN_TESTED)
+    return _Judged(large, max(by_nodes, by_runs), by_nodes)
+
+
+def _large(before: float, after: float, limits: Limits, *, raised: bool) -> bool:
+    delta = abs(after - before)
+    return delta >= max(limits.min_s, _FEW_S if raised else 0.0) and delta >= limits.min_share * min(before, after)
+
+
+def _student(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Student's test on logarithms with a pooled deviation: its two-sided p, and that deviation.
+
+    One value on a side adds nothing to the deviation: it is judged by the other side's prediction interval.
+    """
+    logs = [[math.log(max(value, _TINY_S)) for value in side] for side in (a, b)]
+    means = [sum(side) / len(side) for side in logs]
+    freedom = len(a) + len(b) - 2
+    squares = sum((value - mean) ** 2 for side, mean in zip(logs, means, strict=True) for value in side)
+    deviation = math.sqrt(squares / freedom)
+    error = max(deviation, _LEAST_SCATTER) * math.sqrt(1 / len(a) + 1 / len(b))
+    return student_p((means[0] - means[1]) / error, freedom), deviation
+
+
+def _name(side: Sequence[Report]) -> str:
+    startup = side[0].startup
+    if len(side) == 1:
+        return f"{startup.job} attempt {startup.attempt}" + (f" restart {startup.restart}" if startup.restart else "")
+    attempts = [report.startup.attempt for report in side]
+    same = {report.startup.job for report in side} == {startup.job} and len(set(attempts)) == len(attempts)
+    return f"{startup.job} attempts {min(attempts)} to {max(attempts)}" if same else f"{startup.job} and others"
 
 
 def _samples(report: Report) -> dict[str, list[float]]:
@@ -168,84 +271,52 @@ def _nested(names: Iterable[str]) -> list[str]:
     return sorted(place, key=lambda name: [place.get(outer, place[name]) for outer in enclosing(name)])
 
 
-def _moved(stage: str, a: Sequence[float], b: Sequence[float], p: float | None, limits: Limits) -> Moved:
-    if not a or not b:
-        return Moved(stage, median(a) if a else None, median(b) if b else None, None, None, None, SAME)
-    before, after = median(a), median(b)
-    if p is not None:
-        real = _large(before, after, limits.min_share, limits.min_s) and p < _ALPHA
-    else:
-        alone = min(len(a), len(b)) == 1
-        least = max(limits.min_share, _ONE_NODE_SHARE if alone else _FEW_SHARE)
-        real = _large(before, after, least, max(limits.min_s, _FEW_S)) and (alone or _apart(a, b))
-    verdict = SAME if not real else SLOWER if after > before else FASTER
-    return Moved(stage, before, after, after - before, (after - before) / before if before else None, p, verdict)
-
-
-def _apart(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether a few nodes lie further apart than they scatter: Student's test on logarithms at p < 0.01."""
-    logs = [[math.log(max(value, _TINY_S)) for value in side] for side in (a, b)]
-    means = [sum(side) / len(side) for side in logs]
-    freedom = len(a) + len(b) - 2
-    squares = sum((value - mean) ** 2 for side, mean in zip(logs, means, strict=True) for value in side)
-    # Two nodes that agree by chance do not prove that nodes never scatter.
-    deviation = max(math.sqrt(squares / freedom), _LEAST_SCATTER)
-    t = abs(means[0] - means[1]) / (deviation * math.sqrt(1 / len(a) + 1 / len(b)))
-    return t > _T_LIMITS[min(freedom, max(_T_LIMITS))]
-
-
-def _large(before: float, after: float, least_share: float, least_s: float) -> bool:
-    delta = abs(after - before)
-    return delta >= least_s and delta >= least_share * min(before, after)
+def _moved(
+    stage: str, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], p: float | None, verdict: str
+) -> Moved:
+    runs = [median(run) for run in a]
+    before, after = median(runs) if a else None, median(map(median, b)) if b else None
+    spread = (min(runs), max(runs)) if len(runs) > 1 else None
+    if before is None or after is None:
+        return Moved(stage, before, after, None, None, None, SAME, spread)
+    if verdict == SLOWER and after < before:
+        verdict = FASTER
+    return Moved(
+        stage, before, after, after - before, (after - before) / before if before else None, p, verdict, spread
+    )
 
 
 def _whole_s(report: Report) -> float:
     return report.overhead.startup_s or 0.0
 
 
-def _overall(a: Report, b: Report, limits: Limits, num_nodes: int) -> Moved:
-    """The whole startup: one number a side, so that only its size can be judged."""
-    before, after = _whole_s(a), _whole_s(b)
-    delta = after - before
-    share = delta / before if before else None
-    verdict = SAME
-    # One that ended before training took less time for no good reason.
-    if all(report.startup.outcome == "training_began" for report in (a, b)):
-        few = _ONE_NODE_SHARE if num_nodes == 1 else 1.0
-        least = max(limits.min_share, _WHOLE_SHARE if num_nodes >= MIN_TESTED else few)
-        if _large(before, after, least, max(limits.min_s, _FEW_S)):
-            verdict = SLOWER if delta > 0 else FASTER
-    return Moved("startup", before, after, delta, share, None, verdict)
-
-
-def _changed(a: Report, b: Report) -> list[Changed]:
+def _changed(a: Sequence[Report], b: Sequence[Report]) -> list[Changed]:
     found = []
-    for fact in ("kind", "num_nodes", "num_gpus"):
-        found_values = [getattr(report.startup, fact) for report in (a, b)]
-        values = ["unobserved" if value is None else str(value) for value in found_values]
-        if values[0] != values[1]:
-            found.append(Changed(fact, *values))
     before, after = _facts(a), _facts(b)
-    for fact in sorted(before.keys() | after.keys()):
-        old, new = before.get(fact, "-"), after.get(fact, "-")
-        if old != new:
-            found.append(Changed(fact, old, new))
-    names = [{node.node for node in report.nodes} for report in (a, b)]
-    if names[0] != names[1]:
+    for fact in dict.fromkeys(["kind", "num_nodes", "num_gpus", *sorted(before.keys() | after.keys())]):
+        old, new = before.get(fact, {"-": 1}), after.get(fact, {"-": 1})
+        # Of several runs what one of them had is no news.
+        if old.keys() != new.keys() if len(a) == 1 else not new.keys() <= old.keys():
+            found.append(Changed(fact, _common(old), _common(new)))
+    names = [{node.node for report in side for node in report.nodes} for side in (a, b)]
+    if names[0] != names[1] if len(a) == 1 else not names[1] <= names[0]:
         found.append(Changed("nodes only on one side", str(len(names[0] - names[1])), str(len(names[1] - names[0]))))
     return found
 
 
-def _facts(report: Report) -> dict[str, str]:
-    """What the nodes say of versions, digests and sizes: the values, most common first."""
+def _facts(side: Sequence[Report]) -> dict[str, dict[str, int]]:
+    """What runs and their nodes say of sizes, versions and digests: how often each value."""
     values: dict[str, dict[str, int]] = {}
-    for node in report.nodes:
-        for fact, value in node.attrs.items():
-            if fact.rpartition(".")[2] in ("exit_code", "error", "attempt"):
-                continue
-            counts = values.setdefault(fact, {})
-            counts[str(value)] = counts.get(str(value), 0) + 1
-    return {fact: _common(counts) for fact, counts in values.items()}
+    for report in side:
+        startup = report.startup
+        facts: list[tuple[str, object]] = [("kind", startup.kind), ("num_nodes", startup.num_nodes)]
+        facts.append(("num_gpus", "unobserved" if startup.num_gpus is None else startup.num_gpus))
+        facts += [fact for node in report.nodes for fact in node.attrs.items()]
+        for fact, value in facts:
+            if fact.rpartition(".")[2] not in _NOT_COMPARED:
+                counts = values.setdefault(fact, {})
+                counts[str(value)] = counts.get(str(value), 0) + 1
+    return values
 
 
 def _common(counts: Mapping[str, int]) -> str:
@@ -253,41 +324,86 @@ def _common(counts: Mapping[str, int]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def _verdict(a: Report, b: Report, overall: Moved, stages: Sequence[Moved], tested: bool) -> str:
-    delta = overall.delta_s or 0.0
-    short = [side for side, report in (("A", a), ("B", b)) if report.startup.outcome != "training_began"]
-    moved = [stage for stage in stages if stage.verdict != SAME and "." not in stage.stage]
-    moved = moved or [stage for stage in stages if stage.verdict != SAME]
-    basis = "" if tested else " (few nodes: only large changes count)"
-    if short:
-        told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved)) or "none"
-        who = " and ".join(short)
-        return f"The whole cannot be compared, {who} did not reach training; stages moved beyond noise: {told}{basis}."
-    if not moved:
-        if overall.verdict == SAME:
-            if not tested and abs(delta) >= _FEW_S:
-                return f"B took {delta:+.2f} s against A; with so few nodes that may be noise."
-            return f"No difference beyond noise: {delta:+.2f} s{basis}."
-        return f"B is {overall.verdict} by {abs(delta):.2f} s, and no single stage explains it{basis}."
-    told = ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in _largest(moved))
-    return f"B took {delta:+.2f} s against A; moved beyond noise: {told}{basis}."
+def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) -> str:
+    """In words: what moved, and by what it was judged."""
+    chance = f"by {difference.run_variation:.0%}: less than {_provable(difference, num_tests):.3g} times as long"
+    if difference.a_runs + difference.b_runs > 2:
+        runs = f"{difference.a_runs} run{'s' if difference.a_runs > 1 else ''} against {difference.b_runs}"
+        noise, basis = "how runs vary", f" ({runs}; whole runs vary {chance} may be chance)"
+    else:
+        few = "" if difference.tested else "few nodes: only large changes count; "
+        noise, basis = "noise", f" ({few}whole runs are assumed to vary {chance} may be chance)"
+    overall, told = difference.overall, _told(difference.stages, SLOWER, FASTER)
+    took = f"B took {overall.delta_s or 0.0:+.2f} s against A"
+    if not all(reached):
+        who = " and ".join(side for side, there in zip("AB", reached, strict=True) if not there)
+        whole = f"The whole cannot be compared, {who} did not reach training"
+        return f"{whole}; stages moved beyond {noise}: {told or 'none'}{basis}."
+    if told:
+        return f"{took}; moved beyond {noise}: {told}{basis}."
+    if overall.verdict in (SLOWER, FASTER):
+        return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, and no single stage explains it{basis}."
+    unproven = _told(difference.stages, UNPROVEN) or _told([overall], UNPROVEN)
+    if unproven:
+        how = "One pair does not prove a change of this size, several runs may: --baseline"
+        return f"{took} ({unproven} on its nodes). {how}{basis}."
+    return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}."
 
 
-def _largest(moved: Sequence[Moved]) -> list[Moved]:
-    return sorted(moved, key=lambda stage: -abs(stage.delta_s or 0.0))[:3]
+def _provable(difference: Difference, num_tests: int) -> float:
+    """How many times as long a stage must take to be told from runs that vary as the whole does; 100 for more."""
+    runs, alpha = (difference.a_runs, difference.b_runs), _ALPHA / max(num_tests, 1)
+    least, spread = NormalDist().inv_cdf(1 - alpha / 2), difference.run_variation
+    if freedom := sum(runs) - 2:
+        spread = max(spread, _LEAST_SCATTER)
+        below, least = least, 1e6
+        for _ in range(60):  # halves the interval in which the limit of t lies
+            middle = (below + least) / 2
+            below, least = (middle, least) if student_p(middle, freedom) > alpha else (below, middle)
+    return math.exp(min(least * spread * math.sqrt(1 / runs[0] + 1 / runs[1]), math.log(100)))
 
 
-def _headlines(a: Report, b: Report) -> list[str]:
+def _told(stages: Sequence[Moved], *verdicts: str) -> str:
+    """The largest of the stages with such a verdict, whole stages before their parts; empty when there is none."""
+    moved = [stage for stage in stages if stage.verdict in verdicts]
+    moved = [stage for stage in moved if "." not in stage.stage] or moved
+    moved.sort(key=lambda stage: -abs(stage.delta_s or 0.0))
+    return ", ".join(f"{stage.stage} {stage.delta_s:+.2f} s" for stage in moved[:3])
+
+
+def _headlines(*sides: tuple[str, Sequence[Report], Sequence[Report]]) -> list[str]:
+    """What must not be overlooked, from (side, the runs given, those compared)."""
     lines = []
-    if a.startup.kind != b.startup.kind:
-        lines.append(f"A is a {a.startup.kind} startup and B a {b.startup.kind} one: they have different stages.")
-    for side, report in (("A", a), ("B", b)):
-        if report.startup.outcome != "training_began":
+    kinds = [" and ".join(sorted({report.startup.kind for report in used})) for _, _, used in sides]
+    if kinds[0] != kinds[1]:
+        lines.append(f"A is a {kinds[0]} startup and B a {kinds[1]} one: they have different stages.")
+    for side, given, used in sides:
+        if len(used) < len(given):
+            lines.append(
+                f"{len(given) - len(used)} of {side}'s {len(given)} runs are left out: they did not reach training, "
+                "were given twice or are B itself."
+            )
+        if used[0].startup.outcome != "training_began":
             lines.append(f"{side} did not reach training: its stages after that are missing.")
-        coverage = report.coverage
-        if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
-            lines.append(f"{side} covers {coverage.nodes_heard} of {coverage.nodes_expected} nodes.")
+        for report in used:
+            coverage = report.coverage
+            if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
+                which = side if len(used) == 1 else f"{side}'s attempt {report.startup.attempt}"
+                lines.append(f"{which} covers {coverage.nodes_heard} of {coverage.nodes_expected} nodes.")
     return lines
+
+
+def student_p(t: float, freedom: int) -> float:
+    """Two-sided p of Student's t, exact for whole degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = total = 1.0 if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= (k - 1) / k * cosine**2
+        total += term
+    inside = 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
+    return min(max(1 - inside, 0.0), 1.0)
 
 
 def mann_whitney_p(a: Sequence[float], b: Sequence[float]) -> float:

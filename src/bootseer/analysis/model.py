@@ -127,15 +127,39 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where many of a group's nodes stand."""
+
+    kind: str
+    """`rack`, `topology` (attributes of events), `name` (how the nodes' names begin)."""
+    value: str
+    num_slow: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StragglerGroup:
-    """The stragglers of one stage together: leaving out one of fourteen saves nothing, all of them saves the lot."""
+    """The stragglers of one stage together: leaving out one of fourteen saves nothing, all of them saves the lot.
+
+    Groups hide behind each other as well. They are listed in the order in which to mend them: each is the one that
+    saves most once those before it are left out.
+    """
 
     stage: str
     barrier: str
     nodes: list[str]
+    places: list[Place]
+    """What explains the group; empty when nothing does."""
     savings_s: float
+    """Without this group alone."""
     savings_gpu_hours: float | None
     savings_cost: float | None
+    next_s: float
+    """What it saves beyond the groups before it."""
+    joint_s: float
+    """Without this group and all before it; of the last group: without all stragglers."""
+    joint_gpu_hours: float | None
+    joint_cost: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class _Builder:
             ranks=self._ranks(),
             critical_chain=critical_chain(told),
             stragglers=stragglers,
-            straggler_groups=straggler_groups(told, stragglers),
+            straggler_groups=straggler_groups(told, stragglers, nodes),
             coverage=coverage,
             clock=self._clock(),
             unobserved=unobserved,

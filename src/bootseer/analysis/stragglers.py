@@ -1,4 +1,4 @@
-"""Which nodes held the others back, and what would have been without them.
+"""Which nodes held the others back, and what they have in common.
 
 A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured
 on the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
@@ -7,17 +7,30 @@ there the clock error counts. Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
+from typing import Any, NamedTuple
 
-from bootseer.analysis.barriers import Barrier, Visit, end_ns
+from bootseer.analysis.barriers import Barrier, Visit
 from bootseer.analysis.clock import Offset
+from bootseer.analysis.model import Place
 
 MIN_NODES = 4
 """With fewer nodes there is no crowd to stand out from; the critical chain still names the last one."""
 LATE_START = "late_start"
+NAME = "name"
+"""The kind of a place that only the beginning of the nodes' names tells."""
+_PLACE_ATTRS = ("rack", "topology")
+_PLACE_ALPHA = 0.01
+_PLACE_SHARE = 0.75
+_PLACE_DEPTH = 8
+_SWITCHES = re.compile(r"[./]?[^./]+")
+_WORDS = re.compile(r"\d+|[^\W\d_]+|[\W_]+")
 _MAD_TO_SIGMA = 1.4826
 _NOISE_SIGMAS = 4.0
 _MIN_SHARE = 0.05
@@ -85,15 +98,63 @@ def _outliers(
     ]
 
 
-def savings_ns(barriers: list[Barrier], nodes: frozenset[str]) -> int:
-    """How much sooner the job would have begun without these nodes, by the barrier model."""
-    whole, rest = end_ns(barriers), end_ns(barriers, nodes)
-    return max(whole - rest, 0) if whole is not None and rest is not None else 0
-
-
 def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:
     """Nodes by (stage, barrier), from (stage, barrier, node) in order of delay."""
     by_stage: dict[tuple[str, str], list[str]] = defaultdict(list)
     for stage, barrier, node in staged:
         by_stage[stage, barrier].append(node)
     return by_stage
+
+
+class Partition(NamedTuple):
+    """One way to divide the nodes of a job into places."""
+
+    kind: str
+    place_of: Mapping[str, str]
+    """By node; empty where it does not tell."""
+    sizes: Mapping[str, int]
+
+
+def partitions(attrs: Mapping[str, Mapping[str, Any]]) -> list[Partition]:
+    """Racks, places of the topology and beginnings of names, each from wide to narrow, from the facts of all nodes."""
+    parts: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*_PLACE_ATTRS, NAME)}
+    for node, facts in attrs.items():
+        for key, value in facts.items():
+            if (kind := key.rpartition(".")[2]) in _PLACE_ATTRS:
+                parts[kind][node] = _SWITCHES.findall(str(value))
+        parts[NAME][node] = _WORDS.findall(node)[:-1]
+    found = []
+    for kind, of_node in parts.items():
+        for depth in range(1, min(max(map(len, of_node.values()), default=0), _PLACE_DEPTH) + 1):
+            place_of = {node: "".join(of_node.get(node, ())[:depth]) for node in attrs}
+            found.append(Partition(kind, place_of, Counter(place_of.values())))
+    return found
+
+
+def places(slow: Sequence[str], ways: Sequence[Partition]) -> list[Place]:
+    """What slow nodes have in common: at most three places of one partition, or nothing.
+
+    Places explain when three quarters of the slow nodes lie in them, and chance would not put so many there: Fisher's
+    exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's correction for the places that could be picked.
+    """
+    best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
+    for kind, place_of, sizes in ways:
+        common = Counter(at for node in slow if (at := place_of[node])).most_common(3)
+        found = [Place(kind, at, count, sizes[at]) for at, count in common]
+        inside = list(accumulate(place.num_slow for place in found))
+        enough = next((number for number, count in enumerate(inside, 1) if count >= _PLACE_SHARE * len(slow)), 0)
+        found = found[:enough]
+        if not found or len(sizes) == enough or found[-1].num_slow < 2:
+            continue
+        chance = _fisher_p(len(place_of), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
+        p = chance * math.comb(len(sizes), enough)
+        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
+        if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
+            best = (p, found)
+    return best[1]
+
+
+def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
+    """How probable at least `hits` marked ones are among `drawn` of `total`: the tail of the hypergeometric."""
+    ways = sum(math.comb(marked, i) * math.comb(total - marked, drawn - i) for i in range(hits, min(marked, drawn) + 1))
+    return ways / math.comb(total, drawn)

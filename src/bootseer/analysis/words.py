@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from bootseer.analysis.model import Report, Stage
+from bootseer.analysis.model import Report, Stage, StragglerGroup
 from bootseer.analysis.scale import paper_median_s
-from bootseer.analysis.stragglers import LATE_START
+from bootseer.analysis.stragglers import LATE_START, NAME
 from bootseer.units import format_seconds
 
 _STAGE_WORDS = {
@@ -77,16 +77,32 @@ def _largest(report: Report) -> tuple[str, float] | None:
 
 
 def _blame(report: Report) -> str:
-    for group in report.straggler_groups:
-        if group.savings_s < 0.05:
-            continue
-        who = f"node {group.nodes[0]}" if len(group.nodes) == 1 else f"{len(group.nodes)} nodes"
-        where = "by starting late" if group.stage == LATE_START else f"in {group.stage}"
-        text = f"{who} held the others back for {format_seconds(group.savings_s)} {where}"
-        if group.savings_gpu_hours:
-            text += f" = {group.savings_gpu_hours:.3g} GPU-hours"
-        return text + (f" = ${group.savings_cost:,.2f}" if group.savings_cost else "")
-    return ""
+    groups = report.straggler_groups
+    if not groups or groups[-1].joint_s < 0.05:
+        return ""
+    largest, total = max(groups, key=lambda group: (group.next_s, len(group.nodes))), groups[-1]
+    who = f"node {largest.nodes[0]}" if len(largest.nodes) == 1 else f"{len(largest.nodes)} nodes"
+    where = "by starting late" if largest.stage == LATE_START else f"in {largest.stage}"
+    if largest.places:
+        where += f" ({located(largest)})"
+    took = format_seconds(total.joint_s)
+    if len(groups) == 1:
+        text = f"{who} held the others back for {took} {where}"
+    else:
+        all_nodes = sum(len(group.nodes) for group in groups)
+        text = f"{all_nodes} nodes held the others back for {took} together, above all {who} {where}"
+    if total.joint_gpu_hours:
+        text += f" = {total.joint_gpu_hours:.3g} GPU-hours"
+    return text + (f" = ${total.joint_cost:,.2f}" if total.joint_cost else "")
+
+
+def located(group: StragglerGroup) -> str:
+    """Where a group's nodes stand, if that explains them: `rack r3: 7 of 8 nodes`."""
+    return ", ".join(
+        f"{'' if place.kind == NAME else place.kind + ' '}{place.value}{'*' * (place.kind == NAME)}: "
+        f"{place.num_slow} of {_nodes(place.num_nodes)}"
+        for place in group.places
+    )
 
 
 def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:

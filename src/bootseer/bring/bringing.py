@@ -27,12 +27,14 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fetch.hotset import Block
+from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
 from bootseer.mounts.fetched import MakeTree
 from bootseer.mounts.lazy import LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
+_LOG = logger(__name__)
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Marks a part of the work; what is put into the dict it gives are facts about it."""
 Say = Callable[[str], None]
@@ -126,6 +128,7 @@ class Bringing:
 
     def fall_back(self, why: str) -> None:
         """Note that this is not how it was meant."""
+        _LOG.info("fallback: %s", why)
         self.mode, self.reason = "fallback", why
 
     def stop_daemon(self) -> None:
@@ -158,6 +161,10 @@ class Bringing:
                 self.fall_back(f"not all of it fits on this node: {error}")
                 self.say(f"{self.reason}; it is served lazily")
                 missing = [layer for layer in self.stack if not layer.file.trusted]
+        _LOG.info(
+            "%s (%s): %d of %d files are not whole on this node, %d hot blocks",
+            self.mode, self.reason, len(missing), len(self.stack), len(plan or ()),
+        )  # fmt: skip
         return missing, plan
 
     def _note_conversion(self) -> None:

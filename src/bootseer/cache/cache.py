@@ -28,7 +28,9 @@ from bootseer.cache.prune import Candidate, Step, Watermarks, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
 from bootseer.io.trusted_folder import trusted_folder
+from bootseer.logs import logger
 
+_LOG = logger(__name__)
 _POLL_S = 0.005
 _MAX_SPOILED = 5  # Made anew more often than that, something else spoils the entry each time.
 
@@ -144,6 +146,7 @@ class Cache:
             for path in (self.root / layout.TRASH).iterdir():
                 layout.discard(path)
             after = sum(one.disk_bytes for one in self.entries())
+        _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
 
     def unpin(self, identity: str, name: str) -> None:
@@ -250,6 +253,7 @@ class Cache:
             if not evict.is_same(folder, entry):
                 return  # somebody else did
             gone = evict.move_to_trash(entry, self.root)
+        _LOG.warning("%s was damaged and is made anew", entry)
         layout.discard(gone)
 
     def _lock(self) -> contextlib.AbstractContextManager[None]:

@@ -156,6 +156,7 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
         "state": one.health,
         "daemon_pid": None if state.daemon is None else state.daemon.pid,
         "mounted_at": state.made_s,
+        "log": _runtime().log(state) or None,
         "daemon": one.status() or None,
     }
 

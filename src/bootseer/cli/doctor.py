@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -27,11 +28,21 @@ _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "r
 @click.command(name="doctor", short_help="What works on this machine, and what to install.")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.option("--spool", type=click.Path(path_type=Path), help="Folder that events would go to.")
-def command(as_json: bool, spool: Path | None) -> None:
+@click.option(
+    "--bundle",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Pack checks, versions, settings, states and logs of mounts into FILE (.tar.gz) for a bug report.",
+)
+def command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
     """Try what BootSeer can use on this machine, and say what each part opens.
 
     Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
     kernel, Python or the spool folder keep BootSeer from measuring, else 0.
+
+    \b
+    bootseer doctor
+    bootseer doctor --bundle bug.tar.gz     # secrets are left out; look into it before you send it
     """
     from bootseer.bring.places import cache_root
     from bootseer.image.mounting import ways
@@ -41,12 +52,19 @@ def command(as_json: bool, spool: Path | None) -> None:
     more = [(ways.CHECK, ways.check), (environments.CHECK, lambda: environments.check(cache))]
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
+    rows = [{**asdict(check), "required": check.required} for check in checks]
+    found: dict[str, Any] = {"schema": SCHEMA, "ok": good, "checks": rows}
+    if bundle is not None:
+        from bootseer.launch.bundle import write_bundle
+
+        found["bundle"] = write_bundle(bundle, found, os.environ)
     if as_json:
-        rows = [{**asdict(check), "required": check.required} for check in checks]
-        print_json({"schema": SCHEMA, "ok": good, "checks": rows})
+        print_json(found)
     else:
         with terminal() as console:
             show(checks, console)
+            if bundle is not None:
+                console.print(f"{bundle}: {', '.join(found['bundle'])}", soft_wrap=True)
     if not good:
         raise SystemExit(1)
 

@@ -126,6 +126,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
         # Of what the daemon serves; without one all of it is here, and of a dead one nobody knows.
         "here": 1.0 if state.daemon is None else share_here(status),
         "mounted_at": state.made_s,
+        "log": runtime.log(state) or None,
         "daemon": status or None,
     }
 

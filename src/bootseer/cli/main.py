@@ -16,10 +16,13 @@ from bootseer.errors import BootseerError, Interrupted, UsageError
 def main() -> None:
     """Entry point of the `bootseer` program."""
     try:
+        if os.environ.get("BOOTSEER_LOG"):
+            _log()
         code = _quick_run(sys.argv[1:])
         if code is None:
             code = _any_verb()
     except BootseerError as error:
+        _log_failure()
         _say(f"bootseer: {error}")
         if isinstance(error, UsageError) and error.hint:
             _say(f"hint: {error.hint}")
@@ -34,6 +37,18 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
     _end(code)
+
+
+def _log() -> None:
+    from bootseer import logs
+
+    logs.set_up(os.environ)
+
+
+def _log_failure() -> None:
+    """With `--debug`, where the error came from."""
+    if (logging := sys.modules.get("logging")) is not None:
+        logging.getLogger("bootseer.cli").debug("the command has failed", exc_info=True)
 
 
 def _end(code: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 import click
@@ -28,8 +29,10 @@ class Verbs(Group):
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("-v", "--verbose", is_flag=True, help="Log what is done, to standard error (BOOTSEER_LOG=info).")
+@click.option("--debug", is_flag=True, help="Log everything, with tracebacks of errors (BOOTSEER_LOG=debug).")
 @click.version_option(__version__, "--version", prog_name="bootseer", message="%(prog)s %(version)s")
-def cli() -> None:
+def cli(verbose: bool, debug: bool) -> None:
     """Measure the startup of GPU training jobs, from submission to the first step, and shorten it.
 
     \b
@@ -38,3 +41,8 @@ def cli() -> None:
     bootseer run --image registry:5000/team/train:7 -- torchrun train.py
     bootseer report train
     """
+    if verbose or debug:
+        from bootseer import logs
+
+        os.environ["BOOTSEER_LOG"] = "debug" if debug else "info"  # for the daemons, too
+        logs.set_up(os.environ)

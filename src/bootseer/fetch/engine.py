@@ -34,8 +34,10 @@ from bootseer.fetch.stats import Meter
 from bootseer.fetch.tickets import Ticket, Tickets
 from bootseer.fetch.transfer import transfer
 from bootseer.io.executor import Executor, report_exception, run_reported
+from bootseer.logs import logger
 from bootseer.store.store import Store
 
+_LOG = logger(__name__)
 # A long plan must not keep the first reader from the lock.
 _PLANNED_AT_ONCE = 256
 
@@ -337,6 +339,8 @@ class Engine:
             report_exception()
         finally:
             run_reported(partial(file.release, held))
+        if error is not None:
+            _LOG.info("request %d of %s, blocks %s: %s", fetch.number, file.origin.uri, list(fetch.blocks)[:4], error)
         to_do = self._finished(fetch, error)
         is_last = self._wants_all and self.scheduler.idle
         self._carry_out(to_do)
@@ -414,6 +418,7 @@ class Engine:
             now = time.monotonic()
             self.meter.decode_s += decode_s
             if isinstance(data, CorruptError):
+                _LOG.warning("%s", data)
                 self.meter.corrupt_blocks += 1
                 self.scheduler.failed(fetch.number, block, data, now)
             else:

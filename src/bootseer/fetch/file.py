@@ -12,7 +12,10 @@ from bootseer.blocks.codec import Buffer, decode
 from bootseer.blocks.index import Index
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError
+from bootseer.logs import logger
 from bootseer.store.store import Store
+
+_LOG = logger(__name__)
 
 
 @dataclass(slots=True)
@@ -56,7 +59,8 @@ class File:
                     claim.here.append(block)
                 else:
                     (claim.mine if hedge else claim.elsewhere).append(block)
-            except BootseerError:  # without claims a block may be fetched twice, which is better than not at all
+            except BootseerError as error:  # without claims a block may be fetched twice: better than not at all
+                _LOG.debug("block %d cannot be claimed: %s", block, error)
                 claim.mine.append(block)
         return claim
 

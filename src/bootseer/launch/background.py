@@ -132,6 +132,7 @@ def _become(
     try:
         os.setsid()
         _take_leave(log)
+        _log_to(log)
         _die_politely(parent)
         with contextlib.suppress(OSError):
             os.nice(niceness)
@@ -164,6 +165,12 @@ def _take_leave(log: Path) -> None:
     os.dup2(nowhere, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def _log_to(log: Path) -> None:
+    from bootseer import logs
+
+    logs.set_up(os.environ, file=log)
 
 
 def _die_politely(parent: int) -> None:

@@ -21,7 +21,7 @@ from bootseer.errors import UsageError
 from bootseer.launch import spools
 
 _PROGRESS_EVERY_S = 0.5
-_MAX_DIGITS = 19
+_ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A longer number is no attempt, but part of a name."""
 
 
@@ -36,6 +36,33 @@ def read_report(
 
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
+    found = _read(places, env, began_pattern)
+    return analyse(found.events, options, facts=found.facts, read=found.input())
+
+
+def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
+    """The reports of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`, or all of `JOB@FIRST..LAST`."""
+    match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
+    found = _read([match["name"] if match else place], env)
+    runs = [found.events]
+    if match and found.events:
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        attempts = sorted({event.attempt for event in found.events})
+        runs = [[e for e in found.events if e.attempt == one] for one in attempts if first <= one <= last]
+        if not runs:
+            there = ", ".join(map(str, attempts[:10])) + (", ..." if len(attempts) > 10 else "")
+            raise UsageError(f"{place}: no such attempt", hint=f"it holds attempts {there}")
+    reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
+    if not reports[0].nodes:
+        raise UsageError(
+            f"{place!r}: nothing in it has a time, so there is no startup to compare",
+            hint="collect logs with time stamps, or start the job with `bootseer run`",
+            exit_code=1,
+        )
+    return reports
+
+
+def _read(places: Sequence[str], env: Mapping[str, str], began_pattern: re.Pattern[bytes] | None = None) -> Scanned:
     paths = [_resolve(place, env) for place in places] or [_latest(env)]
     zone = datetime.now().astimezone().tzinfo or UTC
     progress = _Progress()
@@ -45,23 +72,7 @@ def read_report(
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
         found.events = [event._replace(job="unnamed") for event in found.events]
-    return analyse(found.events, options, facts=found.facts, read=found.input())
-
-
-def read_one(place: str, env: Mapping[str, str]) -> Report:
-    """The report of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`."""
-    name, _, number = place.rpartition("@")
-    options = Options()
-    if name and number.isascii() and number.isdecimal() and len(number) < _MAX_DIGITS and not inputs.exists(place):
-        place, options = name, Options(attempt=int(number))
-    report = read_report([place], options, env)
-    if not report.nodes:
-        raise UsageError(
-            f"{place!r}: nothing in it has a time, so there is no startup to compare",
-            hint="collect logs with time stamps, or start the job with `bootseer run`",
-            exit_code=1,
-        )
-    return report
+    return found
 
 
 def _resolve(place: str, env: Mapping[str, str]) -> str:

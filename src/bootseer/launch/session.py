@@ -210,6 +210,8 @@ def _facts(command: Sequence[str], identity: Identity, options: Options) -> dict
     }
     if identity.num_nodes:
         facts["num_nodes"] = identity.num_nodes
+    if identity.topology:
+        facts["topology"] = identity.topology
     if options.requirements:
         import hashlib
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MNT_DETACH, MS_RDONLY, check, failure, libc, number_of
+from bootseer.logs import logger
 
+_LOG = logger(__name__)
 __all__ = ["MNT_DETACH", "create", "is_mount", "mount_points", "move", "number_of", "unmount", "unshare_mounts"]
 
 # The numbers of system calls since 424 are the same on all architectures. Older C libraries have no wrappers.
@@ -75,6 +77,7 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
     Raises `TransientError` while it is in use. With `lazy` it disappears at once and ends with its last user.
     """
+    _LOG.debug("unmount %s%s", target, " lazily" if lazy else "")
     try:
         syscalls.unmount(target, flags=MNT_DETACH if lazy else 0)
     except BootseerError as error:

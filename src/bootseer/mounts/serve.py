@@ -15,12 +15,22 @@ import socket
 import sys
 import threading
 import time
-from datetime import datetime
 from pathlib import Path
 
+from bootseer import __version__, logs
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import control
-from bootseer.mounts.daemon import FILES, DaemonSpec, Recorder, Served, Session, report_error, report_ready
+from bootseer.mounts.daemon import (
+    FILES,
+    LOG,
+    DaemonSpec,
+    OnError,
+    Recorder,
+    Served,
+    Session,
+    report_error,
+    report_ready,
+)
 
 _SWITCH_INTERVAL_S = 0.0005
 """The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""
@@ -30,26 +40,13 @@ _BUSY_S = 2.0
 """The kernel lets go of files a moment after their last use, so that "busy" counts only after a while."""
 _HAND_OVER_S = 10.0
 """How long the end waits for the record to be handed over. It stays on the disk in any case."""
-_LOG_BYTES = 1 << 20
-
-
-class Log:
-    """Lines with the time of day on standard error, which is a file by now; stops when that grows beyond a bound."""
-
-    def __init__(self) -> None:
-        self._left = _LOG_BYTES
-
-    def __call__(self, message: str) -> None:
-        line = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {message}\n"
-        self._left -= len(line)
-        if self._left > 0:
-            with contextlib.suppress(OSError):
-                os.write(2, line.encode("utf-8", "backslashreplace"))
+_LOG = logs.logger(__name__)
 
 
 def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows."""
-    log = Log()
+    logs.set_up(os.environ, file=spec.folder / LOG)
+    log = _LOG.warning
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
@@ -67,9 +64,10 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
             served.source.close()
             raise
     except BaseException as error:
-        log(f"cannot serve: {type(error).__name__}: {error}")
+        _LOG.error("cannot serve: %s: %s", type(error).__name__, error)
         report_error(report, error)
         return 1
+    _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
     life = _Life(spec, served, mounted, listener, log)
     signal.setitimer(signal.ITIMER_REAL, 0)
     heard = report_ready(report)
@@ -97,7 +95,9 @@ def _catch_signals() -> socket.socket:
 class _Life:
     """State of a serving daemon; all of it belongs to the main thread."""
 
-    def __init__(self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: Log) -> None:
+    def __init__(
+        self, spec: DaemonSpec, served: Served, mounted: Session, listener: socket.socket, log: OnError
+    ) -> None:
         self._spec = spec
         self._served = served
         self._session = mounted
@@ -246,5 +246,5 @@ class _Life:
             self._handing_over.join(_HAND_OVER_S)
         with contextlib.suppress(OSError):
             (self._spec.folder / control.NAME).unlink()
-        self._log("ended")
+        _LOG.info("ended")
         return 0

@@ -25,6 +25,7 @@ from typing import Literal
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.mounts import control, kernel
+from bootseer.mounts.daemon import LOG
 from bootseer.mounts.process import ProcessId
 
 SCHEMA = "bootseer.mount/1"
@@ -86,6 +87,10 @@ class Runtime:
     def folder(self, state: MountState) -> Path:
         """The folder of a mount."""
         return self.mounts / state.id
+
+    def log(self, state: MountState) -> str:
+        """The log of a mount's daemon; "" when it has none."""
+        return "" if state.daemon is None else str(self.folder(state) / LOG)
 
     def write(self, state: MountState) -> None:
         """Write down a mount, or what changed of it."""

@@ -6,6 +6,7 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 from __future__ import annotations
 
 from bootseer.analysis.model import Link, Report, Straggler, StragglerGroup
+from bootseer.analysis.words import located
 from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
     cell,
@@ -71,7 +72,8 @@ def figures(report: Report) -> str:
     expected = num(heard.nodes_expected, count, "coverage.nodes_expected")
     ranks = num(heard.ranks_heard, count, "coverage.ranks_heard")
     all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
-    saved = max((group.savings_s for group in report.straggler_groups), default=None)
+    groups = report.straggler_groups
+    saved = num(groups[-1].joint_s, seconds, f"straggler_groups.{len(groups) - 1}.joint_s") if groups else None
     tiles = [
         _tile(
             "startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"
@@ -102,7 +104,7 @@ def figures(report: Report) -> str:
             "straggler",
             "Stragglers",
             num(len(report.stragglers), count, "stragglers.length"),
-            "none beyond noise" if saved is None else f"without them up to {num(saved, seconds)} sooner",
+            "none beyond noise" if saved is None else f"without them {saved} sooner",
         ),
     ]
     return f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>'
@@ -179,14 +181,17 @@ def stragglers(report: Report) -> str:
     """Groups with what they cost together, then each straggler."""
     note = (
         f"{term('savings', 'Savings')} are exact for the observed barriers: the job replayed without these nodes. "
-        "z is the robust z-score of the node's work among the others."
+        "Groups hide behind each other: they stand in the order in which to mend them, each with what it adds to those "
+        "above it and what they save together. z is the robust z-score of the node's work among the others."
     )
     if not report.stragglers:
         return section(
             "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
         )
     groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
-    columns = head("stage", "barrier", ">nodes", ">sooner without", ">GPU-hours", ">cost")
+    columns = head(
+        *("stage", "barrier", ">nodes", "where", ">saves alone", ">adds", ">together", ">GPU-hours", ">cost")
+    )
     body = table(columns, groups, label="Stragglers by stage") if groups else ""
     rows = [_straggler_cells(i, one) for i, one in enumerate(report.stragglers)]
     columns = head("node", ">rank", "stage", "barrier", ">delay", ">z", ">saves alone", ">GPU-hours")
@@ -202,9 +207,12 @@ def _group_cells(i: int, group: StragglerGroup) -> str:
         word_cell(group.stage, css="id")
         + word_cell(group.barrier)
         + f'<td class="r" title="{names}">{size}</td>'
+        + word_cell(located(group))
         + cell(group.savings_s, seconds, key + "savings_s")
-        + cell(group.savings_gpu_hours, hours, key + "savings_gpu_hours")
-        + cell(group.savings_cost, money, key + "savings_cost")
+        + cell(group.next_s, seconds, key + "next_s")
+        + cell(group.joint_s, seconds, key + "joint_s")
+        + cell(group.joint_gpu_hours, hours, key + "joint_gpu_hours")
+        + cell(group.joint_cost, money, key + "joint_cost")
     )
 
 

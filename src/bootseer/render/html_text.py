@@ -53,7 +53,7 @@ GLOSSARY = {
     "savings": (
         "Savings",
         "How much sooner the job would have begun without these nodes, computed from the barriers. One of several "
-        "stragglers alone saves little: the next one is as late.",
+        "stragglers, or groups of them, alone saves little: the next one is as late.",
     ),
     "ratio": ("Max/Median", "Slowest node over the median node in one stage. 1.0 means that all are equally fast."),
     "gpuh": ("GPU-hours", "GPUs of a node times the hours that they were held during the startup."),

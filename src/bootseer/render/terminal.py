@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.analysis import checkpoints, environments, images
-from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report
+from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report, StragglerGroup
+from bootseer.analysis.words import located
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
 from bootseer.units import format_bytes, format_seconds
@@ -33,6 +34,7 @@ _NEGLIGIBLE = 0.005
 """Share of the whole below which untracked time and the last wait are no row of their own."""
 _MAX_NODES = 12
 _MAX_ROWS = 8
+_MAX_GROUPS = 6
 _MAX_LINKS = 16
 _WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
 """Columns of names."""
@@ -281,15 +283,19 @@ def _print_stragglers(report: Report, console: Console) -> None:
     if not report.stragglers:
         return
     console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
-    for group in report.straggler_groups[:4]:
-        hours = f", {group.savings_gpu_hours:.3g} GPU-hours" if group.savings_gpu_hours is not None else ""
-        plural = "s" if len(group.nodes) > 1 else ""
-        console.print(
-            Text(
-                f"  without the {len(group.nodes)} node{plural} slow in {clean(group.stage)}: "
-                f"{format_seconds(group.savings_s)} sooner{hours}"
-            )
-        )
+    groups = report.straggler_groups
+    hours = groups[-1].joint_gpu_hours
+    told = f"{format_seconds(groups[-1].joint_s)} sooner" + (f", {hours:.3g} GPU-hours" if hours is not None else "")
+    names = [_slow_nodes(group) for group in groups[:_MAX_GROUPS]]
+    if len(groups) == 1:
+        lines = [f"without {names[0]}: {told}"]
+    else:
+        lines = [f"without all {sum(len(group.nodes) for group in groups)} nodes: {told}; in this order:"]
+        saved = [format_seconds(group.next_s) for group in groups]
+        lines += [f"{'then' if i else 'first'} {name}: {saved[i]} sooner" for i, name in enumerate(names)]
+    for line in lines:
+        console.print(Text(clean(f"  {line}")))
+    print_rest(len(groups) - _MAX_GROUPS, console)
     table = _table("node", "late by s", "z", "alone saves s", "stage")
     for row in report.stragglers[:_MAX_ROWS]:
         z = "-" if row.z is None else f"{row.z:.0f}"
@@ -317,6 +323,11 @@ def _print_said(report: Report, console: Console) -> None:
         console.print(Text(f"  {fact.source}: {clean(fact.text)}{took}"), overflow="ellipsis", no_wrap=True)
     print_rest(len(report.facts) - _MAX_ROWS, console)
     console.print()
+
+
+def _slow_nodes(group: StragglerGroup) -> str:
+    where = f" ({located(group)})" if group.places else ""
+    return f"the {len(group.nodes)} node{'s' if len(group.nodes) > 1 else ''} slow in {group.stage}{where}"
 
 
 def print_rest(count: int, console: Console) -> None:

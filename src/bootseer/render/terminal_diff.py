@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootseer.analysis.diff import FASTER, SLOWER, Difference
+from bootseer.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
 from bootseer.render.clean import clean
 from bootseer.render.terminal import print_rest
 from bootseer.units import format_seconds
 
 _MAX_FACTS = 20
-_STYLES = {SLOWER: "bold red", FASTER: "bold green"}
+_STYLES = {SLOWER: "bold red", FASTER: "bold green", UNPROVEN: "yellow"}
 
 
 def render(difference: Difference, console: Console) -> None:
@@ -20,19 +20,23 @@ def render(difference: Difference, console: Console) -> None:
     console.print(Text(clean(difference.verdict), style="bold"))
     for line in difference.headlines:
         console.print(Text(f"! {clean(line)}", style="bold red"))
-    console.print(Text(f"A: {clean(difference.a)}, {format_seconds(difference.a_s)}"))
-    console.print(Text(f"B: {clean(difference.b)}, {format_seconds(difference.b_s)}"))
+    a, b = (difference.a, difference.a_runs, difference.a_s), (difference.b, difference.b_runs, difference.b_s)
+    for side, (name, runs, took_s) in (("A", a), ("B", b)):
+        of_runs = f" ({runs} runs), median" if runs > 1 else ","
+        console.print(Text(f"{side}: {clean(name)}{of_runs} {format_seconds(took_s)}"))
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for index, column in enumerate(("stage", "A s", "B s", "change", "", "p", "")):
+    ranges = ["A's runs"] * (difference.a_runs > 1)
+    for index, column in enumerate(("stage", "A s", *ranges, "B s", "change", "", "p", " ")):
         # Only names may be cut when there is no room: a number without its last digits is another number.
-        side = "left" if index in (0, 6) else "right"
+        side = "left" if column in ("stage", " ") else "right"
         table.add_column(column, justify=side, no_wrap=index > 0, overflow="ellipsis")  # type: ignore[arg-type]
     for stage in difference.stages:
         name = "  " * stage.stage.count(".") + clean(stage.stage.rpartition(".")[2])
         table.add_row(
             name,
             "-" if stage.a_s is None else f"{stage.a_s:.2f}",
+            *[f"{stage.a_range_s[0]:.1f}-{stage.a_range_s[1]:.1f}" if stage.a_range_s else ""] * len(ranges),
             "-" if stage.b_s is None else f"{stage.b_s:.2f}",
             "" if stage.delta_s is None else f"{stage.delta_s:+.2f}",
             "" if stage.share is None else f"{stage.share:+.0%}",

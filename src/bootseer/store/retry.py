@@ -14,8 +14,10 @@ from contextlib import closing
 from typing import TypeVar
 
 from bootseer.errors import CorruptError, PermanentError, TransientError
+from bootseer.logs import logger
 from bootseer.store.store import Store, is_content_name
 
+_LOG = logger(__name__)
 T = TypeVar("T")
 
 BASE_S = 0.1
@@ -51,6 +53,7 @@ def retrying(
                 wait_s += error.retry_after_s
             if attempt >= attempts or clock() + wait_s >= until:
                 raise
+            _LOG.info("attempt %d of %d failed, the next one in %.1f s: %s", attempt, attempts, wait_s, error)
             sleep(wait_s)
 
 

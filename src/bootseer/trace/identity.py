@@ -33,6 +33,8 @@ class Identity(NamedTuple):
     """Which of the launchers the job's name came from."""
     node_rank: int | None = None
     """Number of this node among the job's, from 0."""
+    topology: str = ""
+    """Where this node stands in the network: switches or racks from the top, separated by dots."""
 
 
 def number(env: Env, *names: str) -> int | None:
@@ -117,4 +119,6 @@ def discover(env: Env, *, hostname: str) -> Identity:
         gpus=_gpus(env),
         source=source,
         node_rank=number(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK"),
+        # Slurm's address of a node ends with the node's own name.
+        topology=env.get("BOOTSEER_TOPOLOGY", "").strip() or env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],
     )
