@@ -13,7 +13,7 @@ RATE ?=
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
 
-demo: setup ## Start a real training job four times from its image, and show where the time went (root)
+demo: setup ## Start a real training job four times from image, snapshot and checkpoint, and show where the time went (root)
 	@examples/demo.sh $(ARGS)
 
 hdfs: setup ## Start an HDFS that stays; RATE=400 limits its links (Mbit/s, root); ARGS=stop ends it, ARGS=status tells

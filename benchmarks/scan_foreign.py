@@ -1,7 +1,8 @@
 """How fast `bootseer report` reads a large log that other programs wrote, and what each of its searches costs.
 
 What a user would run instead is grep; `cat` tells what reading alone takes. The log is made anew (`training_log`), lies
-in the page cache and is deleted afterwards.
+in the page cache and is deleted afterwards. Logs whose every line holds a word that parsers look for tell what the scan
+is worth where it is not spared: such words are ordinary English.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from statistics import median
 import training_log
 from harness import Benchmark, Cost, Must, Outcome, alternate, spawn
 
-from bootseer.analysis.foreign.registry import parsers
+from bootseer.analysis.foreign.registry import parsers, search
+from bootseer.analysis.search import fastest_find
 from bootseer.trace.event import TAG_STEM
 
 _LIMIT_MB_PER_S = 200.0
+_WORDS_LIMIT_MB_PER_S = 150.0
+_WORDS = {
+    "Successful": "Successful",
+    "package": " package",
+    "nranks": " nranks ",
+    "PullImage": "PullImage",
+    "torch/distributed": "torch/distributed/",
+}
 _LINES = 10_000_000
 _BOOTSEER = str(Path(sys.executable).parent / "bootseer")
 _NOTHING_FOUND = (0, 1)  # grep's exit code when no line holds the word
 _PROFILED_BYTES = 64 << 20
-_PROFILED_BLOCK = 4 << 20
+_PROFILED_BLOCK = 1 << 20
 
 
 def measure(quick: bool) -> Outcome:
@@ -55,6 +65,13 @@ def measure(quick: bool) -> Outcome:
             _compress(["zstd", "-3", "-q", "-c", str(part)], zst)
             arms["zstd -dc | grep -c"] = (sizes["compressed"], lambda: _pipe(f"zstd -dc {zst} | grep -c bootseer1"))
             arms["report, zstd"] = (sizes["compressed"], lambda: spawn([_BOOTSEER, "report", str(zst)]))
+        for name, words in (*_WORDS.items(), ("all clues, less a letter", _all_clues())):
+            dense = Path(folder, f"{len(arms)}.log")
+            size = training_log.write_words(dense, words, lines * 20)
+            arms[f"report, {name}"] = (
+                size,
+                lambda dense=dense: spawn([_BOOTSEER, "report", str(dense)], exit_codes=(0, 1)),
+            )
         costs = alternate({name: run for name, (_, run) in arms.items()}, rounds)
         with plain.open("rb") as file:
             profile = _profile(file.read(_PROFILED_BYTES))
@@ -64,18 +81,29 @@ def measure(quick: bool) -> Outcome:
     baselines = {"report": "grep -c bootseer1", "report, gzip": "gzip -dc | grep -c"}
     if "report, zstd" in speeds:
         baselines["report, zstd"] = "zstd -dc | grep -c"
+    # By processor time, of which a scan takes one core's: what else the machine does must not decide.
+    words_cpu_s = max(cpu_s_per_gb[name] for name in arms if name.startswith("report, ") and name not in baselines)
     return Outcome(
         parameters={"rounds": rounds, "lines": lines, "bytes": sizes},
         samples=speeds,
         unit="MB/s of unpacked log",
         baselines=baselines,
-        must_reach=[Must("plain log (median)", median(speeds["report"]), _LIMIT_MB_PER_S, "MB/s", at_least=True)],
+        must_reach=[
+            Must("plain log", 1000 / cpu_s_per_gb["report"], _LIMIT_MB_PER_S, "MB per CPU second", at_least=True),
+            Must("slowest log of words", 1000 / words_cpu_s, _WORDS_LIMIT_MB_PER_S, "MB per CPU second", at_least=True),
+        ],
         details={
             "cpu_s_per_gb": cpu_s_per_gb,
             "peak_bytes": {name: max(cost.peak_bytes for cost in of_arm) for name, of_arm in costs.items()},
             "what_limits_s_per_gb": profile,
         },
     )
+
+
+def _all_clues() -> str:
+    """What every parser looks for, each without its last letter."""
+    literals = {clue.literal.decode() for parser in parsers() for clue in parser.clues}
+    return " ".join(literal[:-1] + "~" for literal in sorted(literals))
 
 
 def _compress(command: list[str], target: Path) -> None:
@@ -88,23 +116,23 @@ def _pipe(script: str) -> Cost:
 
 
 def _profile(log: bytes) -> dict[str, float]:
-    """CPU seconds for a gigabyte of this log, for each pass over the bytes that a scan without a hit makes.
-
-    The search of `bytes` is what a scan in plain Python is bounded by; the scan itself may know a faster one.
-    """
+    """CPU seconds for a gigabyte of this log, for each pass over the bytes that a scan without a hit makes."""
     blocks = [log[start : start + _PROFILED_BLOCK] for start in range(0, len(log), _PROFILED_BLOCK)]
-    needles = [TAG_STEM, *dict.fromkeys(needle for parser in parsers() for needle in parser.needles)]
-    passes = {f"find {needle.decode()!r}": _cpu_s(blocks, needle) for needle in needles}
-    passes["count newlines"] = _cpu_s(blocks, b"\n")
+    searching, _ = search()
+    passes = {
+        "search for all clues": _cpu_s(blocks, lambda block: list(searching.hits(block))),
+        "find the events' tag": _cpu_s(blocks, lambda block: fastest_find(block, TAG_STEM, 0)),
+        "count newlines": _cpu_s(blocks, lambda block: block.count(b"\n")),
+    }
     return {name: spent * 1e9 / len(log) for name, spent in passes.items()}
 
 
-def _cpu_s(blocks: list[bytes], needle: bytes) -> float:
+def _cpu_s(blocks: list[bytes], work: Callable[[bytes], object]) -> float:
     best = float("inf")
     for _ in range(3):
         start = time.process_time()
         for block in blocks:
-            block.count(needle)  # to the end, unlike `find`
+            work(block)
         best = min(best, time.process_time() - start)
     return best
 

@@ -51,6 +51,16 @@ def write(path: Path, num_lines: int, seed: int = 1) -> int:
     return path.stat().st_size
 
 
+def write_words(path: Path, words: str, num_bytes: int) -> int:
+    """Write a log of about this size whose every line holds these words; returns its size in bytes."""
+    lines = (f"2026-03-01 08:00:00,123 rank {n} step {n * 7} loss 2.4{n} {words} of shard {n}\n" for n in range(512))
+    many = "".join(lines).encode()
+    with path.open("wb") as file:
+        for _ in range(num_bytes // len(many) + 1):
+            file.write(many)
+    return path.stat().st_size
+
+
 def _pool(count: int, rng: random.Random) -> list[str]:
     lines = [_line(number, rng) for number in range(count)]
     for number in range(_NEAR_MISS_EVERY // 2, count, _NEAR_MISS_EVERY):

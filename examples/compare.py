@@ -1,12 +1,17 @@
 """Startups side by side, from the JSON reports that starts.sh makes in FOLDER.
 
 compare.py FOLDER NAME          one line: how long this one took, and what for
-compare.py FOLDER NAME NAME...  bars in the terminal, and the page FOLDER/index.html
+compare.py FOLDER NAME NAME...  bars and a sentence in the terminal, and as FOLDER/picture.svg, as FOLDER/picture.png
+                                where there is a browser, and in the page FOLDER/index.html
 """
 
 import html
 import json
+import re
+import shutil
+import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +35,38 @@ WITH_SETUP = {
     "hot-update": "The requirements are the same, so that the snapshot is, too.",
 }
 """Where the job installs something when it starts."""
+WITH_CHECKPOINT = {
+    "full-pull": "One client copies the checkpoint from HDFS, file after file, and the job loads the copy.",
+    "lazy": "The checkpoint is mounted. It lies in HDFS as four stripes, which are read at once and from before Python "
+    "starts: the job finds it here.",
+    "recorded": "The checkpoint comes as before, from four DataNodes at once.",
+    "hot-update": "So is the checkpoint.",
+}
+"""Where it resumes from a checkpoint."""
 STAGES = {
     "image_loading": ("█", "#c2410c", "until the container can be started"),
     "environment_setup": ("▓", "#a16207", "what the job needs besides the image"),
+    "checkpoint": ("▚", "#7e22ce", "copied or mounted, and loaded"),
     "model_initialization": ("▒", "#1d4ed8", "imports, process group, model"),
     "first_step": ("░", "#15803d", "the first training step"),
     "other": ("·", "#78716c", "the rest"),
 }
+TECHNIQUES = {
+    "loading the image and the imports from it": ("image_loading", "model_initialization"),
+    "the environment": ("environment_setup",),
+    "the checkpoint": ("checkpoint",),
+    "all else": ("first_step", "other"),
+}
+"""What each of them changes: what is read lazily shows in the imports."""
+TITLES = {
+    "full-pull": "as nodes start today",
+    "lazy": "with BootSeer, for the first time",
+    "recorded": "with BootSeer, on a new node",
+    "hot-update": "with BootSeer, on the same node again",
+}
+MORE = {"environment_setup": WITH_SETUP, "checkpoint": WITH_CHECKPOINT}
 WIDTH = 50
+SIZE = 900
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Four starts of one job</title>
@@ -45,17 +74,14 @@ PAGE = """<!doctype html>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c1917 }}
 h2 {{ margin: 2rem 0 0; font-size: 1.2rem }}
 p {{ margin: .3rem 0 }}
-.bar {{ display: flex; height: 1.7rem; margin: .6rem 0 }}
-.bar span {{ box-sizing: border-box; color: #fff; font-size: .8rem; line-height: 1.7rem; text-indent: .3rem }}
-.bar span {{ overflow: hidden; white-space: nowrap }}
-.key span {{ color: #fff; padding: .1rem .4rem; margin-right: .3rem; font-size: .8rem }}
-.key {{ font-size: .9rem }}
+svg {{ width: 100%; height: auto }}
 .facts {{ color: #57534e; font-size: .9rem }}
 </style>
 <h1>Four starts of one job</h1>
 <p>The same container image and the same command, three times on a node that has never seen the image, then once more on
-the last of them: from submission to the end of the first training step. All bars have one scale.</p>
-<p class="key">{key}</p>
+the last of them: from submission to the end of the first training step.</p>
+{picture}
+<p class="facts">{key}</p>
 {starts}
 </html>
 """
@@ -75,6 +101,8 @@ class Start:
     """How the image came; None where BootSeer did not load it."""
     environment: dict[str, Any] | None
     """How the environment came; None where BootSeer did not bring it."""
+    checkpoint: dict[str, Any] | None
+    """How the checkpoint came; None where BootSeer did not bring it."""
 
     @property
     def fetched(self) -> str:
@@ -90,6 +118,16 @@ class Start:
             f"The image: {total:.0f} MB of {self.image['stored_bytes'] / 1e6:.0f} MB were fetched until then, "
             f"in {self.image['requests']} requests{ahead}."
         )
+
+    @property
+    def resumed(self) -> str:
+        """How the checkpoint came, in a sentence; empty when nobody knows."""
+        if self.checkpoint is None:
+            return ""
+        place, cache, nodes = (self.checkpoint[key] for key in ("place_bytes", "cache_bytes", "datanodes"))
+        if place < 1e6:
+            return f"The checkpoint: {cache / 1e6:.0f} MB were on this node."
+        return f"The checkpoint: {place / 1e6:.0f} MB came from {len(nodes)} DataNodes."
 
     @property
     def installed(self) -> str:
@@ -114,22 +152,32 @@ def read(folder: Path, name: str) -> Start:
     total_s = report["overhead"]["startup_s"]
     stages = {row["stage"]: row["median_s"] or 0.0 for row in report["stages"] if row["depth"] == 0}
     known = {stage: stages.get(stage, 0.0) for stage in STAGES}
+    known["checkpoint"] = sum(
+        row["median_s"] or 0.0
+        for row in report["stages"]
+        if row["depth"] == 1 and row["stage"].startswith("model_initialization.checkpoint_")
+    )
+    known["model_initialization"] = max(known["model_initialization"] - known["checkpoint"], 0.0)
     known["other"] = max(total_s - sum(known.values()), 0.0)
     parts = {
         row["stage"].removeprefix("environment_setup."): row["median_s"] or 0.0
         for row in report["stages"]
         if row["depth"] == 1 and row["stage"].startswith("environment_setup.")
     }
-    image, environment = (report[kind][0] if report[kind] else None for kind in ("images", "environments"))
-    return Start(name, total_s, known, parts, image, environment)
+    kinds = ("images", "environments", "checkpoints")
+    return Start(name, total_s, known, parts, *(report[kind][0] if report[kind] else None for kind in kinds))
 
 
 def print_one(start: Start) -> None:
     parts = [f"{seconds:.1f} s {stage}" for stage, seconds in start.stages.items() if seconds >= 0.1]
     print(f"    {start.total_s:.1f} s from submission to the first step's end: {', '.join(parts)}.")
-    for line in (start.installed, start.fetched):
-        if line:
-            print(f"    {line}")
+    for line in filter(None, (start.installed, start.fetched, start.resumed)):
+        print(f"    {line}")
+
+
+def used(starts: list[Start]) -> list[str]:
+    """The stages that some start has."""
+    return [stage for stage in STAGES if any(start.stages[stage] >= 0.05 for start in starts)]
 
 
 def print_all(starts: list[Start]) -> None:
@@ -138,35 +186,89 @@ def print_all(starts: list[Start]) -> None:
     for start in starts:
         line = "".join(STAGES[stage][0] * round(s / scale_s * WIDTH) for stage, s in start.stages.items())
         print(f"  {start.name:10} {line:{WIDTH + 2}} {start.total_s:5.1f} s{faster(start, first)}")
-    print(f"\n  {'':10} {'   '.join(f'{sign} {stage}' for stage, (sign, _, _) in STAGES.items())}")
+    print(f"\n  {'':10} {'   '.join(f'{STAGES[stage][0]} {stage}' for stage in used(starts))}\n")
+    print(textwrap.fill(sentence(starts), 100, initial_indent="  ", subsequent_indent="  "))
 
 
 def faster(start: Start, first: Start) -> str:
     return "" if start is first else f", {first.total_s / start.total_s:.1f} times as fast"
 
 
+def sentence(starts: list[Start]) -> str:
+    """Before and after, and what each technique brought: the first start against the recorded one."""
+    before, after = starts[0], next((start for start in starts if start.name == "recorded"), starts[-1])
+    gains = []
+    for words, stages in TECHNIQUES.items():
+        gain_s = sum(before.stages[stage] - after.stages[stage] for stage in stages)
+        if any(stage in used([before, after]) for stage in stages):
+            gains.append(f"{words} {abs(gain_s):.1f} s {'less' if gain_s >= 0 else 'more'}")
+    missing = "" if "checkpoint" in used(starts) else "; resuming from a checkpoint is not shown"
+    return (
+        f"Before, the first training step ended {before.total_s:.1f} s after the submission; with BootSeer it ends "
+        f"after {after.total_s:.1f} s on a new node{faster(after, before)}: {', '.join(gains)}{missing}."
+    )
+
+
 def explained(start: Start) -> str:
-    more = WITH_SETUP.get(start.name, "") if start.stages["environment_setup"] else ""
-    return f"{EXPLAINED.get(start.name, '')} {more}"
+    more = [texts.get(start.name, "") for stage, texts in MORE.items() if start.stages[stage]]
+    return " ".join([EXPLAINED.get(start.name, ""), *more])
+
+
+def picture(starts: list[Start]) -> str:
+    """Bars and the sentence, as SVG that needs nothing else."""
+    scale_s = max(start.total_s for start in starts)
+    parts, y = [], 64
+    for start in starts:
+        x = 0.0
+        name = f'<tspan font-weight="bold">{html.escape(start.name)}</tspan>, {TITLES.get(start.name, "")}'
+        parts.append(f'<text x="20" y="{y}">{name}: {start.total_s:.1f} s{faster(start, starts[0])}</text>')
+        for stage, seconds in start.stages.items():
+            width = 860 * seconds / scale_s
+            told = f"{seconds:.1f} s" if width > 44 else ""
+            parts.append(f'<g><title>{stage}: {seconds:.2f} s</title><rect x="{20 + x:.1f}" y="{y + 8}" height="26" '
+                         f'width="{width:.1f}" fill="{STAGES[stage][1]}"/><text x="{26 + x:.1f}" y="{y + 26}" '
+                         f'font-size="13" fill="#fff">{told}</text></g>')  # fmt: skip
+            x += width
+        y += 66
+    x = 20
+    for stage in used(starts):
+        parts.append(f'<rect x="{x}" y="{y - 16}" width="12" height="12" fill="{STAGES[stage][1]}"/>'
+                     f'<text x="{x + 17}" y="{y - 5}" font-size="13">{stage}</text>')  # fmt: skip
+        x += 40 + 7 * len(stage)
+    for line in textwrap.wrap(sentence(starts), 96):
+        y += 24
+        parts.append(f'<text x="20" y="{y}">{html.escape(line)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{SIZE}" height="{y + 20}" viewBox="0 0 {SIZE} {y + 20}" '
+        'font-family="system-ui, sans-serif" font-size="16" fill="#1c1917">'
+        '<rect width="100%" height="100%" fill="#fff"/>'
+        '<text x="20" y="30" font-size="19">From submission to the end of the first training step</text>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def photograph(svg: Path) -> None:
+    """The picture as PNG, where there is a browser."""
+    found = re.search(r'width="(\d+)" height="(\d+)"', svg.read_text())
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is not None and found is not None:
+        size = f"--window-size={found[1]},{found[2]}"
+        how = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", size)
+        words = (browser, *how, f"--screenshot={svg.with_suffix('.png')}", svg.absolute().as_uri())
+        subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
 
 
 def page(starts: list[Start]) -> str:
-    scale_s = max(start.total_s for start in starts)
     parts = []
     for start in starts:
-        boxes = [
-            f'<span style="background: {STAGES[stage][1]}; width: {100 * seconds / scale_s:.2f}%" '
-            f'title="{stage}: {seconds:.2f} s">{f"{seconds:.1f} s" if seconds > scale_s / 20 else ""}</span>'
-            for stage, seconds in start.stages.items()
-        ]
         name = html.escape(start.name)
         parts.append(
             f'<h2><a href="{name}.html">{name}</a>: {start.total_s:.1f} s{faster(start, starts[0])}</h2>\n'
-            f'<div class="bar">{"".join(boxes)}</div>\n<p>{explained(start)}</p>\n'
-            f'<p class="facts">{"<br>".join(filter(None, (start.installed, start.fetched)))}</p>'
+            f"<p>{explained(start)}</p>\n"
+            f'<p class="facts">{"<br>".join(filter(None, (start.installed, start.fetched, start.resumed)))}</p>'
         )
-    key = " ".join(f'<span style="background: {color}">{name}</span>{tip}' for name, (_, color, tip) in STAGES.items())
-    return PAGE.format(key=key, starts="\n".join(parts))
+    key = "; ".join(f"{stage}: {STAGES[stage][2]}" for stage in used(starts))
+    return PAGE.format(picture=picture(starts), key=key, starts="\n".join(parts))
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -175,6 +277,8 @@ def main(folder: Path, names: list[str]) -> None:
         print_one(starts[0])
         return
     print_all(starts)
+    (folder / "picture.svg").write_text(picture(starts))
+    photograph(folder / "picture.svg")
     (folder / "index.html").write_text(page(starts))
 
 

@@ -6,7 +6,8 @@
 # containerd pulls and unpacks IMAGE, then runs COMMAND in it. It must run already; CONTAINERD_ADDRESS is its socket.
 # The container gets the events' folder and the hook's, at the places that they have here, and the variables that tell
 # of them: so PyTorch's part of the startup is measured as it is without a container. FULL_PULL_INSTALL, a file of
-# requirements in the image, is installed in front of COMMAND from the wheels in the folder FULL_PULL_WHEELS.
+# requirements in the image, is installed in front of COMMAND from the wheels in the folder FULL_PULL_WHEELS. One client
+# copies the folder FULL_PULL_CHECKPOINT in HDFS to the folder CHECKPOINTS first, which the container sees too.
 set -euo pipefail
 image="$1"
 shift
@@ -14,6 +15,11 @@ shift
 "$BOOTSEER" stage image_loading -- ctr image pull --plain-http "$image" >/dev/null
 
 options=(--rm --net-host)
+if [[ -n ${FULL_PULL_CHECKPOINT:-} ]]; then
+  "$BOOTSEER" stage model_initialization.checkpoint_copy -- \
+    "${BOOTSEER%/*}/python" "${0%/*}/plain_copy.py" "$FULL_PULL_CHECKPOINT" "$CHECKPOINTS"
+  options+=(--mount "type=bind,src=$CHECKPOINTS,dst=$CHECKPOINTS,options=rbind:ro")
+fi
 for name in $(compgen -e); do
   case "$name" in
     BOOTSEER_CACHE | BOOTSEER_RUNTIME) ;;

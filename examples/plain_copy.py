@@ -1,4 +1,4 @@
-"""Copy a folder from HDFS as one plain client does: file after file, each in one stream. Called by copy_and_train.sh.
+"""Copy a folder from HDFS as one plain client does: file after file, each in one stream. Called by full_pull.sh.
 
 plain_copy.py hdfs://host:port/folder FOLDER
 """
@@ -13,12 +13,13 @@ from hdfs_native import Client
 def main(uri: str, target: Path) -> None:
     parts = urlsplit(uri)
     client = Client(f"hdfs://{parts.netloc}")
-    target.mkdir(parents=True)
-    for entry in client.list_status(parts.path):
+    for entry in client.list_status(parts.path, recursive=True):
         if entry.isdir:
             continue
+        copy = target / Path(entry.path).relative_to(parts.path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         source = client.read(entry.path)
-        with (target / Path(entry.path).name).open("wb") as file:
+        with copy.open("wb") as file:
             for piece in source.read_range_stream(0, entry.length) if entry.length else ():
                 file.write(piece)
 

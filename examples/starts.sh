@@ -7,9 +7,10 @@
 #
 # IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
 # IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
-# packages; BootSeer keeps what that did as a snapshot, in the image's repository. Called by demo.sh. Needs root. The nodes
-# are this machine: caches and page cache are emptied in front of each of the three starts. All that it starts and mounts
-# ends with it, also when it is interrupted.
+# packages; BootSeer keeps what that did as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
+# CHECKPOINT_STRIPED, folders in HDFS, the command finds these checkpoints in FOLDER/checkpoints. Called by demo.sh. Needs
+# root. The nodes are this machine: caches and page cache are emptied in front of each of the three starts. All that it
+# starts and mounts ends with it, also when it is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"
@@ -33,6 +34,7 @@ done
 # Sockets have short names only.
 short="$(mktemp -d)"
 registry_pid='' containerd_pid=''
+export CHECKPOINTS="$out/checkpoints" FULL_PULL_CHECKPOINT="${CHECKPOINT_PLAIN:-}"
 export BOOTSEER_CACHE="$out/node/cache" BOOTSEER_RUNTIME="$short/bootseer" CONTAINERD_ADDRESS="$short/containerd.sock"
 
 end() { # pid
@@ -50,6 +52,7 @@ stop_containerd() {
 empty_node() {
   [[ ! -d $BOOTSEER_CACHE ]] || "$BOOTSEER" cache prune --to 0 >/dev/null
   rm -rf "$out/node"
+  mountpoint -q "$CHECKPOINTS" || rm -rf "$CHECKPOINTS"
 }
 finish() {
   trap '' INT TERM
@@ -97,11 +100,11 @@ start_containerd() {
   die "containerd did not start"
 }
 
-# Nothing of any image in memory. The registry is another machine: its files are.
+# Nothing of any image in memory. The registry and the DataNodes are other machines: their files are.
 forget_memory() {
   sync
   echo 3 >/proc/sys/vm/drop_caches
-  find "$out/registry/data" -type f -exec cat {} + >/dev/null
+  find "$out/registry/data" ${CHECKPOINT_DISKS:+"$CHECKPOINT_DISKS"} -type f -exec cat {} + >/dev/null
 }
 
 start() { # name, options of `bootseer run`..., --, command...
@@ -127,6 +130,7 @@ if [[ -n ${REQUIREMENTS:-} ]]; then
   setup=(--requirements "$REQUIREMENTS" --store "oci://$host/team/job" --mount "$WHEELS:/wheels:ro"
     --container-env PIP_NO_INDEX=1 --container-env PIP_FIND_LINKS=/wheels --container-env PIP_QUIET=1)
 fi
+[[ -z ${CHECKPOINT_STRIPED:-} ]] || setup+=(--checkpoint "$CHECKPOINT_STRIPED" --checkpoint-dir "$CHECKPOINTS")
 in_image() { # name, more options..., -- command...
   local name="$1"
   shift
@@ -138,7 +142,7 @@ skopeo copy --quiet --dest-tls-verify=false "$image" "docker://$reference"
 
 say "start 1, full-pull: as nodes start containers today" \
   "containerd downloads every layer and unpacks it${REQUIREMENTS:+, pip installs what the job needs}, then the job starts." \
-  "The node knows nothing of the image."
+  ${CHECKPOINT_PLAIN:+"One client copies the checkpoint, file after file."} "The node knows nothing of the image."
 start_containerd
 forget_memory
 start full-pull -- "$here/full_pull.sh" "$reference" "${command[@]}"
@@ -148,7 +152,8 @@ empty_node
 say "start 2, lazy: another node, the same image and job" \
   "The container is there at once. What it reads is fetched when it is read, so it waits for the registry again and again." \
   "BootSeer records which blocks those were: 'hot blocks'." \
-  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed in the registry: the environment's snapshot."}
+  ${REQUIREMENTS:+"pip installs once more; BootSeer keeps what it changed in the registry: the environment's snapshot."} \
+  ${CHECKPOINT_STRIPED:+"The checkpoint is mounted: it comes from all DataNodes at once, from before Python starts."}
 forget_memory
 in_image lazy -- "${command[@]}"
 empty_node
@@ -159,12 +164,12 @@ say "start 3, recorded: one more node" \
 forget_memory
 in_image recorded -- "${command[@]}"
 
-say "start 4, hot-update: the same node, when somebody has changed the code" \
-  "What it reads of the image${REQUIREMENTS:+ and of the snapshot} is here."
+say "start 4, hot-update: the same node once more, as after a change of the code" \
+  "What it reads of the image${REQUIREMENTS:+, of the snapshot}${CHECKPOINT_STRIPED:+, of the checkpoint} is here."
 in_image hot-update --kind hot_update -- "${command[@]}"
 
 "$root/.venv/bin/python" "$here/compare.py" "$out" full-pull lazy recorded hot-update
 say "more of it" \
-  "$out/index.html        the four side by side, and a page for each" \
+  "$out/index.html        the picture, and a page for each start" \
   "$out/recorded.txt      the report of a start, as bootseer report shows it" \
   "bootseer diff $out/full-pull $out/recorded"

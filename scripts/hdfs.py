@@ -88,11 +88,16 @@ class Keeper:
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
                 )
             until = time.monotonic() + _START_S
-            while not (self._runs() and self._uri()):
-                # One that ended has left it to another that is starting, or has failed.
-                if time.monotonic() > until or (child.poll() is not None and not self._runs()):
-                    return _fail(f"it does not start: {self._log.read_text(errors='replace')[-3000:]}")
-                time.sleep(0.1)
+            try:
+                while not (self._runs() and self._uri()):
+                    # One that ended has left it to another that is starting, or has failed.
+                    if time.monotonic() > until or (child.poll() is not None and not self._runs()):
+                        return _fail(f"it does not start: {self._log.read_text(errors='replace')[-3000:].strip()}")
+                    time.sleep(0.1)
+            except KeyboardInterrupt:
+                child.terminate()
+                child.wait()
+                return 130
         elif rate_mbit is not None and rate_mbit != self._rate_mbit():
             return _fail(
                 f"it runs already, {self._rate_words()}; stop it first: scripts/hdfs.sh stop, or make hdfs ARGS=stop"

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PATH:/usr/sbin:/sbin"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 python="${PYTHON:-python3}"
 venv="$PWD/.venv"
 stamp="$venv/.setup-stamp"
@@ -97,7 +98,7 @@ make_venv() {
     die "cannot make .venv; on Debian: apt-get install python3-venv, then make setup again"
 }
 
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" >&2; }
+pip_install() { "$venv/bin/python" -m pip install --progress-bar off "$@" >&2; }
 
 # The default build of PyTorch for x86 brings gigabytes of CUDA libraries. What pip is configured to look at may hold
 # the CPU build; if not, uv knows where it is.

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,8 @@ def compress(data: bytes, how: str) -> bytes:
     """`gzip`, `zstd` or `` (not at all)."""
     if how == "gzip":
         return gzip.compress(data, 6, mtime=0)
+    if how == "xz":
+        return lzma.compress(data, preset=1)
     return zstandard.ZstdCompressor().compress(data) if how == "zstd" else data
 
 
@@ -127,7 +130,7 @@ def write_layout(
     `docker` writes Docker's media types (schema 2).
     """
     vendor = "application/vnd.docker." if docker else "application/vnd.oci."
-    suffix = {"gzip": ".gzip" if docker else "+gzip", "zstd": "+zstd", "": ""}[compression]
+    suffix = {"gzip": ".gzip" if docker else "+gzip", "": ""}.get(compression, f"+{compression}")
     descriptors = [
         add_blob(folder, compress(layer, compression), (DOCKER_LAYER if docker else OCI_LAYER) + suffix)
         for layer in layers

@@ -4,7 +4,8 @@
         store = open_store(f"oci://{registry.host}/some/repository")
 
 Options: `basic=True` demands the login USER / PASSWORD, `tokens=TokenServer(...)` demands that server's tokens, and
-`tls=True` speaks https with a certificate that `registry.certificate` holds.
+`tls=True` speaks https with a certificate that `registry.certificate` holds, and with `clients=FILE` to those alone who
+show a certificate of this authority.
 """
 
 from __future__ import annotations
@@ -52,12 +53,18 @@ class Registry:
     """A registry that lives as long as the `with` block; what it stores lies in `folder`."""
 
     def __init__(
-        self, folder: Path, *, basic: bool = False, tokens: TokenServer | None = None, tls: bool = False
+        self,
+        folder: Path,
+        *,
+        basic: bool = False,
+        tokens: TokenServer | None = None,
+        tls: bool = False,
+        clients: Path | None = None,
     ) -> None:
         self.folder = folder / "registry"
         self.certificate = self.folder / "certificate.pem"
         self.host = ""
-        self._basic, self._tokens, self._tls = basic, tokens, tls
+        self._basic, self._tokens, self._tls, self._clients = basic, tokens, tls, clients
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Registry:
@@ -93,6 +100,8 @@ class Registry:
         ]
         if self._tls:
             config += ["  tls:", f"    certificate: {self.certificate}", f"    key: {self.folder / 'key.pem'}"]
+        if self._clients is not None:
+            config.append(f"    clientcas: [{self._clients}]")
         if self._basic:
             (self.folder / "htpasswd").write_text(_HTPASSWD)
             config.append(f"auth: {{htpasswd: {{realm: tests, path: {self.folder / 'htpasswd'}}}}}")
@@ -118,9 +127,11 @@ class Registry:
                     )
                 else:
                     connection = http.client.HTTPConnection(self.host, timeout=2)
-                connection.request("GET", "/v2/")
-                connection.getresponse().read()
-                connection.close()
+                with contextlib.closing(connection):
+                    connection.request("GET", "/v2/")
+                    connection.getresponse().read()
+            except ssl.SSLError:  # it wants to see a certificate
+                return True
             except OSError:
                 time.sleep(0.02)
             else:

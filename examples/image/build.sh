@@ -19,6 +19,7 @@ die() { say "$*"; exit 1; }
 
 [[ $EUID -eq 0 ]] || die "needs root, for debootstrap and for the owners of the files"
 PATH="$PATH:/usr/sbin:/sbin"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 for program in buildah debootstrap; do
   command -v "$program" >/dev/null || die "there is no $program; run make setup first"
 done
@@ -33,7 +34,8 @@ made_of() {
     examples/moe/requirements.txt scripts/requirements.txt)
 }
 [[ -e $out/made-of && "$(<"$out/made-of")" == "$(made_of)" ]] && { say "$out/oci is there"; exit 0; }
-rm -f "$out/made-of"
+# Checkpoints in it (demo.sh) are of a script that has changed.
+rm -rf "$out"/made-of "$out"/checkpoints-*
 
 storage=(--root "$out/storage" --runroot "$out/storage-run" --storage-driver overlay)
 work="$out/work"
@@ -57,7 +59,7 @@ rm -rf "$work"/base/var/cache/apt/* "$work"/base/var/lib/apt/lists/* "$work"/bas
 
 # The wheels of the image's Python. PyTorch's CPU build is where pip is configured to look, or where uv knows it to be,
 # as in scripts/setup.sh.
-pip=("$root/.venv/bin/python" -m pip --disable-pip-version-check)
+pip=("$root/.venv/bin/python" -m pip)
 for_image=(--quiet --only-binary :all: --python-version "$python_version" --implementation cp
   --platform manylinux2014_x86_64)
 for libc in 17 27 28; do for_image+=(--platform "manylinux_2_${libc}_x86_64"); done
@@ -65,14 +67,19 @@ install=("${pip[@]}" install --no-compile "${for_image[@]}")
 pin="$(grep '^torch==' "$root/scripts/requirements.txt")"
 
 say "libraries, $pin and the job's requirements for Python $python_version"
-"${install[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" >&2
-"${install[@]}" --target "$work/context/torch" "$pin+cpu" >&2 2>/dev/null || {
-  "$root/.venv/bin/python" -m pip install --quiet uv >&2
-  "$root/.venv/bin/uv" pip install --quiet --target "$work/context/torch" --python-version "$python_version" \
-    --python-platform x86_64-manylinux_2_28 --torch-backend cpu "$pin" >&2
-} || die "cannot get the CPU build of $pin"
+# What pip warns of concerns .venv or this machine's settings, and not the image.
+quietly() { "$@" >>"$work/pip.log" 2>&1; }
+failed() { tail -3 "$work/pip.log" >&2; die "$1"; }
+quietly "${install[@]}" --target "$work/context/libraries" --requirement "$here/libraries.txt" ||
+  failed "cannot get the libraries"
+quietly "${install[@]}" --target "$work/context/torch" "$pin+cpu" || {
+  quietly "${pip[@]}" install uv
+  quietly "$root/.venv/bin/uv" pip install --target "$work/context/torch" --python-version "$python_version" \
+    --python-platform x86_64-manylinux_2_28 --torch-backend cpu "$pin"
+} || failed "cannot get the CPU build of $pin"
 rm -rf "$out/wheels"
-"${pip[@]}" download "${for_image[@]}" --dest "$out/wheels" --requirement "$root/examples/moe/requirements.txt" >&2
+quietly "${pip[@]}" download "${for_image[@]}" --dest "$out/wheels" --requirement "$root/examples/moe/requirements.txt" ||
+  failed "cannot get the job's requirements"
 # A package belongs to the lowest layer that brings it, and console scripts name an interpreter of this machine.
 rm -rf "$work"/context/{libraries,torch}/bin
 above() { # layer, the layers below it

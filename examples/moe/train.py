@@ -57,7 +57,7 @@ def train(arguments: argparse.Namespace) -> None:
     model = build(shape, arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95))
     start = 0
-    path = latest(arguments.checkpoint_dir)
+    path = latest(arguments.resume or arguments.checkpoint_dir)
     if path is not None:
         began = time.monotonic()
         start = load(path, model, optimizer, shape)
@@ -132,6 +132,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=8, help="optimizer steps of this run (default: %(default)s)")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"), metavar="DIR")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume from here (default: --checkpoint-dir)")
     parser.add_argument(
         "--checkpoint-mb",
         type=positive,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 NS_PER_S = 1_000_000_000
 S_PER_H = 3600
 
@@ -22,6 +24,24 @@ def format_seconds(value_s: float) -> str:
     if whole < 7200:
         return f"{sign}{whole // 60} min {whole % 60:02d} s"
     return f"{sign}{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_hours(value: float) -> str:
+    """GPU-hours: digits that say something, never an exponent. A small cost must not read as none."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+    return f"{value:.2f}" if not 0 < abs(value) < 1 else _small(value)
+
+
+def format_money(value: float, currency: str = "") -> str:
+    """An amount; a sign stands in front of it, a code behind: `$1,259.31`, `1,259.31 EUR`."""
+    text = f"{value:,.0f}" if abs(value) >= 10_000 else _small(value) if 0 < abs(value) < 0.1 else f"{value:,.2f}"
+    return f"{text} {currency}".rstrip() if not currency or currency[0].isalpha() else currency + text
+
+
+def _small(value: float) -> str:
+    """Two digits that say something."""
+    return "< 0.0001" if abs(value) < 0.0001 else f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
 
 
 def format_bytes(count: int | float) -> str:

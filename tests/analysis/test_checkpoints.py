@@ -79,3 +79,19 @@ def test_trouble_is_told_and_silence_is_not() -> None:
     assert "DataNodes with failed reads: dn0:1 (7)" in lines
     assert lines[-1] == "fallback because it wants Kerberos"
     assert summary([]) == []
+
+
+def test_nodes_that_read_plainly_and_those_that_mounted_are_told_apart_with_the_reason() -> None:
+    rows = starts(
+        event("n0", mode="plain", reason="it lies on this machine (ext4)"),
+        event("n1", **READ, mode="mounted", reason="its file system (nfs4) may be far away"),
+        datanode("n1", "", 5),  # a folder has no names of nodes to tell
+        event("n2", mode=7),
+    )
+    assert [row.mode for row in rows] == ["plain", "mounted", "mounted"]
+    lines = summary(rows)
+    assert lines[0].startswith("2 nodes (the median of them) read 256.0 MiB")
+    assert lines[1:] == [
+        "mounted because its file system (nfs4) may be far away",
+        "n0 read it as it lies in its folder: it lies on this machine (ext4)",
+    ]

@@ -16,7 +16,8 @@ from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import scan
 from bootseer.trace.event import decode
-from fleet import BARRIERS, DEFAULT_WORK, INSTALL, RELEASE_S, Fleet, slow_installs
+from bootseer.units import format_hours
+from fleet import BARRIERS, DEFAULT_WORK, EPOCH_NS, INSTALL, NS, RELEASE_S, Fleet, slow_installs
 
 
 def report_of(*fleets: Fleet, **options: object) -> Report:
@@ -98,6 +99,45 @@ def test_clocks_off_by_seconds_change_nothing():
         index = int(node.node[5:])
         assert node.clock_offset_s == pytest.approx(off.get(index, 0.0), abs=RELEASE_S)
     assert any("clocks differ" in line for line in b.headlines)
+
+
+LONE = tuple(row for row in DEFAULT_WORK if row[0] not in BARRIERS)
+"""Stages of a fleet whose nodes never meet, so that nothing ties their clocks."""
+
+
+@pytest.mark.parametrize(
+    ("off_s", "words"), [(-EPOCH_NS / NS, "56.7 years"), (5 * 3600, "5 h 00 min"), (-9e5, "10 days")]
+)
+def test_a_clock_that_nothing_ties_is_left_out_of_the_sums(off_s, words):
+    right, wrong = report_of(Fleet(8, work=LONE)), report_of(Fleet(8, work=LONE, clock_off_s={5: off_s}))
+    assert wrong.startup.zero_ns == right.startup.zero_ns
+    assert [node.node for node in wrong.nodes] == [node.node for node in right.nodes if node.node != "node-0005"]
+    assert wrong.overhead.startup_s == pytest.approx(right.overhead.startup_s, abs=1)
+    assert wrong.overhead.gpu_hours == pytest.approx(right.overhead.gpu_hours * 7 / 8, rel=0.01)
+    assert (wrong.coverage.nodes_heard, list(wrong.clock.left_out)) == (8, ["node-0005"])
+    assert any(f"node-0005 by {words}" in line for line in wrong.headlines), wrong.headlines
+
+
+def test_a_clock_that_a_barrier_ties_may_be_off_by_years():
+    fleet = Fleet(8, clock_off_s={5: -EPOCH_NS / NS})
+    report = report_of(fleet)
+    assert (len(report.nodes), report.clock.left_out) == (8, {})
+    assert report.overhead.startup_s == pytest.approx(fleet.end_s, abs=0.1)
+    assert any("differ by up to 56.7 years" in line for line in report.headlines)
+
+
+def test_the_startups_of_a_job_stay_in_order_with_a_clock_of_1970():
+    first = Fleet(4, work=LONE)
+    second = Fleet(4, work=LONE, attempt=1, begin_s=1000, clock_off_s={2: -EPOCH_NS / NS})
+    report = report_of(first, second)
+    assert report.startup.attempt == 1
+    assert report.share.wall_s == pytest.approx(1000 + second.end_s - 1000, abs=1)
+
+
+def test_clocks_that_were_never_set_are_told():
+    report = report_of(Fleet(4, clock_off_s=dict.fromkeys(range(4), -EPOCH_NS / NS)))
+    assert len(report.nodes) == 4
+    assert any("clocks were never set" in line for line in report.headlines)
 
 
 def test_a_clock_that_jumps_back_changes_no_duration():
@@ -215,7 +255,7 @@ def test_groups_that_hide_behind_each_other_are_told_together():
     assert second.joint_cost == pytest.approx(2 * second.joint_gpu_hours)
     told = f"21 nodes held the others back for {second.joint_s:.1f} s together, above all 14 nodes in {INSTALL}"
     assert told in report.verdict
-    assert f"= {second.joint_gpu_hours:.3g} GPU-hours" in report.verdict
+    assert f"= {format_hours(second.joint_gpu_hours)} GPU-hours = $" in report.verdict
 
 
 slow_stages = st.sampled_from(["image_loading", INSTALL, READ, "first_step"])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from bootseer.analysis import inputs
+from bootseer.analysis import scan as scanning
+from bootseer.analysis.foreign.registry import parsers, search
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from bootseer.analysis.scan import Scanned, scan
+from bootseer.errors import UsageError
 from bootseer.trace.event import decode, encode
 from fleet import Fleet
 
@@ -150,6 +156,54 @@ def test_a_pattern_in_a_line_without_time_is_counted(found):
     assert found(b"iteration 1\n", began_pattern=re.compile(b"iteration 1")).skipped == {"began_without_time": 1}
 
 
+def test_words_of_every_day_wake_no_parser():
+    """Each was a word that the scan stopped at: 8 MB/s on lines that hold one, where others are read at 360."""
+    words = (b"Successfully saved shard 3", b"12 packages left", b" nranks 8 ", b"Collecting garbage", b"elastic.net")
+    words += (
+        b"PullImage later",
+        b"the image \\ mask",
+        b"torch/distributed/ folder",
+        b"Installed it",
+        b"Init of rank 3",
+    )
+    searching, _ = search()
+    assert list(searching.hits(b"".join(b"2026-03-01 08:00:00,123 " + word + b" of rank 7\n" for word in words))) == []
+
+
+@pytest.mark.parametrize("more", ["", "1", "1 in gpu on ", ' "x"', '"a",', "{", "2026-01-01"])
+def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
+    """Quadratic matching would need minutes here."""
+    clues = {clue.literal + more.encode() for parser in parsers() for clue in parser.clues}
+    assert found(b"".join(clue * (200_000 // len(clue)) + b"\n" for clue in clues)).lines == len(clues)
+
+
+@pytest.mark.parametrize("option", ["began_pattern", "patterns"])
+def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch, option):
+    monkeypatch.setattr(scanning, "_SLOW_S", 0.1)
+    endless = re.compile(rb"(?P<begin>(?:a+)+$)")
+    value = endless if option == "began_pattern" else [("queue", endless)]
+    with pytest.raises(UsageError, match=r"took more than 0 s for 1 MB of log"):
+        found(b"a" * 60 + b"b\n", **{option: value})
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
+    """The job has a name of its own, so that a log of one job tells of it, and one of several does not say which."""
+    own = [line for line in Fleet(1).lines() if decode(line)[0].stage != "queue"]  # what was seen itself is better
+    spool, (job, node) = b"".join(own), (decode(own[0])[0].job, decode(own[0])[0].node)
+    lines = (
+        "[2026-09-21T14:29:0{second}.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=1 usec=3\n"
+        "[2026-09-21T14:29:3{second}.000] sched: Allocate JobId={job} NodeList={node}[01-04] #CPUs=8 Partition=gpu\n"
+    )
+    other = lines.format(second=1, job=7, node=node)
+    for text, queues in ((other, 1), (other + lines.format(second=2, job=8, node=node), 0)):
+        result = found(spool + text.replace("[01-04]", "").encode())
+        told = [event for event in result.events if event.attrs.get("parsed_from") == "slurm"]
+        assert len(told) == 2 * queues
+        assert {(event.job, event.node) for event in told} <= {(job, node)}
+        assert result.skipped["other_job"] == (0 if queues else 4)
+
+
 def test_docker_lines_give_foreign_logs_their_time(found):
     lines = Path("tests/golden/uv/plain.log").read_bytes().splitlines(keepends=True)
     plain, stamped = found(b"".join(lines)), found(b"".join(docker(line) for line in lines))
@@ -161,3 +215,23 @@ def test_docker_lines_give_foreign_logs_their_time(found):
 def test_quoted_events_stay_one_event(found):
     event = EVENTS[3]._replace(attrs={"text": ONE.decode()})
     assert found(encode(event)).events == [event]
+
+
+@pytest.mark.parametrize("unit", [10**3, 10**6, 10**9], ids=["us", "ms", "s"])
+@pytest.mark.parametrize("uptime", [True, False])
+def test_times_in_another_unit_are_refused_and_not_taken_for_1970(found, unit, uptime):
+    """Writers that take time.time() * 1e6, or a date that knows no %N; with a monotonic clock or without one."""
+    strange = [
+        e._replace(wall_ns=e.wall_ns // unit, mono_ns=(e.mono_ns if uptime else e.wall_ns) // unit) for e in EVENTS
+    ]
+    result = found(b"".join(map(encode, strange)) + ONE)
+    assert (len(result.events), result.skipped) == (1, {"unit": len(EVENTS)})
+    unset = [e._replace(wall_ns=e.mono_ns + 3_000_000) for e in EVENTS]  # 1970, the uptime is that of a ms writer
+    assert not found(b"".join(map(encode, unset))).skipped
+
+
+def test_a_log_of_another_unit_alone_says_so(found):
+    result = found(encode(EVENTS[0]._replace(wall_ns=EVENTS[0].wall_ns // 1000, mono_ns=EVENTS[0].wall_ns // 1000)))
+    with pytest.raises(UsageError) as refused:
+        analyse(result.events, Options(), read=result.input())
+    assert "in s, ms or µs" in refused.value.hint

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
 from bootseer.trace.event import INSTANT, KINDS, PHASES, Event
-from startups import began, moment, report, row, span
+from startups import EPOCH_S, began, moment, report, row, span
 
 TORCH = "model_initialization.import_torch"
 INSTALL = "environment_setup.install"
@@ -150,7 +150,7 @@ def test_two_boots_have_two_monotonic_clocks():
     assert report(first, second).overhead.startup_s == pytest.approx(410)
 
 
-@pytest.mark.parametrize("step_s", [-86_400, -7200, -90, 90, 7200])
+@pytest.mark.parametrize("step_s", [-86_400, -7200, -90, 90, 7200, -EPOCH_S])
 def test_a_step_of_the_wall_clock_within_a_span_is_no_work(step_s):
     before = {"booted_s": -1e6}
     after = {**before, "clock_s": step_s}
@@ -158,6 +158,16 @@ def test_a_step_of_the_wall_clock_within_a_span_is_no_work(step_s):
     result = report([begin, end], span(10, 12, "first_step", **after), began(12, **after))
     assert row(result, INSTALL).work_s == pytest.approx(10)
     assert result.overhead.startup_s == pytest.approx(12)
+    assert result.clock.steps == ["n0"]
+
+
+def test_a_clock_that_is_set_during_the_startup_is_no_other_boot():
+    """A machine without a battery begins in 1970; NTP sets it a minute later."""
+    early, late = {"booted_s": -60, "clock_s": -EPOCH_S}, {"booted_s": -60}
+    begin, end = span(0, 70, INSTALL, span="5", **early)[0], span(0, 70, INSTALL, span="5", **late)[1]
+    result = report([begin, end], span(70, 72, "first_step", **late), began(72, **late))
+    assert result.overhead.startup_s == pytest.approx(72)
+    assert result.startup.zero_ns == EPOCH_S * 10**9
     assert result.clock.steps == ["n0"]
 
 

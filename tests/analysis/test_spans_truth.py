@@ -161,6 +161,19 @@ def test_helpers_beside_the_training_process_are_not_its_work():
     assert row(result, READ).work_s == pytest.approx(10)
 
 
+def test_signs_of_life_do_not_make_a_program_the_training_process():
+    """`bootseer stage` around a long download tells that it lives; what trains is another process."""
+    result = report(
+        span(0, 60, "model_initialization.download", rank=0, pid=9),
+        [moment(at, "alive", rank=0, pid=9) for at in range(60)],
+        span(60, 70, TORCH, rank=0, pid=5),
+        span(70, None, READ, rank=0, pid=5),
+        [moment(90, "alive")],
+    )
+    assert row(result, TORCH).work_s == pytest.approx(10)
+    assert row(result, READ).work_s == pytest.approx(20)
+
+
 @pytest.mark.parametrize("rank", [-1, 0])
 def test_a_python_that_ran_before_the_training_is_work(rank):
     """`python prepare.py && python train.py`: the first one is no helper beside the second."""
@@ -252,12 +265,84 @@ def test_nested_and_overlapping_spans_are_counted_once():
     assert parts == {"install": pytest.approx(3), "verify": pytest.approx(4), "untracked": pytest.approx(3)}
 
 
-def test_a_command_that_failed_is_a_headline_and_no_length():
-    """Nobody knows whether ten hours of a job without hook were training: they are not counted as startup."""
-    result = report(
-        span(0, 36_000, "run", outcome="failed"),
-        span(0, 10, INSTALL),
-        [*span(10, 36_000, "command", outcome="failed")],
-    )
-    assert result.overhead.startup_s == pytest.approx(10)
-    assert any("command failed on n0 at 36000.0 s" in line for line in result.headlines)
+GPUS = {"attrs": {"gpus": 8, "program": "python3"}}
+
+
+def test_a_command_that_failed_before_training_is_a_failed_startup():
+    """Without a torch to watch, as with one: all of it was paid, and nothing of it trained."""
+    result = report(span(0, 3600, "run", outcome="failed", **GPUS), [*span(10, 3600, "command", outcome="failed")])
+    assert (result.startup.outcome, result.startup.ended_by) == ("failed", "command")
+    assert result.overhead.gpu_hours == pytest.approx(8)
+    assert row(result, "model_initialization").num_failed == 1
+    assert "Failed startup: 60 min 00 s" in result.verdict
+    assert any("command failed on n0 at 3600.0 s" in line for line in result.headlines)
+    assert any("Nothing marks the beginning of training, and all" in line for line in result.headlines)
+
+
+def test_a_run_that_was_killed_is_billed_to_its_last_sign_of_life():
+    alive = [moment(at, "alive") for at in (20, 1800)]
+    result = report(span(0, None, "run", **GPUS), span(10, None, "command"), span(12, None, TORCH, pid=5), alive)
+    assert (result.startup.outcome, result.startup.ended_by) == ("truncated", "last_event")
+    assert result.overhead.gpu_hours == pytest.approx(8 * 1800 / 3600)
+    assert row(result, TORCH).work_s == pytest.approx(1788)
+    assert "until the last sign of life, or it still runs" in result.verdict
+
+
+def test_a_command_that_ended_well_without_a_mark_is_not_called_a_startup():
+    """Nobody knows what of ten hours was training: only the installation is known to be none."""
+    parts = [span(0, 36_000, "run", **GPUS), span(10, 36_000, "command"), [moment(30_000, "alive")]]
+    result = report(*parts)
+    assert (result.startup.outcome, result.overhead.gpu_hours) == ("unobserved", None)
+    assert "Training was not seen to begin" in result.verdict
+    installed = report(*parts, span(0, 10, INSTALL))
+    assert installed.overhead.gpu_hours == pytest.approx(8 * 10 / 3600)
+    assert any("only what stages show is counted" in line for line in installed.headlines)
+
+
+def test_one_node_that_fails_is_billed_on_all_that_wait_for_it():
+    """n0 fails after 5 s, the others wait for it until the scheduler ends them after 600 s."""
+    parts = [
+        part
+        for node, until in zip(node_names(4), (5, 600, 600, 600), strict=True)
+        for part in (
+            span(0, until, "run", node=node, outcome="failed", **GPUS),
+            span(1, until, "command", node=node, outcome="failed"),
+        )
+    ]
+    hung = [
+        span(4, None, "model_initialization.process_group", node=node, attrs={"barrier": "process_group"}, pid=7)
+        for node in node_names(4)[1:]
+    ]
+    result = report(*parts, *hung)
+    assert result.startup.outcome == "failed"
+    assert result.overhead.gpu_hours == pytest.approx(8 * (5 + 3 * 600) / 3600)
+    assert result.overhead.wait_gpu_hours == pytest.approx(8 * 3 * 596 / 3600)
+    assert any("3 nodes still waited at process_group" in line for line in result.headlines)
+    assert any("1 node stopped before training: n0 in model_initialization" in line for line in result.headlines)
+
+
+def test_a_node_that_outlives_the_failure_of_the_others_holds_nobody_back():
+    ends = (*range(10, 17), 600)
+    parts = [span(0, end, "command", node=f"n{end}", outcome="failed", **GPUS) for end in ends]
+    result = report(*parts, gpus_per_node=8)
+    assert result.overhead.gpu_hours == pytest.approx(8 * sum(ends) / 3600)
+    assert (result.stragglers, result.straggler_groups) == ([], [])
+
+
+def test_the_last_restart_ends_with_the_command():
+    """torchrun's first workers fail at 30 s, its second ones hang until the command fails at 500 s."""
+    first = [span(0, 500, "run", outcome="failed", **GPUS), span(0, 500, "command", outcome="failed")]
+    workers = [span(5, None, TORCH, rank=0, pid=5), span(30, 33, TORCH, rank=0, pid=6, restart=1)]
+    told = report(*first, *workers)
+    assert (told.startup.restart, told.startup.outcome) == (1, "failed")
+    assert told.overhead.gpu_hours == pytest.approx(8 * (500 - 30) / 3600)
+    assert told.share.startup_s == pytest.approx(500)
+    before = report(*first, *workers, restart=0)
+    assert before.verdict.startswith("Abandoned startup: 30.0 s on 1 node, 8 GPUs until its processes were restarted")
+
+
+def test_a_command_that_fails_after_training_began_is_no_failed_startup():
+    parts = [span(0, 36_000, "command", node=node, outcome="failed") for node in ("n0", "n1")]
+    result = report(*parts, span(0, 10, INSTALL, node="n1"), began(40, by="api", node="n0"), gpus_per_node=1)
+    assert [node.outcome for node in result.nodes] == ["ok", "unobserved"]
+    assert result.overhead.gpu_hours == pytest.approx(2 * 40 / 3600)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bootseer.cli.verbs import cli
 from bootseer.errors import UsageError
 from bootseer.mounts import kernel
 from conftest_launch import BOOTSEER
+from fault_proxy import Fault, FaultProxy
 from image_node import Node
 
 needs_mounts = [pytest.mark.root, pytest.mark.fuse]
@@ -159,6 +161,30 @@ def test_interrupted_a_conversion_ends_at_once_and_publishes_nothing(node: Node,
         (("image", "run", "127.0.0.1:1/a:1", "--workload", "a b"), "letters"),
         (("image", "run", "127.0.0.1:1/a:1", "--device", "nvidia"), "vendor.com"),
         (("image", "run", "127.0.0.1:1/a:1", "--shm-size", "big"), "8g"),
+        (("image", "convert", "127.0.0.1:1/a:1", "--layer-limit", "files=7"), "unpacked_bytes"),
+        (("image", "mount", "127.0.0.1:1/a:1", "/mnt/x", "--layer-limit", "members=x"), "8g"),
+        (("image", "run", "127.0.0.1:1/a:1", "--layer-limit", "text_bytes=big"), "8g"),
+        *(
+            ((*verb, "--" + option.partition(" ")[0], option.partition(" ")[2], "--", "true"), hint)
+            for verb, (option, hint) in zip(
+                cycle((("image", "run", "127.0.0.1:1/a:1"), ("run", "--image", "127.0.0.1:1/a:1"))),
+                (
+                    ("cap-drop CHOWNS", "--cap-drop SYS_PTRACE"),
+                    ("cap-add ROOT", "--cap-add SYS_PTRACE"),
+                    ("ulimit files=7", "nofile"),
+                    ("ulimit nofile=9:8", "SOFT:HARD"),
+                    ("env-file /nowhere", "NAME=VALUE"),
+                    ("tmpfs scratch", "/scratch:size=8g"),
+                    ("tmpfs /scratch:dev", "size=8g"),
+                    ("hostname a_b", "letters"),
+                    ("memory 1m", "6m"),
+                    ("memory much", "8g"),
+                    ("cpus 0", "1.5"),
+                    ("cpus 100000", "1.5"),
+                ),
+                strict=False,
+            )
+        ),
         (("cache", "prune", "--to", "all"), "512m"),
     ],
 )
@@ -220,6 +246,58 @@ def test_a_store_in_memory_is_no_place_for_a_converted_image(run: Run) -> None:
     ran = run("image", "convert", "registry.invalid/team/box:1", "memory://x")
     assert ran.returncode == 2
     assert "name a folder" in ran.stderr
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_layer_beyond_a_limit_names_the_option_that_helps(bootseer: Run, node: Node) -> None:
+    small = ("--layer-limit", "members=3")
+    error = bootseer("image", "convert", node.reference, *small, code=1).stderr
+    assert error.endswith("if that is right: --layer-limit members=6\n")
+    words = ("image", "run", "--entrypoint", "none", node.reference)
+    assert bootseer(*words, *small, "--", "true", code=1).stderr.endswith("--layer-limit members=6\n")
+    small = ("--layer-limit", "unpacked_bytes=1m")
+    assert "--layer-limit unpacked_bytes=2097152" in bootseer(*words, *small, "--", "true", code=1).stderr
+    bootseer(*words, "--layer-limit", "unpacked_bytes=1g", "--layer-limit", "members=1000", "--", "true")
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+@pytest.mark.parametrize("loading", ["lazy", "pull"])
+def test_a_registry_that_does_not_give_its_blobs_is_named_once(bootseer: Run, node: Node, loading: str) -> None:
+    bootseer("image", "convert", node.reference)
+    with FaultProxy(node.registry.host) as proxy:
+        proxy.plan = lambda request: Fault(status=403) if "range" in request.headers else None
+        reference = node.reference.replace(node.registry.host, proxy.host)
+        words = ("image", "run", "--loading", loading, "--entrypoint", "none", reference, "--", "true")
+        (line,) = bootseer(*words, code=1).stderr.splitlines()
+    assert proxy.host in line
+    assert "status 403" in line
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_reads_that_fail_while_the_command_runs_are_told_with_their_cause(bootseer: Run, node: Node) -> None:
+    bootseer("image", "convert", node.reference)
+    gone = node.folder / "gone"
+    with FaultProxy(node.registry.host) as proxy:
+        proxy.plan = lambda request: Fault(status=403) if gone.exists() else None
+        reference = node.reference.replace(node.registry.host, proxy.host)
+        words = (
+            "image",
+            "run",
+            "--loading",
+            "lazy",
+            "--entrypoint",
+            "none",
+            "--mount",
+            f"{node.folder}:/node",
+            reference,
+        )
+        ran = bootseer(*words, "--", "sh", "-c", "touch /node/gone; cat /cold > /dev/null", code=1)
+    assert "Input/output error" in ran.stderr
+    assert f"of the image failed: {proxy.host}" in ran.stderr
+    assert "status 403" in ran.stderr
 
 
 @pytest.mark.root

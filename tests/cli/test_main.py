@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,15 @@ def test_calls_that_were_left_behind_do_not_see_the_interpreter_end(tmp_path: Pa
     assert (code, said) == (1, "")
     assert errors.startswith("bootseer: ")
     assert "torn down" not in errors
+
+
+def test_options_of_a_verb_with_a_command_are_completed_before_the_command_is_there() -> None:
+    typed = {"COMP_WORDS": "bootseer run --cap", "COMP_CWORD": "2", "_BOOTSEER_COMPLETE": "bash_complete"}
+    ran = subprocess.run(
+        [Path(sys.executable).parent / "bootseer"],
+        env={**os.environ, **typed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.split() == ["plain,--cap-add", "plain,--cap-drop"], ran.stderr

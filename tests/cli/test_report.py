@@ -78,6 +78,60 @@ def test_places_that_are_none(run, tmp_path):
     assert "no job has run" in one_line(run("report"), 2)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "https://me:pw@h"),
+        ("report", "https://me:p/pw@h"),
+        ("diff", "x", "https://me:pw@h"),
+        ("report", "--price", "https://me:pw@h"),
+        ("https://me:pw@h",),
+        ("ckpt", "get", "https://me:pw@h", "x"),
+        ("run", "--requirements", "https://me:pw@h/r.txt", "--", "true"),
+    ],
+)
+def test_no_login_of_an_address_is_echoed(run, log, words):
+    log(name="x")
+    result = run(*words)
+    assert result.returncode == 2
+    assert "pw" not in result.stderr
+    assert "h" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("reprot",), "did you mean `bootseer report`?"),
+        (("ckpt", "lst"), "did you mean `bootseer ckpt list`"),
+        (("convert", "x"), "did you mean `bootseer image convert`?"),
+    ],
+)
+def test_a_verb_that_is_none_brings_the_one_that_was_meant(run, words, meant):
+    result = run(*words)
+    assert result.returncode == 2
+    assert meant in result.stderr
+
+
+def test_money_has_one_currency_and_hours_no_exponent(run, log, tmp_path):
+    name = log(b"".join(Fleet(4, gpus_per_node=65_000, work_of={(1, "first_step"): 60.0}).lines()))
+    told = run("report", name, "--price", "2", "--currency", "EUR", "--html", "page.html").stdout
+    assert "e+0" not in told
+    assert " EUR, waiting " in told
+    page = (tmp_path / "page.html").read_text()
+    for text in (told, page):
+        assert "$" not in text.partition("<script")[0]
+    assert "EUR" in page
+    assert "$" in run("report", name, "--price", "2").stdout
+    assert " CHF" in run("report", name, "--price", "2", more={"BOOTSEER_CURRENCY": "CHF"}).stdout
+
+
+def test_a_rank_that_two_nodes_claim_is_a_headline(run, log):
+    lines = [line.replace(b'"rank":2,', b'"rank":1,') for line in LINES]
+    assert "Rank 1 is claimed by 2 nodes (node-0001, node-0002)" in " ".join(
+        run("report", log(b"".join(lines))).stdout.split()
+    )
+
+
 def test_standard_input_and_fifos(run, log, tmp_path):
     name = log()
     with (tmp_path / name).open("rb") as file:
@@ -218,6 +272,10 @@ def test_usage_errors(run, log):
     for words in (
         ["--began-pattern", "("],
         ["--began-pattern", "a{99999999999999999999}"],
+        ["--pattern", "model_initialization.data"],
+        ["--pattern", "no stage=(?P<s>1)"],
+        ["--pattern", "model_initialization.data=("],
+        ["--pattern", "model_initialization.data=Loaded in (.*) s"],
         ["--attempt", "-1"],
         ["--price", "-2"],
         ["--price", "nan"],
@@ -232,6 +290,41 @@ def test_usage_errors(run, log):
     assert "no such attempt or restart" in run("report", name, "--restart", "7").stderr
     assert run("report", name, "--began-pattern", os.fsdecode(b"\xff")).returncode == 0
     assert run("report", "nowhere", preexec_fn=lambda: os.close(2)).returncode == 2
+
+
+def test_a_sites_own_lines_are_read_by_its_patterns(run, tmp_path):
+    (tmp_path / "job.log").write_text(
+        "2026-11-20T17:00:00Z Loading corpus a\n2026-11-20T17:00:01Z Loading corpus b\n"
+        "2026-11-20T17:00:04Z Corpus b ready\n2026-11-20T17:00:09Z Corpus a ready\n"
+        "2026-11-20T17:00:12Z tokenizer was built in 2.5 s\nwarmup: 1500 ms\n"
+    )
+    patterns = [
+        "model_initialization.data=(?:(?P<begin>Loading corpus )|(?P<end>Corpus ))(?P<key>\\w)",
+        "model_initialization.tokenizer=built in (?P<s>[0-9.]+) s",
+        "model_initialization.warmup=warmup: (?P<ms>[0-9]+) ms",
+    ]
+    ran = run("report", "job.log", "--json", *(word for pattern in patterns for word in ("--pattern", pattern)))
+    report = json.loads(ran.stdout)
+    times = {row["stage"]: row["work_s"] for row in report["stages"]}
+    assert times["model_initialization.data"] == 9.0
+    assert times["model_initialization.tokenizer"] == 2.5
+    assert [(fact["source"], fact["stage"], fact["duration_s"]) for fact in report["facts"]] == [
+        ("pattern", "model_initialization.warmup", 1.5)
+    ]
+
+
+def test_restarts_that_failed_before_are_told_from_the_launchers_start(run):
+    """At torchrun's default level only its start and the failures are in the log: 1.2 s, 2.4 s and 3.0 s."""
+    ran = run("report", str(GOLDEN / "torchelastic" / "restarts.log"))
+    told = " ".join(ran.stdout.split())
+    for words in (
+        "worker failed on restarts at 1.2 s",
+        "restart 1: worker failed on restarts at 2.4 s",
+        "restart 2: worker failed on restarts at 3.0 s",
+    ):
+        assert words in told
+    first = run("report", str(GOLDEN / "torchelastic" / "restarts.log"), "--restart", "0")
+    assert "restart 1" not in first.stdout
 
 
 def test_a_folder_with_a_locked_file_tells_the_rest(run, tmp_path):
@@ -273,9 +366,10 @@ def test_very_many_nodes_and_barriers_take_linear_time(run, log):
 
 def test_the_page_of_a_report_without_nodes_is_complete():
     from bootseer.analysis.model import Fact, Input
+    from bootseer.analysis.prepare import Options
     from bootseer.analysis.untimed import untimed
 
     fact = Fact("uv", "environment_setup.install", "installed <b>7</b>", 0.3, "n", "a.log:3")
-    page = render_html(untimed("moe", 2.0, [fact], Input(1, 2, 3, 0, 0, {})))
+    page = render_html(untimed(Options(job="moe", price_per_gpu_hour=2.0), [fact], Input(1, 2, 3, 0, 0, {})))
     assert "&lt;b&gt;7" in page
     assert "1970-01-01" not in page

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import hadoop
 from bootseer.image.sources.source import this_platform
 from bootseer.mounts.kernel import mount_points
 from busybox import CONFIG
+from hdfs_links import links_missing
 from image_node import base_layers
 from oci_images import write_layout
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NAMES = ("full-pull", "lazy", "recorded", "hot-update")
+SIZE = 40 << 20
 PROGRAMS = ("docker-registry", "skopeo", "containerd", "ctr", "runc")
 
 needs_venv = pytest.mark.skipif(
     not (ROOT / ".venv/bin/bootseer").exists(), reason="needs the .venv that make setup makes"
 )
+
+_no_hdfs = hadoop.missing() or links_missing()
+needs_hdfs = pytest.mark.skipif(bool(_no_hdfs), reason=_no_hdfs)
 
 
 @needs_venv
@@ -60,11 +68,26 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-def starts(image: str, out: Path, short: Path, *command: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """The folder of a job that has saved once."""
+    step = tmp_path / "checkpoints/step-1"
+    step.mkdir(parents=True)
+    (step / "weights").write_bytes(os.urandom(SIZE))
+    (step.parent / "latest").write_text("step-1\n")
+    return step.parent
+
+
+def starts(image: str, out: Path, short: Path, *command: str, within: tuple[object, ...] = ()) -> subprocess.Popen[str]:
     out.mkdir()
-    words = [EXAMPLES / "starts.sh", image, out, "--began-pattern", "^step 1 ", "--", *command]
+    words = [*within, EXAMPLES / "starts.sh", image, out, "--began-pattern", "^step 1 ", "--", *command]
+    return group(words, short)
+
+
+def group(words: list[object], short: Path) -> subprocess.Popen[str]:
+    """A process group of its own, as a terminal has it in front."""
     return subprocess.Popen(
-        words,
+        [str(word) for word in words],
         env={**os.environ, "TMPDIR": str(short)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,13 +109,27 @@ def left(out: Path, short: Path) -> list[str]:
     return found
 
 
+def spaces() -> set[str]:
+    """The network namespaces of this machine, which links to DataNodes lie in."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in found.splitlines()}
+
+
 @needs_venv
+@needs_hdfs
+@pytest.mark.hdfs
 @pytest.mark.root
 @pytest.mark.fuse
-def test_starts_are_measured_compared_and_leave_nothing_behind(image: str, tmp_path: Path, short: Path) -> None:
+@pytest.mark.usefixtures("no_spaces_left")
+def test_starts_are_measured_compared_and_leave_nothing_behind(
+    image: str, tmp_path: Path, short: Path, checkpoints: Path
+) -> None:
     out = tmp_path / "out"
-    with starts(image, out, short, "sh", "-c", "cat /hot | wc -c; echo step 1 loss 2") as process:
-        said, _ = process.communicate(timeout=180)
+    job = f"cat /hot {out}/checkpoints/step-1/weights | wc -c; echo step 1 loss 2"
+    with starts(
+        image, out, short, "sh", "-c", job, within=(EXAMPLES / "with_hdfs.sh", out, checkpoints, "--")
+    ) as process:
+        said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     reports = [json.loads((out / f"{name}.json").read_text()) for name in NAMES]
     assert [report["startup"]["outcome"] for report in reports] == ["training_began"] * 4
@@ -102,11 +139,77 @@ def test_starts_are_measured_compared_and_leave_nothing_behind(image: str, tmp_p
     assert modes[:3] == [[], ["lazy"], ["hot"]]
     assert modes[3][0] in ("hot", "local")
     assert reports[3]["startup"]["kind"] == "hot_update"
-    page = (out / "index.html").read_text()
+    # The checkpoint: copied by one client, then from all DataNodes at once.
+    assert "model_initialization.checkpoint_copy" in stages[0]
+    assert reports[0]["checkpoints"] == []
+    for report in reports[1:3]:
+        (row,) = report["checkpoints"]
+        assert (row["mode"], len(row["datanodes"]), row["read_bytes"] >= SIZE) == ("mounted", 4, True)
+    page, picture = (out / "index.html").read_text(), (out / "picture.svg").read_text()
     assert all(f'<a href="{name}.html">' in page and (out / f"{name}.html").exists() for name in NAMES)
-    assert "times as fast" in said
+    assert picture in page
+    before, after = (report["overhead"]["startup_s"] for report in (reports[0], reports[2]))
+    sentence = (
+        f"Before, the first training step ended {before:.1f} s after the submission; with BootSeer it ends after "
+        f"{after:.1f} s on a new node, {before / after:.1f} times as fast: "
+    )
+    assert sentence in " ".join(said.split())
+    assert re.search(r"the checkpoint [0-9.]+ s (less|more)", " ".join(said.split()))
+    assert (out / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (out / "hdfs").exists()
     assert left(out, short) == []
     assert not any(short.iterdir())
+
+
+@pytest.fixture
+def no_spaces_left() -> Iterator[None]:
+    before = spaces()
+    yield
+    assert spaces() <= before
+
+
+@needs_venv
+@needs_hdfs
+@pytest.mark.hdfs
+@pytest.mark.root
+@pytest.mark.usefixtures("no_spaces_left")
+@pytest.mark.parametrize("when", ["an HDFS on this machine", "it runs"])
+def test_an_interrupt_ends_the_hdfs_too(tmp_path: Path, short: Path, checkpoints: Path, when: str) -> None:
+    out = tmp_path / "out"
+    words = [EXAMPLES / "with_hdfs.sh", out, checkpoints, "--", "sh", "-c", "echo it runs; sleep 600"]
+    with group(words, short) as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if when in line:
+                if when != "it runs":
+                    while not (out / "hdfs/keeper.pid").exists():
+                        time.sleep(0.05)
+                os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        assert process.wait(60) == 130, said
+    assert "Traceback" not in said
+    assert not (out / "hdfs").exists()
+    assert left(out, short) == []
+
+
+@needs_venv
+def test_without_an_hdfs_one_line_says_what_is_not_shown(tmp_path: Path, checkpoints: Path) -> None:
+    words = [
+        EXAMPLES / "with_hdfs.sh",
+        tmp_path / "out",
+        checkpoints,
+        "--",
+        "sh",
+        "-c",
+        "echo ${CHECKPOINT_PLAIN-none}",
+    ]
+    env = {**os.environ, "HADOOP_HOME": str(tmp_path / "nothing")}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "none\n"), done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "NOT SHOWN" in line)
+    assert "resumes from a checkpoint in HDFS, because " in line
+    assert str(tmp_path / "nothing") in line
 
 
 @needs_venv
@@ -126,24 +229,3 @@ def test_an_interrupt_leaves_nothing_behind(image: str, tmp_path: Path, short: P
     assert num_running == number
     assert left(out, short) == []
     assert not any(short.iterdir())
-
-
-@needs_venv
-@pytest.mark.root
-@pytest.mark.fuse
-@pytest.mark.torch
-def test_a_resume_from_stripes_is_measured_beside_a_plain_one(tmp_path: Path, short: Path) -> None:
-    out = tmp_path / "out"
-    words = [EXAMPLES / "resume.sh", out, "40"]
-    environment = {**os.environ, "TMPDIR": str(short)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    plain, striped = (json.loads((out / f"{name}.json").read_text()) for name in ("plain", "striped"))
-    assert plain["checkpoints"] == []
-    assert striped["checkpoints"][0]["read_bytes"] > 30_000_000
-    for report in (plain, striped):
-        assert report["startup"]["outcome"] == "training_began"
-        assert "model_initialization.checkpoint_read" in {row["stage"] for row in report["stages"]}
-    assert done.stderr.count("resumed ") == 2
-    assert "The checkpoint came" in done.stdout
-    assert left(out, short) == []

@@ -220,3 +220,12 @@ def test_a_cache_that_raises_what_nobody_foresaw_fails_the_read_and_those_behind
     errors = [answer for answer in answers if isinstance(answer, TransientError)]
     assert len(errors) == len(reported) == 1
     assert [bytes(answer) for answer in answers if answer not in errors] == [data[3 * BLOCK : 6 * BLOCK]] * 2
+
+
+def test_a_pull_from_an_origin_that_only_fails_tells_what_it_answers(fetching):
+    fetcher, _, _ = fetching(lambda request: Fault(status=503), replace(QUICK, stall_s=0.3))
+    with pytest.raises(TransientError, match=r"no block came in .*503"):
+        fetcher.pull_all()
+    with pytest.raises(TransientError):
+        fetcher.read_blocking(0, 0, BLOCK, 0.2)
+    assert "503" in fetcher.stats().first_failure

@@ -289,6 +289,40 @@ def test_a_dead_origin_costs_a_reader_its_deadline_and_a_later_read_tries_afresh
     assert answers[1] == b""
 
 
+def test_an_origin_that_is_known_to_be_dead_costs_further_readers_one_attempt() -> None:
+    error = TransientError("status 500")
+    w = world(fault=lambda fetch, earlier: Fault(error=error) if w.now < 35 or 36 < w.now < 102 else None)
+    answers = Answers()
+    w.read(0, [1], answers)
+    w.run(until=31.0)
+    w.prefetch([(0, 2)])
+    w.read(0, [2], answers)
+    w.run(until=31.5)
+    assert answers[1:] == [error]
+    assert w.asked[0, 2] == 1
+    w.run(until=35.5)
+    w.read(0, [3], answers)
+    w.run(until=36.0)
+    assert answers[2] == b""
+    # It has answered since, and nobody has waited in vain: two seconds of trouble are waited for.
+    w.run(until=100.0)
+    w.read(0, [4], answers)
+    w.run()
+    assert answers[3] == b""
+    assert (0, 2) in w.here  # wanted in advance, too
+
+
+def test_a_dead_origin_that_names_a_time_beyond_their_deadline_is_not_waited_for() -> None:
+    busy = TransientError("status 503", retry_after_s=300.0)
+    w = world(fault=lambda fetch, earlier: Fault(error=busy))
+    w.read(0, [1], Answers())
+    w.run(until=20.0)
+    assert w.scheduler.hopeless(0, w.now + 30, w.now) is None  # none has waited as long as readers do
+    w.run(until=31.0)
+    assert w.scheduler.hopeless(0, w.now + 30, w.now) is busy
+    assert w.scheduler.hopeless(0, w.now + 400, w.now) is None
+
+
 def test_prefetch_of_a_dead_origin_pauses_longer_each_time_and_goes_on_when_it_is_back() -> None:
     w = world(100, fault=lambda fetch, earlier: Fault(error=TransientError("refused")) if w.now < 200 else None)
     w.scheduler.want_rest(0, range(100), w.now)

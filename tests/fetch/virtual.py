@@ -196,7 +196,7 @@ class World:
 
     def tick(self) -> None:
         for ticket, missing in self.tickets.expired(self.now):
-            self.scheduler.cancelled(ticket.file, missing)
+            self.scheduler.expired(ticket.file, missing, self.now)
             ticket.done(TransientError("no answer in time"))
         while True:
             plan = self.scheduler.tick(self.now)
@@ -239,7 +239,7 @@ class World:
                 heapq.heappop(self._events)[2]()
             self._move()
             self.tick()
-        if upcoming is not None:
+        if until < 1e6:
             self._pass(until)
 
     def _flowing(self) -> list[Transfer]:

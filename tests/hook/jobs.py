@@ -104,3 +104,32 @@ counters = torch._dynamo.utils.counters
 print("graphs", counters["stats"]["unique_graphs"], "breaks", sum(counters["graph_break"].values()),
       "recompiles", len(counters["recompiles"]))
 """
+
+STEPS_BEFORE = """
+import sys, time, torch
+how = sys.argv[1]
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = (torch.optim.LBFGS if how == "closure" else torch.optim.AdamW)([weight], lr=0.1)
+
+def closure():
+    optimizer.zero_grad()
+    loss = (weight * 3).sum()
+    loss.backward()
+    return loss
+
+if how != "closure":
+    if how == "zero_gradients":
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+time.sleep(0.3)
+print(time.monotonic_ns())
+for _ in range(3):
+    if how == "closure":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+    print(time.monotonic_ns())
+    time.sleep(0.1)
+"""

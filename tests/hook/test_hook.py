@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from conftest_launch import stages
-from hook.jobs import COMPILED, DIES_IN_FIRST_STEP, HOOKED_BY_OTHERS, INITIALIZES_OPTIMIZER, TRAIN, TWELVE_STEPS
+from hook.jobs import (
+    COMPILED,
+    DIES_IN_FIRST_STEP,
+    HOOKED_BY_OTHERS,
+    INITIALIZES_OPTIMIZER,
+    STEPS_BEFORE,
+    TRAIN,
+    TWELVE_STEPS,
+)
 
 TORCHRUN = shutil.which("torchrun", path=str(Path(sys.executable).parent))
 STAGE = "model_initialization."
@@ -148,6 +156,15 @@ def test_making_optimizer_state_is_no_step(run, events, tmp_path):
     assert first.mono_ns - loaded.mono_ns > 0.3e9
     assert first.mono_ns < began.mono_ns
     assert ended.mono_ns - began.mono_ns > 0.3e9  # it was the first of the three
+
+
+@pytest.mark.parametrize("how", ["no_gradients", "zero_gradients", "closure"])
+def test_a_step_counts_behind_a_backward_that_gave_it_gradients(run, events, tmp_path, how):
+    done = run("run", "-q", "--", sys.executable, _write(tmp_path, STEPS_BEFORE), how)
+    before_ns, first_ns, second_ns, _ = map(int, done.stdout.split())
+    found = [event for event in events() if event.stage in ("first_step", "training_began")]
+    assert [event.phase for event in found] == ["begin", "end", "instant"]
+    assert before_ns < found[0].mono_ns < found[1].mono_ns <= first_ns < second_ns
 
 
 def test_death_in_the_first_step_leaves_it_open(run, events, tmp_path):

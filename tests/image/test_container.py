@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import PermanentError, UsageError
+from bootseer.image.containers.cgroup import make_cgroups, remove_cgroups
 from bootseer.image.containers.container import Container, Options, Runtime
+from bootseer.image.containers.limits import Limits, parse_tmpfs, parse_ulimit
 from bootseer.image.containers.process import Words
-from bootseer.image.containers.runtime_config import Bind, Limits, parse_bind
+from bootseer.image.containers.runtime_config import Bind, parse_bind
 from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups
 
 pytestmark = [
@@ -96,6 +98,81 @@ def test_rights_are_the_usual_ones_and_no_more(run: Run) -> None:
     assert "ermitted" in ran.stderr or "denied" in ran.stderr
     more = run("grep", "CapEff", "/proc/self/status", options=Options(limits=Limits(capabilities=("sys_ptrace",))))
     assert int(more.stdout.split()[1], 16) & (1 << 19)
+
+
+@pytest.mark.parametrize(
+    ("added", "dropped", "held"),
+    [
+        ((), ("ALL",), 0),
+        (("kill",), ("all",), 1 << 5),
+        ((), ("CHOWN", "cap_kill"), 0x800405FB & ~0x21),
+    ],
+)
+def test_rights_can_be_left_out(run: Run, added: tuple[str, ...], dropped: tuple[str, ...], held: int) -> None:
+    options = Options(limits=Limits(capabilities=added, dropped=dropped))
+    ran = run("grep", "CapEff", "/proc/self/status", options=options)
+    assert int(ran.stdout.split()[1], 16) == held, ran.stderr
+
+
+def test_all_rights_are_those_that_we_have(run: Run) -> None:
+    ran = run("grep", "CapEff", "/proc/self/status", options=Options(limits=Limits(capabilities=("ALL",))))
+    ours = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapBnd"))
+    assert ran.stdout.split()[1] == ours.split()[1], ran.stderr
+
+
+def test_limits_of_the_process_are_those_asked_for(run: Run) -> None:
+    limits = Limits(rlimits=(parse_ulimit("nofile=64:128"), parse_ulimit("core=0")))
+    ran = run("sh", "-c", "ulimit -n; ulimit -Hn; ulimit -c", options=Options(limits=limits))
+    assert ran.stdout.split() == ["64", "128", "0"]
+
+
+def test_a_folder_in_memory_lies_below_mounts_in_it_and_above_those_around_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "file").write_text("content")
+    options = Options(
+        limits=Limits(tmpfs=(parse_tmpfs("/data/fast:size=1m,mode=0711"), parse_tmpfs("/new/scratch:exec"))),
+        binds=(Bind(str(tmp_path / "file"), "/data/fast/file"), Bind(str(tmp_path / "data"), "/data")),
+    )
+    fill = "dd if=/dev/zero of=/data/fast/x bs=1M count=2"
+    script = f"cat /data/fast/file; stat -c ' %a' /data/fast; {fill}; grep /new/scratch /proc/self/mountinfo"
+    ran = run("sh", "-c", script, options=options)
+    content, mounted = ran.stdout.splitlines()
+    assert content == "content 711", ran.stderr
+    assert "No space left" in ran.stderr
+    assert {"nosuid", "nodev"} <= set(mounted.split()[5].split(","))
+    assert "noexec" not in mounted
+    assert list((tmp_path / "data" / "fast").iterdir()) == []
+
+
+def test_a_host_name_of_its_own_leaves_the_machine_s_alone(run: Run) -> None:
+    ran = run("sh", "-c", "cat /proc/sys/kernel/hostname /etc/hostname", options=Options(limits=Limits(hostname="box")))
+    assert ran.stdout == "box\nbox\n", ran.stderr
+    assert os.uname().nodename != "box"
+
+
+def test_further_groups_are_the_image_s_or_numbers(run: Run) -> None:
+    ran = run("id", "-G", options=Options(words=Words(user="worker", groups=("staff", "4242"))))
+    assert ran.stdout.split() == ["1001", "44", "50", "4242"], ran.stderr
+    with pytest.raises(UsageError, match="'nobody'"):
+        run("id", options=Options(words=Words(groups=("nobody",))))
+
+
+def test_memory_and_processors_are_limited_and_nothing_of_it_stays(run: Run) -> None:
+    limits = Limits(memory_bytes=64 << 20, cpus=0.25)
+    try:
+        remove_cgroups(make_cgroups(f"bootseer-test-{os.getpid()}", limits))
+    except UsageError as error:
+        pytest.skip(str(error))
+    take = "exec dd if=/dev/zero of=/dev/null bs=256M count=1"
+    look = "cat /proc/self/cgroup; cat $(busybox find /sys/fs/cgroup -name cpu.max -o -name cpu.cfs_quota_us)"
+    ran = run("sh", "-c", f"{look}; echo looked; {take}", options=Options(limits=limits))
+    assert "25000" in ran.stdout.split()
+    assert "looked" in ran.stdout
+    assert ran.returncode != 0  # killed, or refused the memory
+    assert run("sh", "-c", take).returncode == 0
+    places = {line.rpartition(":")[2] for line in ran.stdout.splitlines() if "bootseer-" in line}
+    assert places
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/bootseer-{os.getpid()}-*"))
 
 
 def test_mounts_bring_files_and_folders_of_the_host(run: Run, tmp_path: Path) -> None:
@@ -265,6 +342,15 @@ def test_a_program_that_is_not_there_is_told_with_a_shell_s_exit_code(run: Run, 
     with pytest.raises(UsageError) as caught:
         run(program)
     assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize(("program", "code"), [("plain", 126), ("folder", 126), ("nothing", 127)])
+def test_so_is_one_below_a_mount(run: Run, tmp_path: Path, program: str, code: int) -> None:
+    (tmp_path / "tools" / "folder").mkdir(parents=True)
+    (tmp_path / "tools" / "plain").write_text("#!/bin/sh\n")
+    ran = run(f"/tools/{program}", options=Options(binds=(Bind(str(tmp_path / "tools"), "/tools"),)))
+    assert ran.returncode == code, ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_a_program_from_a_mount_is_found(run: Run, root: Path, tmp_path: Path) -> None:

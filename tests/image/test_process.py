@@ -85,13 +85,18 @@ def test_secrets_pass_only_when_they_are_named(tmp_path: Path) -> None:
         "PET_RDZV_TOKEN": "s3cret",
         "SKYPILOT_API_SECRET": "s3cret",
         "PMIX_PASSWORD": "s3cret",
+        "SLURM_SACK_KEY": "s3cret",
+        "SLURM_DB_PASS": "s3cret",
+        "PET_REGISTRY_AUTH": "s3cret",
+        "SKYPILOT_CRED": "s3cret",
+        "NCCL_IB_PKEY": "0",
         "http_proxy": "http://me:s3cret@proxy:3128/",
         "https_proxy": "me:s3/cr@s3cret@proxy:3128",
         "no_proxy": "localhost,10.0.0.0/8",
     }
     env = process(Words(), tmp_path, host).env
     assert not [name for name in host if "cret" in env.get(name, "")]
-    assert env["SLURM_JOB_ID"] == "7"
+    assert (env["SLURM_JOB_ID"], env["NCCL_IB_PKEY"]) == ("7", "0")
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318/?token="
     assert (env["http_proxy"], env["https_proxy"]) == ("http://proxy:3128/", "proxy:3128")
     assert env["no_proxy"] == host["no_proxy"]

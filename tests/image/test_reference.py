@@ -20,6 +20,7 @@ DIGEST = "sha256:" + "0a" * 32
         ("[::1]:5000/a:b", Reference(Place.REGISTRY, "[::1]:5000", "a", "b")),
         (f"registry.example/a/b@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a/b", "", DIGEST)),
         (f"registry.example/a:t@{DIGEST}", Reference(Place.REGISTRY, "registry.example", "a", "t", DIGEST)),
+        ("docker://registry.example:5000/a:b", Reference(Place.REGISTRY, "registry.example:5000", "a", "b")),
         ("oci:some/folder", Reference(Place.LAYOUT, path="some/folder")),
         ("oci:/a/b:v1.2", Reference(Place.LAYOUT, tag="v1.2", path="/a/b")),
         ("oci:/a:b/c", Reference(Place.LAYOUT, path="/a:b/c")),
@@ -43,6 +44,9 @@ def test_every_form_is_taken_apart_and_put_together_again(text: str, expected: R
         "ubuntu",
         "ubuntu:22.04",
         "team/image",
+        "docker://",
+        "docker:///etc",
+        "docker://oci:x",
         "registry.example/",
         "registry.example/Upper",
         "registry.example/a:",
@@ -72,6 +76,7 @@ def test_what_is_no_name_is_refused_with_a_hint(text: str) -> None:
         "me:se/cr:secret@registry.example/a:t",
         f"me:secret@registry.example/a@{DIGEST}",
         "me:secret@registry.example/a\n",
+        "docker://me:secret@name",
         "oci://me:secret@registry.example/a",
         "dir://me:secret@registry.example/a",
         "hdfs://registry.example/a?token=secret",
@@ -81,6 +86,13 @@ def test_a_password_in_a_name_is_not_repeated(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_reference(text)
     assert "secret" not in str(caught.value) + caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["docker://team/name:1", "team/name:1"])
+def test_an_image_without_a_registry_is_shown_with_one(text: str) -> None:
+    with pytest.raises(UsageError, match="names no registry") as caught:
+        parse_reference(text)
+    assert "registry.example:5000/team/name:1" in caught.value.hint
 
 
 def test_a_digest_outranks_a_tag() -> None:

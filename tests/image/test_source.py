@@ -48,7 +48,7 @@ def _open(text: str, **options: Any) -> Source:
     return open_source(parse_reference(text), **options)
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd", ""])
+@pytest.mark.parametrize("compression", ["gzip", "zstd", "xz", ""])
 @pytest.mark.parametrize("docker", [False, True])
 def test_a_layout_is_read_whatever_its_dialect_and_compression(compression: str, docker: bool, tmp_path: Path) -> None:
     digest = write_layout(tmp_path, [BASE, TOP], compression=compression, docker=docker, Cmd=["/a"])
@@ -57,6 +57,17 @@ def test_a_layout_is_read_whatever_its_dialect_and_compression(compression: str,
     document = convert(source, MemoryStore(str(tmp_path)))
     assert document.digest == digest
     assert [part.diff_id for part in document.layers[:2]] == source.config["rootfs"]["diff_ids"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["docker-archive:{}/fifo", "docker-archive:/dev/zero", "docker-archive:{}", "oci:{}"])
+def test_what_is_no_regular_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    digest = write_layout(tmp_path, [BASE])
+    blob = tmp_path / "blobs" / "sha256" / digest.removeprefix("sha256:")
+    blob.unlink()
+    os.mkfifo(blob)
+    with pytest.raises(UsageError, match="not a regular file"):
+        _open(name.format(tmp_path))
 
 
 def test_a_tag_chooses_from_a_layout_with_several_images(tmp_path: Path) -> None:

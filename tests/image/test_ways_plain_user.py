@@ -107,6 +107,20 @@ def test_the_files_are_written_out_once(image: Image, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_options_of_a_plain_user_s_container_hold_or_are_refused(image: Image, plain: Plain, runtime: str) -> None:
+    given = ["--runtime", runtime, "--hostname", "box", "--tmpfs", "/tmp/fast:size=1m", "--ulimit", "nofile=64"]
+    words = ["image", "run", image.reference, *given, "--cap-drop", "ALL"]
+    look = "cat /proc/sys/kernel/hostname; ulimit -n; busybox grep -E 'CapEff|fast' /proc/self/status /proc/mounts"
+    ran = plain(*words, "--", "sh", "-c", look, fuse=True)
+    assert ran.stdout.startswith("box\n64\n"), ran.stderr
+    assert "CapEff:\t0000000000000000" in ran.stdout
+    assert "/tmp/fast tmpfs" in ran.stdout
+    for refused, why in (("--group-add=7", "needs root"), ("--memory=1g", "cannot be had here"), ("--cpus=1", "here")):
+        ran = plain(*words, refused, "--", "true", fuse=True)
+        assert (ran.returncode, why in ran.stderr, ran.stdout) == (2, True, ""), ran.stderr
+
+
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_streams_exit_code_and_root_of_a_plain_user_s_container(image: Image, plain: Plain, runtime: str) -> None:
     ran = plain(
         *run_of(image, "sh", "-c", "cat; id -u; echo $GREETING; pwd; exit 7", runtime=runtime), fuse=True, input="in\n"

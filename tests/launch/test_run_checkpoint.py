@@ -41,6 +41,16 @@ def job(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
+@pytest.fixture
+def ordinary(tmp_path: Path) -> Path:
+    """A job's folder on this machine's disk, as programs write it that know nothing of BootSeer."""
+    step = tmp_path / "plain job/step-1"
+    step.mkdir(parents=True)
+    (step / "weights").write_bytes(os.urandom(SIZE))
+    (step.parent / "latest").write_text("step-1\n")
+    return step.parent
+
+
 def nothing_is_mounted(tmp_path: Path) -> None:
     assert not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]
 
@@ -141,7 +151,7 @@ def test_a_signal_ends_the_command_and_then_the_mount(
 
 
 def test_a_container_has_the_checkpoints_too(
-    run: Run, node: Node, env: dict[str, str], job: Path, tmp_path: Path
+    run: Run, node: Node, env: dict[str, str], job: Path, ordinary: Path, tmp_path: Path
 ) -> None:
     more = {**node.env, "BOOTSEER_CACHE": env["BOOTSEER_CACHE"]}
     assert run("image", "convert", node.reference, more=more).returncode == 0
@@ -151,3 +161,71 @@ def test_a_container_has_the_checkpoints_too(
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
     assert (job / "note").read_text() == "more\n"
+    folder = tmp_path / "ckpt"  # and one that is not mounted, elsewhere
+    words = ["run", "-q", "--image", node.reference, "--checkpoint", str(ordinary), "--checkpoint-dir", str(folder)]
+    ran = run(*words, "--", "cat", f"{folder}/latest", more=more)
+    assert (ran.returncode, ran.stdout) == (0, "step-1\n"), ran.stderr
+    assert not kernel.is_mount(folder)
+
+
+def test_a_folder_on_a_local_disk_is_read_as_it_lies_there_and_the_report_says_why(
+    run: Run, events: Events, ordinary: Path, tmp_path: Path
+) -> None:
+    script = 'echo "$BOOTSEER_CHECKPOINT"; cp -r "$BOOTSEER_CHECKPOINT/step-1" copy'
+    ran = run("run", "-q", "--job", "j", "--checkpoint", str(ordinary), "--", "sh", "-c", script)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{ordinary}\n", "")
+    assert (tmp_path / "copy/weights").read_bytes() == (ordinary / "step-1/weights").read_bytes()
+    assert not (tmp_path / "cache").exists(), "a second copy"
+    told = the(events(), "checkpoint_start").attrs
+    assert (told["mode"], told["read_bytes"]) == ("plain", 0)
+    (row,) = json.loads(run("report", "--json", "j").stdout)["checkpoints"]
+    assert (row["mode"], row["reason"]) == ("plain", told["reason"])
+    report = " ".join(run("report", "j").stdout.split())
+    assert "read it as it lies in its folder: it lies on this machine (" in report
+
+
+def test_it_is_shown_where_it_is_wanted_also_after_a_run_that_was_killed(
+    env: dict[str, str], run: Run, ordinary: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ckpt"
+    start = ["run", "-q", "--checkpoint", f"file://{ordinary}", "--checkpoint-dir", str(folder), "--", "sh", "-c"]
+    with subprocess.Popen([*BOOTSEER, *start, "echo $$; exec sleep 600"], env=env, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        command = int(killed.stdout.readline())
+        assert f"{folder}: {ordinary}, as it lies there" in " ".join(run("ckpt", "mounted").stdout.split())
+        second = run(*start, "true")
+        assert (second.returncode, f"{folder}: something is mounted there" in second.stderr) == (2, True)
+        killed.kill()
+        killed.wait()
+        os.kill(command, signal.SIGKILL)
+    write = 'cat "$0/latest" && mkdir "$0/step-2" && cp "$0/step-1/weights" "$0/step-2/weights"'
+    ran = run(*start, write, str(folder))
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step-1\n", "")
+    assert (ordinary / "step-2/weights").stat().st_size == SIZE, "written as it lies there"
+    nothing_is_mounted(tmp_path)
+
+
+def test_what_only_a_mount_can_show_or_the_user_wants_mounted_is_mounted(
+    run: Run, events: Events, job: Path, ordinary: Path, tmp_path: Path
+) -> None:
+    look = 'wc -c < "$BOOTSEER_CHECKPOINT/step-1/weights"'
+    for more in ([str(job)], [str(ordinary), "--checkpoint-read", "mount"]):
+        ran = run("run", "-q", "--job", "j", "--checkpoint", *more, "--", "sh", "-c", look)
+        assert (ran.returncode, ran.stdout) == (0, f"{SIZE}\n"), ran.stderr
+    # What is mounted there has come over a network, for all that we know.
+    assert run("ckpt", "mount", str(ordinary), str(tmp_path / "far")).returncode == 0
+    ran = run("run", "-q", "--job", "j", "--checkpoint", str(tmp_path / "far"), "--", "sh", "-c", look)
+    assert run("ckpt", "umount", str(tmp_path / "far")).returncode == 0
+    assert (ran.returncode, ran.stdout) == (0, f"{SIZE}\n"), ran.stderr
+    found = [event.attrs for event in events() if event.stage == "checkpoint_start"]
+    assert [one["mode"] for one in found] == ["mounted"] * 3
+    assert found[0]["reason"] == f"striped files, or a policy that asks for them, are in {job}/step-1"
+    assert found[1]["reason"] == "--checkpoint-read mount was given"
+    assert found[2]["reason"] == "its file system (fuse.bootseer) may be far away"
+
+
+@pytest.mark.parametrize("uri", ["job", "hdfs://127.0.0.1:1/x"])
+def test_asked_to_read_plainly_what_cannot_be_it_says_so(run: Run, job: Path, uri: str) -> None:
+    ran = run("run", "--checkpoint", uri, "--checkpoint-read", "plain", "--", "touch", "began")
+    assert (ran.returncode, "it cannot be read plainly: " in ran.stderr) == (2, True)
+    assert not (job.parent / "began").exists()

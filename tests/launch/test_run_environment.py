@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -333,6 +334,29 @@ def test_what_is_installed_from_a_scratch_folder_and_leads_there_is_in_no_snapsh
         assert not place.documents()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_is_said_of_a_snapshot_is_so_when_it_is_said(place: Place) -> None:
+    """A home below /tmp is captured as any other is: the second start finds what the first one has made."""
+    home = Path(tempfile.mkdtemp(prefix="bootseer-home-"))
+    script = place.counting_script("[ -f ~/.tool ] || echo words > ~/.tool\n")
+    words = ("--setup", script, "--", "sh", "-c", "cat ~/.tool")
+    try:
+        first = place.run(*words, more={"HOME": str(home)})
+        assert first.stdout == "words\n"
+        said = first.stderr
+        assert "kept" not in said.partition("is set up now: there is no snapshot")[0]
+        assert f"environment {place.published()['key'][:12]} is kept as a snapshot: " in said
+        (home / ".tool").unlink()
+        assert place.run(*words, more={"HOME": str(home)}).stdout == "words\n"
+        assert (place.start()["mode"], place.num_setups) == ("restored", 1)
+        unsafe = place.counting_script(f"{script}\nmkdir {home}-left; date > {home}-left/x", name="unsafe.sh")
+        ran = place.run("--setup", unsafe, "--", "true", more={"HOME": str(home)})
+        assert "not snapshot-safe" in ran.stderr
+        assert "is kept" not in ran.stderr
+    finally:
+        shutil.rmtree(home)
+        shutil.rmtree(f"{home}-left", ignore_errors=True)
 
 
 def test_the_command_s_exit_code_and_arguments_pass(place: Place) -> None:

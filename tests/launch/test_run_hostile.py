@@ -123,6 +123,30 @@ def test_a_huge_attempt_does_not_end_the_counting(tmp_path):
     assert spools.make_attempt(str(tmp_path), "job", None)[1] == 1
 
 
+def test_each_job_has_a_folder_of_its_own_and_old_ones_are_found(run, env, tmp_path):
+    jobs = ["a/b", "a\nb", "a b", "a_b", ".a_b", "x" * 90, "x" * 91]
+    folders = {spools.make_attempt(env["BOOTSEER_SPOOL"], job, 0)[0] for job in jobs}
+    assert len(folders) == len(jobs)
+    assert run("run", "-q", "--job", "old/job", "--", "true").returncode == 0
+    root = Path(env["BOOTSEER_SPOOL"])
+    next(root.glob("old_job*")).rename(root / "old_job")
+    assert "old/job" in run("report", "old/job").stdout
+
+
+def test_a_job_of_slurm_is_found_by_its_name_and_by_its_number(run):
+    for number in ("77", "78"):
+        assert run("run", "-q", "--", "true", more={"SLURM_JOB_ID": number, "SLURM_JOB_NAME": "moe"}).returncode == 0
+    assert "moe-77," in run("report", "77").stdout
+    assert "moe-78," in run("report", "moe").stdout
+    assert "no such file" in run("report", "mo").stderr
+
+
+def test_a_command_that_never_ran_has_no_report(run):
+    result = run("run", "--", "no-such-command")
+    assert result.returncode == 127
+    assert result.stderr == "bootseer: no-such-command: command not found\n"
+
+
 def test_parallel_runs_of_one_job_get_numbers_of_their_own(env, tmp_path):
     words = [*BOOTSEER, "run", "-q", "--job", "many", "--", "true"]
     running = [subprocess.Popen(words, env=env) for _ in range(20)]

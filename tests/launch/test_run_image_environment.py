@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bootseer.env.keys.lock import own_uv
 from bootseer.mounts import kernel
 from bootseer.trace.event import Event
+from busybox import without_mixed_cgroups
 from image_node import Node
 from stored import stored
+from wheels import make_wheel
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,10 +40,12 @@ def job(run: Run, node: Node, tmp_path: Path, events: Callable[[], list[Event]])
     (project / "setup.sh").write_text(SETUP)
     store = {"BOOTSEER_STORE": str(tmp_path / "store")}
 
-    def call(*words: str, code: int = 0, more: dict[str, str] | None = None, setup: str = "setup.sh") -> Any:
+    def call(
+        *words: str, code: int = 0, more: dict[str, str] | None = None, setup: str = "setup.sh", **kwargs: Any
+    ) -> Any:
         ran = run(
             "run", "-q", "--image", node.reference, "--setup", setup, *words,
-            more={**node.env, **store, **(more or {})}, cwd=project, timeout=120,
+            more={**node.env, **store, **(more or {})}, cwd=project, timeout=120, **kwargs,
         )  # fmt: skip
         assert ran.returncode == code, ran.stderr
         assert "Traceback" not in ran.stderr
@@ -54,7 +63,7 @@ def test_the_setup_runs_once_in_the_image_and_later_its_layer_is_mounted(
     words = ("--", "sh", "-c", 'cat /opt/tool/words; tail -1 /etc/profile; echo "greeting: $GREETING"; ls /opt')
     first, start = job(*words)
     assert first.stdout == "words of the project\nmore\ngreeting: hello\ntool\n"
-    assert (start["mode"], start["trust"]) == ("captured", "unobserved")
+    assert (start["mode"], start["trust"]) == ("captured", "observed")
     (document,) = (tmp_path / "store").glob("environments/*/document")
     assert json.loads(document.read_text())["roots"] == []
     second, start = job(*words)
@@ -118,11 +127,57 @@ def test_a_mount_that_the_setup_names_is_in_the_key_by_content(job: Callable[...
         assert (ran.stdout, start["mode"]) == (words, mode)
 
 
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_what_a_setup_reads_in_a_mount_and_the_key_does_not_know_makes_it_untrusted_until_it_is_declared(
+    job: Callable[..., Any], tmp_path: Path, runtime: str
+) -> None:
+    if shutil.which(runtime) is None:
+        pytest.skip(f"needs {runtime}")
+    (tmp_path / "data").mkdir()
+    unknown = tmp_path / "data" / "words"
+    unknown.write_text("one\n")
+    (tmp_path / "project" / "hidden.sh").write_text('cat words; cat "/da""ta/wo""rds" > /words\n')
+    words = ("--runtime", runtime, "--mount", f"{tmp_path}/data:/data:ro", "--", "cat", "/words")
+    become = {"setup": "hidden.sh", "preexec_fn": without_mixed_cgroups if runtime == "crun" else None}
+    ran, start = job(*words, **become)
+    assert (ran.stdout, start["mode"], start["trust"]) == ("one\n", "captured", "untrusted")
+    assert f"the setup read files that its key does not know: {unknown};" in ran.stderr
+    unknown.write_text("two\n")
+    ran, start = job(*words, **become)
+    assert (ran.stdout, start["mode"], start["code"]) == ("two\n", "installed", "untrusted")
+    for mode in ("captured", "restored"):
+        ran, start = job("--env-input", str(unknown), *words, **become)
+        assert (ran.stdout, start["mode"], start["trust"]) == ("two\n", mode, "observed")
+
+
 def test_requirements_need_a_python_in_the_image(job: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "project" / "requirements.txt").write_text("einops\n")
     ran, _ = job("--requirements", "requirements.txt", "--", "echo", "started", code=127)
     assert "started" not in ran.stdout
     assert "there is no Python in the image" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "requirements.txt"])
+def test_an_image_s_python_needs_neither_uv_nor_pip(run: Run, node: Node, tmp_path: Path, name: str) -> None:
+    """The Python of this machine is mounted into the image, and an environment for it: so nothing is kept."""
+    project = tmp_path / "project"
+    make_wheel(project / "wheels", "alpha", "1.0")
+    text = '[project]\nname = "job"\nversion = "1"\nrequires-python = ">=3.9"\ndependencies = ["alpha"]\n'
+    (project / "pyproject.toml").write_text(text + '[tool.uv]\nfind-links = ["wheels"]\nno-index = true\n')
+    (project / "requirements.txt").write_text("--no-index\n-f wheels\nalpha\n")
+    subprocess.run([own_uv() or "uv", "lock", "-q"], cwd=project, check=True, timeout=60)
+    venv.create(tmp_path / "venv", with_pip=False)
+    folders = [folder for folder in (sys.base_prefix, "/lib", "/lib64", "/usr/lib") if Path(folder).exists()]
+    mounts = [f"{os.path.realpath(folder)}:{folder}:ro" for folder in folders] + [f"{tmp_path}/venv:{tmp_path}/venv"]
+    ran = run(
+        *("run", "-q", "--image", node.reference, "-r", name),
+        *(word for mount in mounts for word in ("--mount", mount)),
+        *("--container-env", f"PATH={tmp_path}/venv/bin:/bin", "--"),
+        *("python3", "-c", "import alpha; print(alpha.VERSION)"),
+        more={**node.env, "BOOTSEER_STORE": str(tmp_path / "store")},
+        cwd=project,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "1.0\n"), ran.stderr
 
 
 WORDS = ("--", "sh", "-c", 'cat /opt/tool/words; echo "greeting: $GREETING"')
@@ -157,16 +212,15 @@ def test_without_a_store_the_setup_runs(job: Callable[..., Any], tmp_path: Path)
     assert (ran.stdout, start["mode"]) == (SAID, "installed")
 
 
-def test_a_damaged_snapshot_is_not_mounted_and_the_setup_runs(
-    job: Callable[..., Any], node: Node, tmp_path: Path
-) -> None:
+def test_a_damaged_snapshot_is_made_anew(job: Callable[..., Any], node: Node, tmp_path: Path) -> None:
     job(*WORDS)
     for path in (tmp_path / "store").rglob("*"):
         if path.is_file() and path.name != "document":
             path.write_bytes(b"damaged")
     more = {"BOOTSEER_CACHE": str(tmp_path / "cache2")}  # another node
-    ran, start = job(*WORDS, more=more)
-    assert (ran.stdout, start["mode"]) == (SAID, "installed")
+    for mode, code in (("captured", "damaged"), ("restored", "hit")):
+        ran, start = job(*WORDS, more=more)
+        assert (ran.stdout, start["mode"], start["code"]) == (SAID, mode, code), ran.stderr
 
 
 def test_required_and_not_there_it_starts_nothing(job: Callable[..., Any]) -> None:

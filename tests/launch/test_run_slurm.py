@@ -140,7 +140,7 @@ def test_job_node_and_queue_come_from_slurm(slurm, env, events, tmp_path):
     done = subprocess.run(words, env=_clean(env, slurm), capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, (tmp_path / "out").read_text()
     found = events()
-    assert {event.job for event in found} == {done.stdout.strip()}
+    assert {event.job for event in found} == {f"job.sh-{done.stdout.strip()}"}
     assert {event.node for event in found} == {socket.gethostname().split(".")[0]}
     queue = [event for event in found if event.stage == "queue"]
     assert [event.phase for event in queue] == ["begin", "end"]

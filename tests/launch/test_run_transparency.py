@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.analysis.prepare import Options
+from bootseer.analysis.report import analyse
 from conftest_launch import BOOTSEER
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
@@ -306,3 +308,18 @@ def test_kill_9_of_the_command_is_told(run, events):
     ends = {event.stage: event for event in events() if event.phase == "end"}
     assert ends["command"].outcome == "failed"
     assert ends["command"].attrs["exit_code"] == 137
+
+
+def test_what_a_killed_run_leaves_tells_how_long_it_lived(env, events):
+    words = [*BOOTSEER, "run", "--gpus", "8", "--", "sh", "-c", "echo runs; exec sleep 60"]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"runs\n"
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 60 and [e.stage for e in events()].count("alive") < 3:
+            time.sleep(0.1)
+        process.kill()
+    found = events()
+    report = analyse(found, Options())
+    assert report.startup.outcome == "truncated"
+    assert report.overhead.startup_s >= 3
+    assert report.overhead.startup_s == pytest.approx((found[-1].mono_ns - found[0].mono_ns) / 1e9, abs=0.01)

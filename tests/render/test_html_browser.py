@@ -17,6 +17,7 @@ import pytest
 from bootseer.analysis.model import Report
 from bootseer.render import html
 from render.page import Page, look_up
+from startups import began, report, span
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -76,7 +77,7 @@ def test_the_numbers_on_the_screen_are_the_jsons(name: str, opened: Opener, requ
     assert "data-ready" in root
     document = report.to_json()
     numbers = Page(dom).with_key()
-    assert len(numbers) >= 20
+    assert len(numbers) >= (4 if name == "empty" else 20)
     for key, raw, _ in numbers:
         assert json.loads(raw) == look_up(document, key), key
 
@@ -211,6 +212,90 @@ def test_tooltips_tell_the_segment(opened: Opener, small: Report) -> None:
     assert (said["hidden"], said["away"]) == (False, True)
 
 
+def one_node(**more: Any) -> Report:
+    """What a torch job on one node without GPUs tells: 85 % of it is model_initialization."""
+    inner = "model_initialization."
+    return report(
+        span(0, 8.2, "command"),
+        span(0, 5, inner + "import_torch"),
+        span(5.2, 8, inner + "build"),
+        span(8.2, 9.7, "first_step"),
+        began(9.7),
+        **more,
+    )
+
+
+def test_a_small_job_has_labelled_shades_and_no_empty_cells(opened: Opener) -> None:
+    said = _said(
+        opened(
+            html.render(one_node()),
+            steps="""
+            const box = (one) => one.getBoundingClientRect();
+            const row = document.querySelector("details.node .bar");
+            const drawn = [...row.querySelectorAll("rect")];
+            said.shades = drawn.map((one) => getComputedStyle(one).fill + getComputedStyle(one).fillOpacity);
+            said.labels = [...row.querySelectorAll("text")].map((one) => [
+              one.textContent, drawn.some((d) => box(d).left <= box(one).left && box(one).right <= box(d).right),
+            ]);
+            said.legend = document.querySelector(".legend").textContent;
+            const cells = document.querySelectorAll("section > .scroll td, .tile");
+            said.cells = [...cells].map((one) => one.textContent.trim());
+            said.sections = [...document.querySelectorAll("section[id]")].map((one) => one.id);
+            """,
+        )
+    )
+    assert said["labels"] == [["import_torch", True], ["build", True], ["first_step", True]]
+    assert len(set(said["shades"])) == 4
+    assert "model_initialization: import_torch, build" in re.sub(r"\s+", " ", said["legend"])
+    assert not [text for text in said["cells"] if "unobserved" in text or text in ("", "0", "–") or "0.00" in text]
+    assert said["sections"] == ["timeline", "stages", "unobserved", "input", "words"]
+
+
+def test_the_queue_is_drawn_and_a_long_one_does_not_hide_the_startup(opened: Opener) -> None:
+    steps = """
+    const wide = (row) => row.querySelector("rect").getBoundingClientRect().width;
+    const [first, second] = document.querySelectorAll("details.node");
+    said.name = first.querySelector(".name").textContent;
+    said.told = first.querySelector(".fig").textContent;
+    said.share = wide(first) / first.querySelector(".plot").clientWidth;
+    said.starts = second.querySelector("rect").getBoundingClientRect().left
+      - second.querySelector(".plot").getBoundingClientRect().left;
+    said.queue = wide(first);
+    """
+    for queue_s, share in ((10.0, 0.25), (7200.0, 0.25)):
+        queued = report(span(0, queue_s, "queue"), span(queue_s, queue_s + 30, "first_step"), began(queue_s + 30))
+        said = _said(opened(html.render(queued), steps=steps))
+        assert (said["name"], said["share"]) == ("scheduler", pytest.approx(share, rel=0.05))
+        assert said["told"] == "queue " + ("10.0 s" if queue_s == 10 else "2 h 00 min")
+        assert said["starts"] == pytest.approx(said["queue"], abs=2)
+
+
+def test_attempts_are_columns_as_high_as_they_took(opened: Opener) -> None:
+    parts = []
+    for attempt, (install_s, ok) in enumerate(((10, True), (40, True), (20, False))):
+        at = 1000 * attempt
+        parts.append(
+            span(at, at + install_s, "environment_setup.install", attempt=attempt, outcome="ok" if ok else "failed")
+        )
+        parts.append(span(at + install_s, at + install_s + 5, "first_step", attempt=attempt) if ok else [])
+        parts.append(began(at + install_s + 5, attempt=attempt) if ok else [])
+    text = html.render(report(*parts))
+    said = _said(
+        opened(
+            text,
+            steps="""
+            const chart = document.querySelector("#startups .columns");
+            said.heights = [...chart.querySelectorAll("rect")].map((one) => one.getBoundingClientRect().height);
+            said.marks = [...chart.querySelectorAll("path")].length;
+            said.below = [...chart.querySelectorAll("text[text-anchor]")].map((one) => one.textContent);
+            """,
+        )
+    )
+    scale = said["heights"][0] / 10
+    assert [height / scale for height in said["heights"]] == pytest.approx([10, 5, 40, 5, 20], rel=0.02)
+    assert (said["marks"], said["below"]) == (1, ["0", "1", "2"])
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("name", ["small", "big"])
 def test_the_page_never_scrolls_sideways(
@@ -219,6 +304,11 @@ def test_the_page_never_scrolls_sideways(
     measured = """
     said.page = document.documentElement.scrollWidth;
     said.window = innerWidth;
+    said.cut = [...document.querySelectorAll("figcaption span, .name, h1, h2, h3, dd, dt")]
+      .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).display !== "inline")
+      .map((one) => one.textContent);
+    said.wide = [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
+      .map((one) => one.ariaLabel);
     parent.postMessage(JSON.stringify(said), "*");
     """
     # A headless window is at least 500 px wide; a frame in it may be narrower.
@@ -230,6 +320,8 @@ def test_the_page_never_scrolls_sideways(
     said = _said(opened(frame))
     assert said["window"] == width
     assert said["page"] <= width
+    assert said["cut"] == []
+    assert width < 1280 or said["wide"] == []  # the last columns are in sight
 
 
 def test_it_reads_without_script(opened: Opener, small: Report) -> None:

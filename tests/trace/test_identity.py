@@ -48,6 +48,8 @@ def test_nothing_told() -> None:
     [
         ({"BOOTSEER_JOB": "a", "SLURM_JOB_ID": "5"}, "a", "flag"),
         ({"SLURM_JOB_ID": "5", "TORCHELASTIC_RUN_ID": "x"}, "5", "slurm"),
+        ({"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "moe"}, "moe-5", "slurm"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NAME": "m"}, "m-7_3", "slurm"),
         ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "9"}, "7_3", "slurm"),
         ({"PET_RDZV_ID": "k", "TORCHELASTIC_RUN_ID": "x"}, "k", "kubeflow"),
         ({"TORCHELASTIC_RUN_ID": "none", "SKYPILOT_TASK_ID": "s"}, "s", "skypilot"),

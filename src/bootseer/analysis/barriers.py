@@ -17,7 +17,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
-from bootseer.analysis.lanes import TRAINING_BEGAN, Lane
+from bootseer.analysis.lanes import TRAINING_BEGAN, UNOBSERVED, Lane
 from bootseer.analysis.spans import TRUNCATED
 from bootseer.trace.event import OK
 
@@ -57,6 +57,11 @@ class Barrier:
     def last(self) -> Visit:
         """The visit that everybody waited for."""
         return max(self.visits, key=lambda visit: visit.at_ns)
+
+    @property
+    def passed(self) -> bool:
+        """Whether anybody can have passed: nobody passes `training_began` in a failed or abandoned startup."""
+        return self.name != TRAINING_BEGAN or any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
 
     @property
     def release_ns(self) -> int:

@@ -52,7 +52,7 @@ class Told:
 
 def critical_chain(told: Told) -> list[model.Link]:
     """For each barrier who came last, and in which stage it lost the most."""
-    return [_link(told, barrier) for barrier in told.barriers]
+    return [_link(told, barrier) for barrier in told.barriers if barrier.passed]
 
 
 def _link(told: Told, barrier: Barrier) -> model.Link:

@@ -20,7 +20,8 @@ EVENT = "checkpoint_start"
 DATANODE = "checkpoint_datanode"
 MAX_DATANODES = 16
 """Of each node: those that served most. Others are not written down, and not believed."""
-_TEXTS = ("uri", "until", "fallback")
+PLAIN = "plain"
+_TEXTS = ("uri", "until", "fallback", "reason")
 _COUNTS = ("read_bytes", "place_bytes", "cache_bytes", "same_bytes", "retries", "hedges", "hedges_won", "rebuilt",
            "refused")  # fmt: skip
 _MAX_REASONS = 3
@@ -48,7 +49,12 @@ def _start(node: str, attrs: Mapping[str, Any], served: Sequence[Mapping[str, An
     ]
     datanodes.sort(key=lambda one: (-one.bytes, one.name))
     return CheckpointStart(
-        node=node, seconds=_number(attrs.get("seconds")), datanodes=datanodes[:MAX_DATANODES], **texts, **counts
+        node=node,
+        mode=PLAIN if attrs.get("mode") == PLAIN else "mounted",
+        seconds=_number(attrs.get("seconds")),
+        datanodes=datanodes[:MAX_DATANODES],
+        **texts,
+        **counts,
     )
 
 
@@ -62,9 +68,13 @@ def _number(value: object) -> float | None:
 
 def summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
     """A line for what all nodes read, one for what the file system's nodes served, one for each trouble."""
-    if not checkpoints:
-        return []
-    return [_read(checkpoints), *_served(checkpoints), *_trouble(checkpoints)]
+    plain = [one for one in checkpoints if one.mode == PLAIN]
+    mounted = [one for one in checkpoints if one.mode != PLAIN]
+    lines = [f"{_nodes(plain)} read it as it lies in its folder: {plain[0].reason}"] if plain else []
+    if not mounted:
+        return lines
+    reasons = dict.fromkeys(f"mounted because {one.reason}" for one in mounted if one.reason)
+    return [_read(mounted), *_served(mounted), *_trouble(mounted), *list(reasons)[:_MAX_REASONS], *lines]
 
 
 def _read(group: Sequence[CheckpointStart]) -> str:
@@ -92,7 +102,8 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
     bytes_of: dict[str, int] = defaultdict(int)
     for one in group:
         for datanode in one.datanodes:
-            bytes_of[datanode.name] += datanode.bytes
+            if datanode.name:  # a folder is one nameless node
+                bytes_of[datanode.name] += datanode.bytes
     if not any(bytes_of.values()):
         return []
     most = max(bytes_of, key=lambda name: (bytes_of[name], name))

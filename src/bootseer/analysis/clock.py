@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from bootseer.analysis.spans import NodeSpans
+from bootseer.analysis.foreign.timestamp import plausible
+from bootseer.analysis.spans import NodeSpans, begin_of
 from bootseer.trace.event import OK
 
+_APART_NS = 3600 * 10**9
+"""Nodes of one startup whose events lie further apart than this were not there together: a clock is wrong."""
 _FLOOR_NS = 1_000_000
 """No estimate from user-space barriers is better than a millisecond."""
 
@@ -45,6 +48,25 @@ def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
             # Whoever came last waited for nobody: its stay bounds how long after the last arrival the release came.
             differences[name].append((end_ns - middle, shortest[barrier]))
     return {name: _offset(differences.get(name, [])) for name in nodes}
+
+
+def apart(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
+    """Nodes that are told far away from most others, on aligned clocks, and how far: ns, negative for too early."""
+    groups: list[list[str]] = []
+    until_ns = 0
+    for name in sorted(nodes, key=lambda name: begin_of(nodes[name])):
+        if not groups or begin_of(nodes[name]) > until_ns + _APART_NS:
+            groups.append([])
+        groups[-1].append(name)
+        until_ns = max(until_ns, nodes[name].last_ns) if len(groups[-1]) > 1 else nodes[name].last_ns
+    begins = [int(median(begin_of(nodes[name]) for name in group)) for group in groups]
+    most = max(range(len(groups)), key=lambda index: (len(groups[index]), plausible(begins[index]), index), default=0)
+    return {
+        name: begin_of(nodes[name]) - begins[most]
+        for index, group in enumerate(groups)
+        for name in group
+        if index != most
+    }
 
 
 def _releases(node: NodeSpans) -> Iterable[tuple[str, int, int]]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from bootseer.analysis.model import WAIT, Report, plain
 from bootseer.analysis.spans import TRUNCATED
 from bootseer.analysis.timeline import enclosing
+from bootseer.analysis.words import ENDS
 from bootseer.trace.event import FAILED
 
 SCHEMA = "bootseer.diff/1"
@@ -384,7 +385,7 @@ def _headlines(*sides: tuple[str, Sequence[Report], Sequence[Report]]) -> list[s
                 "were given twice or are B itself."
             )
         if used[0].startup.outcome != "training_began":
-            lines.append(f"{side} did not reach training: its stages after that are missing.")
+            lines.append(f"{side} is {ENDS[used[0].startup.outcome]}: its stages after that are missing.")
         for report in used:
             coverage = report.coverage
             if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:

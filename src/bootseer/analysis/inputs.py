@@ -8,7 +8,9 @@ to terabytes costs time and no memory; one that is cut short gives what it holds
 from __future__ import annotations
 
 import io
+import math
 import os
+import select
 import sys
 import time
 import zlib
@@ -74,27 +76,28 @@ def sources(places: Sequence[str]) -> list[Source]:
         elif not exists(place):
             raise UsageError(f"{_shown(place)}: no such file or folder", hint=_HINT)
         elif os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a folder that may not be searched
-            inside = _inside(place)
-            if not inside:
+            files = inside(place)
+            if not files:
                 raise UsageError(f"{_shown(place)}: the folder holds no files", hint=_HINT, exit_code=1)
-            found += [Source(_shown(str(p)), p, named=False) for p in inside]
+            found += files
         else:
             found.append(Source(_shown(place), path))
     return found
 
 
-def _inside(place: str) -> list[Path]:
+def inside(place: str) -> list[Source]:
     """The files below a folder, except hidden ones; links to folders are not followed."""
     try:
         next(Path(place).iterdir(), None)
     except OSError as error:
         raise PermanentError(f"{_shown(place)}: cannot be read: {error.strerror or error}") from error
-    return sorted(
+    paths = sorted(
         path
         for folder, _, names in os.walk(place)
         for name in names
         if not name.startswith(".") and _is_file(path := Path(folder, name))
     )
+    return [Source(_shown(str(path)), path, named=False) for path in paths]
 
 
 def _is_file(path: Path) -> bool:
@@ -127,6 +130,43 @@ def blocks(source: Source) -> Iterator[bytes]:
         else:
             with source.path.open("rb", buffering=0) as file:
                 yield from _unpacked(file)
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def state(source: Source) -> tuple[int, float]:
+    """Inode and size of a file that may grow; 0 for one that is gone. Standard input is endless."""
+    if source.path is None:
+        return 0, math.inf
+    try:
+        status = source.path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_size
+
+
+def is_archive(source: Source) -> bool:
+    """Whether a file is compressed, and so does not grow. Raises `PermanentError` when it cannot be read."""
+    try:
+        with Path(source.path or os.devnull).open("rb") as file:
+            return file.read(4).startswith((_GZIP, _ZSTD))
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
+    """What a source holds behind `offset`, in blocks, without waiting for more. Of standard input, an empty block is
+    the end. Raises `PermanentError` when it cannot be read."""
+    try:
+        if source.path is None:
+            block = b"."
+            while block and select.select([0], [], [], 0)[0]:
+                yield (block := os.read(0, _READ_BYTES))
+            return
+        with source.path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while block := file.read(_READ_BYTES):
+                yield block
     except OSError as error:
         raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.analysis.clock import Offset
-from bootseer.analysis.spans import COMMAND, PROCESS_STAGES, RUN, TRUNCATED, NodeSpans, Span
-from bootseer.trace.event import FAILED, NO_RANK, OK
+from bootseer.analysis.spans import COMMAND, PROCESS_STAGES, STRUCTURE, TRUNCATED, NodeSpans, Span
+from bootseer.trace.event import ALIVE, FAILED, NO_RANK, OK
 
 SCHEDULER = ("queue", "allocation")
 """Stages of the scheduler: part of the job's overhead, never of a node's."""
@@ -24,7 +24,8 @@ BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
 """How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
 UNOBSERVED = "unobserved"
-_STRUCTURE = (RUN, COMMAND)
+RESTART = "restart"
+_BY_HOOK = ("optimizer_step", "compiled_step")
 
 
 @dataclass(slots=True)
@@ -65,8 +66,20 @@ def align(nodes: Mapping[str, NodeSpans], offsets: Mapping[str, Offset]) -> None
                 span.end_ns -= offset
 
 
-def lanes_of(node: NodeSpans) -> list[Lane]:
-    """The node's lanes, one for each rank that it said anything of; at least one."""
+def training_began(nodes: Iterable[NodeSpans]) -> bool:
+    """Whether any of the nodes tells that training began."""
+    return any(
+        any(mark.stage == TRAINING_BEGAN for mark in node.instants)
+        or any(span.stage == FIRST_STEP and span.outcome == OK for span in node.spans)
+        for node in nodes
+    )
+
+
+def lanes_of(node: NodeSpans, *, began: bool) -> list[Lane]:
+    """The node's lanes, one for each rank that it said anything of; at least one.
+
+    `began` tells whether training began anywhere: when not, a lane lasts as long as the command was seen to live.
+    """
     spans = [span for span in node.spans if span.stage not in SCHEDULER]
     ranks = sorted({span.rank for span in (*spans, *node.instants)} - {NO_RANK})
     of_rank: dict[int, list[Span]] = defaultdict(list)
@@ -80,8 +93,8 @@ def lanes_of(node: NodeSpans) -> list[Lane]:
             (beside if helper or span.background else common).append(span)
     if not ranks:
         common, helpers = _without_helpers(common, node, NO_RANK)
-        return [_lane(node, NO_RANK, [], common, beside + helpers)]
-    return [_lane(node, rank, of_rank[rank], common, beside) for rank in ranks]
+        return [_lane(node, NO_RANK, [], common, beside + helpers, began)]
+    return [_lane(node, rank, of_rank[rank], common, beside, began) for rank in ranks]
 
 
 def _without_helpers(spans: list[Span], node: NodeSpans, rank: int) -> tuple[list[Span], list[Span]]:
@@ -91,28 +104,39 @@ def _without_helpers(spans: list[Span], node: NodeSpans, rank: int) -> tuple[lis
     kept: list[Span] = []
     helpers: list[Span] = []
     for span in spans:
-        other = bool(main and span.pid and span.pid != main) and span.stage not in _STRUCTURE
+        other = bool(main and span.pid and span.pid != main) and span.stage not in STRUCTURE
         # Without a rank a shell's own stages are everybody's; only what a Python process says of itself is in doubt.
         helper = other and span.begin_ns >= begin_ns and (rank != NO_RANK or span.stage in PROCESS_STAGES)
         (helpers if helper or span.background else kept).append(span)
     return kept, helpers
 
 
-def _lane(node: NodeSpans, rank: int, mine: list[Span], common: list[Span], beside: list[Span]) -> Lane:
+def _lane(
+    node: NodeSpans, rank: int, mine: list[Span], common: list[Span], beside: list[Span], job_began: bool
+) -> Lane:
     own, helpers = _without_helpers(mine, node, rank)
     background = beside + helpers
-    lane_spans = [span for span in (*common, *own) if span.stage not in _STRUCTURE]
+    lane_spans = [span for span in (*common, *own) if span.stage not in STRUCTURE]
+    structure = [span for span in (*common, *own) if span.stage in STRUCTURE]
     bound = [span.begin_ns for span in node.instants if span.stage == BOUND]
-    began = min((span.begin_ns for span in (*common, *own)), default=None)
+    began = min((span.begin_ns for span in (*common, *own) or node.instants), default=None)
     begin_ns = min(bound) if bound else began if began is not None else node.last_ns
     end_ns, ended_by, outcome = _end(node, rank, lane_spans, begin_ns)
+    if outcome != OK and structure and not job_began:
+        # Of a setup that failed there is no command.
+        over = max(structure, key=lambda span: (span.stage == COMMAND, span.end_ns))
+        if over.outcome != OK:
+            outcome = FAILED if FAILED in (outcome, over.outcome) else TRUNCATED
+            end_ns = max(end_ns, over.end_ns)
+            ended_by = COMMAND if over.outcome == FAILED else RESTART if node.restarted else ended_by
     lane_spans = [
         # What was cut short with the last sign of life counts, except behind the end of the startup.
         span
         for span in lane_spans
         if span.begin_ns < end_ns or (span.outcome == TRUNCATED and outcome != OK)
     ]
-    derived = _model_initialization(node, [*common, *own], lane_spans, end_ns)
+    derived = _model_initialization(node, structure, lane_spans, end_ns, outcome)
+    spans = lane_spans + derived
     lane = Lane(
         node=node.node,
         rank=rank,
@@ -120,8 +144,8 @@ def _lane(node: NodeSpans, rank: int, mine: list[Span], common: list[Span], besi
         end_ns=end_ns,
         outcome=outcome,
         ended_by=ended_by,
-        last_stage=max(lane_spans, key=lambda span: (span.begin_ns, len(span.stage))).stage if lane_spans else "",
-        spans=lane_spans + derived,
+        last_stage=max(lane_spans or derived, key=lambda s: (s.begin_ns, len(s.stage))).stage if spans else "",
+        spans=spans,
         background=[span for span in background if span.begin_ns < end_ns],
     )
     counts: dict[str, int] = defaultdict(int)
@@ -141,7 +165,7 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
             weights[span.pid] += 1000 if span.stage == FIRST_STEP else 10 if span.barrier else 1
     for span in node.instants:
         # `bootseer run` may tell of the first step itself, by a pattern: that does not make it the one that trains.
-        if span.rank == rank and span.pid in weights:
+        if span.rank == rank and span.pid in weights and span.stage != ALIVE:
             weights[span.pid] += 1000 if span.stage == TRAINING_BEGAN else 10
     weights.pop(0, None)
     return max(weights, key=lambda pid: weights[pid]) if weights else 0
@@ -149,7 +173,7 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
 
 def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[int, str, str]:
     marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
-    said = [mark for mark in marks if mark.attrs.get("by") != "optimizer_step"]
+    said = [mark for mark in marks if mark.attrs.get("by") not in _BY_HOOK]
     if marks:
         # What the user marked by the API or a pattern outranks what the hook concluded.
         mark = min(said or marks, key=lambda mark: mark.begin_ns)
@@ -158,7 +182,7 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     if steps:
         return max(min(span.end_ns for span in steps), begin_ns), FIRST_STEP, OK
     moments = [span.end_ns for span in spans] + [
-        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in ENDINGS
+        mark.begin_ns for mark in node.instants if mark.rank in (rank, NO_RANK) and mark.stage not in (*ENDINGS, ALIVE)
     ]
     outcome = UNOBSERVED
     if any(span.outcome == FAILED for span in spans):
@@ -168,18 +192,22 @@ def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[
     return max([begin_ns, *moments]), "last_event", outcome
 
 
-def _model_initialization(node: NodeSpans, common: list[Span], spans: list[Span], end_ns: int) -> list[Span]:
-    """The stage around everything from the start of the command to the first step, when nobody marked it."""
+def _model_initialization(
+    node: NodeSpans, structure: list[Span], spans: list[Span], end_ns: int, outcome: str
+) -> list[Span]:
+    """The stage around everything from the start of the command to the first step, or to its end without one."""
     stages = [span.stage for span in spans]
     if MODEL_INITIALIZATION in stages:
         return []
-    commands = [span.begin_ns for span in common if span.stage == COMMAND]
+    commands = [span.begin_ns for span in structure if span.stage == COMMAND]
     inner = [span.begin_ns for span in spans if span.stage.startswith(MODEL_INITIALIZATION + ".")]
-    if not inner:
+    cut_short = outcome in (FAILED, TRUNCATED)
+    if not inner and not (cut_short and commands):
         return []
     begin_ns = max(commands) if commands else min(inner)
     steps = [span.begin_ns for span in spans if span.stage == FIRST_STEP]
     until = min(steps) if steps else end_ns
     if until <= begin_ns:
         return []
-    return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min(begin_ns, *inner), until, OK, {})]
+    how = outcome if cut_short and not steps else OK
+    return [Span(MODEL_INITIALIZATION, node.node, NO_RANK, 0, min([begin_ns, *inner]), until, how, {})]

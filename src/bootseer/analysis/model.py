@@ -179,6 +179,8 @@ class Overhead:
     cost: float | None
     wait_cost: float | None
     price_per_gpu_hour: float | None
+    currency: str = "$"
+    """Of the price, as the user said: a sign or a code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class Clock:
     """Nodes without any barrier that would tie their clock to the others."""
     steps: list[str]
     """Nodes whose wall clock jumped during the startup; durations are not affected."""
+    left_out: dict[str, float] = field(default_factory=dict)
+    """Nodes whose events lie an hour and more away from all others, by so much: they are in no sum and no list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +274,14 @@ class DataNode:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStart:
-    """How one node read its checkpoint through the mount that `bootseer run --checkpoint` made."""
+    """How one node read its checkpoint, which `bootseer run --checkpoint` brought."""
 
     node: str
     uri: str
+    mode: str
+    """`mounted`, or `plain`: as it lies in a folder of the node, where nothing below is known."""
+    reason: str
+    """Why this mode, in words; empty when there was no choice."""
     seconds: float | None
     """Until it was mounted."""
     until: str
@@ -369,6 +377,8 @@ class Overview:
     num_nodes: int
     num_gpus: int | None
     outcome: str
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each top-level stage along the critical chain; `wait` is the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +455,8 @@ class Report:
     share: Share | None
     startups: list[Overview]
     input: Input
+    scheduler: list[Segment] = field(default_factory=list)
+    """Queue and allocation: what the job, not a node, went through."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""

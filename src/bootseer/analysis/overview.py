@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bootseer.analysis import model
+from bootseer.analysis.barriers import last_arrivals
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.model import WAIT
 from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, total
 from bootseer.analysis.spans import StartupSpans
+from bootseer.analysis.timeline import cut, time_by_stage
 from bootseer.errors import UsageError
-from bootseer.trace.event import Event
 from bootseer.units import S_PER_H, seconds
+
+_SHORT_S = 0.01
 
 
 def of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
@@ -63,13 +67,30 @@ def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.
         num_nodes=len(startup.nodes),
         num_gpus=total(gpus_of(startup, node, options) for node in startup.nodes),
         outcome=outcome_of(ready.lanes),
+        stages=_stages(ready),
     )
 
 
-def share(events: Sequence[Event], overviews: Sequence[model.Overview]) -> model.Share | None:
-    """Startups of the job over its wall time: only when the events reach beyond one startup."""
-    times = [event.wall_ns for event in events if event.job == overviews[0].job]
-    wall_s = seconds(max(times) - min(times))
+def _stages(ready: Prepared) -> dict[str, float]:
+    """The critical chain's time by top-level stage: what each barrier's last one did since the barrier before."""
+    took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
+    arrivals = last_arrivals(ready.barriers)
+    cursor_ns = ready.begin_ns
+    for barrier in ready.barriers:
+        lane, at_ns = barrier.last.lane, barrier.last.at_ns
+        pieces = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
+        for stage, length_ns in time_by_stage(pieces, cursor_ns, at_ns).items():
+            name = stage.partition(".")[0]
+            took[name] = took.get(name, 0.0) + seconds(length_ns)
+        cursor_ns = max(cursor_ns, at_ns)
+    rest = seconds(ready.end_ns - ready.begin_ns) - sum(took.values())
+    return {**took, WAIT: rest} if rest > _SHORT_S else took
+
+
+def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:
+    """Startups of the job over its wall time: only when there are several. They must be on one clock already."""
+    last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
+    wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
     startup_s = sum(overview.startup_s for overview in overviews)
     if len(overviews) < 2 or wall_s <= 0:
         return None

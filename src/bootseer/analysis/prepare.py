@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bootseer.analysis import barriers as barrier_model
-from bootseer.analysis.clock import Offset, offsets
-from bootseer.analysis.lanes import SCHEDULER, Lane, align, lanes_of
-from bootseer.analysis.spans import StartupSpans
+from bootseer.analysis.clock import Offset, apart, offsets
+from bootseer.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
+from bootseer.analysis.spans import TRUNCATED, Span, StartupSpans
 from bootseer.trace.event import FAILED, OK
 
 
@@ -26,25 +26,34 @@ class Options:
     """Nodes that the job has, when the logs do not tell."""
     gpus_per_node: int | None = None
     price_per_gpu_hour: float | None = None
+    currency: str = "$"
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A startup on one clock, with its lanes and barriers. `clocks` holds the offsets that were taken out."""
+    """A startup on one clock, with its lanes and barriers. `clocks` holds the offsets that were taken out, `left_out`
+    the nodes whose clocks are wrong by an unknown amount, and how far they are from the others."""
 
     lanes: list[Lane]
     barriers: list[barrier_model.Barrier]
     clocks: Mapping[str, Offset]
+    left_out: Mapping[str, int]
     begin_ns: int
     submitted_ns: int | None
     end_ns: int
+    scheduler: Sequence[Span] = ()
+    """Queue and allocation, each as the node tells it that saw it longest."""
 
 
 def prepare(startup: StartupSpans) -> Prepared:
     """Bring a startup's nodes to one clock, in place, and find out who waited for whom."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
-    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name])]
+    left_out = apart(startup.nodes)
+    for name in left_out:
+        del startup.nodes[name], clocks[name]
+    job_began = training_began(startup.nodes.values())
+    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
     scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
     submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
     began = [lane.end_ns for lane in lanes if lane.outcome == OK]
@@ -52,9 +61,10 @@ def prepare(startup: StartupSpans) -> Prepared:
         lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
     begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
     end = max(began or [lane.end_ns for lane in lanes])
-    return Prepared(
-        lanes, barrier_model.barriers_of(lanes), clocks, begin, min(submitted) if submitted else None, max(end, begin)
-    )
+    longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
+    told = [longest[stage] for stage in SCHEDULER if stage in longest]
+    barriers = barrier_model.barriers_of(lanes)
+    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), told)
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
@@ -77,6 +87,7 @@ def total(values: Iterable[int | None]) -> int | None:
 
 def outcome_of(lanes: Sequence[Lane]) -> str:
     """How the startup ended, over all its lanes."""
-    if any(lane.outcome == OK for lane in lanes):
+    outcomes = {lane.outcome for lane in lanes}
+    if OK in outcomes:
         return "training_began"
-    return FAILED if any(lane.outcome == FAILED for lane in lanes) else "truncated"
+    return next((outcome for outcome in (FAILED, TRUNCATED) if outcome in outcomes), UNOBSERVED)

@@ -8,7 +8,7 @@ Decides and touches nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -49,8 +49,11 @@ def analyse(
     kept, duplicates = unique(events)
     if not kept:
         if facts and read is not None:
-            return untimed(options.job, options.price_per_gpu_hour, facts, read)
-        raise UsageError("no events in the input", hint="start the job with `bootseer run`", exit_code=1)
+            return untimed(options, facts, read)
+        hint = "start the job with `bootseer run`"
+        if read is not None and read.skipped.get("unit"):
+            hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
+        raise UsageError("no events in the input", hint=hint, exit_code=1)
     found = of_one_job(startups(kept), options)
     picked = chosen(found, options)
     prepared = {startup.key: prepare(startup) for startup in found}
@@ -58,7 +61,11 @@ def analyse(
     if read is None:
         read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
     read = replace(read, duplicates=duplicates)
-    return _Builder(picked, prepared[picked.key], options).report(overviews, share(kept, overviews), list(facts), read)
+    # A restart is one more try: how those before it ended belongs to its story.
+    tries = [s for s in found if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
+    builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
+    endings = [ending for builder in builders for ending in builder.endings()]
+    return builders[-1].report(overviews, share(found, overviews), list(facts), read, endings)
 
 
 _MAX_RANKS = 64
@@ -98,6 +105,7 @@ class _Builder:
         share: model.Share | None,
         facts: list[model.Fact],
         read: model.Input,
+        endings: Sequence[str],
     ) -> model.Report:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
@@ -122,13 +130,14 @@ class _Builder:
             kind=self.startup.kind,
             zero_ns=self.zero,
             outcome=outcome_of(ready.lanes),
-            ended_by=min((lane.ended_by for lane in ready.lanes if lane.outcome == OK), default="last_event"),
+            ended_by=self._ended_by(),
             num_nodes=len(nodes),
             num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
             num_gpus=num_gpus,
             scale=scale.bucket(num_gpus),
         )
         seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
+        seen |= {row.stage for row in rows}  # what is derived from the command
         expected = STAGES if self.startup.kind == "full" else STAGES[3:]
         unobserved = [stage for stage in expected if stage not in seen and not _in_facts(stage, facts)]
         report = model.Report(
@@ -152,26 +161,54 @@ class _Builder:
             share=share,
             startups=overviews,
             input=read,
+            scheduler=[
+                model.Segment(s.stage, self.at(s.begin_ns), self.at(s.end_ns), model.WORK, s.outcome)
+                for s in ready.scheduler
+            ],
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(report, waiting=self._waiting(lanes), reused_runs=reused, endings=self._endings())
+        return words.with_words(
+            report,
+            waiting=self._waiting(lanes),
+            reused_runs=reused,
+            endings=endings,
+            same_rank=self._same_rank(),
+        )
+
+    def _same_rank(self) -> dict[int, list[str]]:
+        """Ranks that more than one node says it has, with the nodes."""
+        nodes: dict[int, list[str]] = defaultdict(list)
+        for lane in self.ready.lanes:
+            nodes[lane.rank].append(lane.node)
+        return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
+
+    def _ended_by(self) -> str:
+        """The evidence for the end of the startup."""
+        lanes = self.ready.lanes
+        if self.began:
+            return min(lane.ended_by for lane in lanes if lane.outcome == OK)
+        return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
 
     def _ranks(self) -> list[model.Node]:
         """Each rank's own way, while they are few enough to be looked at one by one."""
         lanes = self.ready.lanes
         return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
-    def _endings(self) -> list[str]:
+    def endings(self) -> list[str]:
         """How the command, or its workers, ended without any training that was seen."""
         told = []
+        restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
         for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
             marks = [mark for mark in node.instants if mark.stage in ENDINGS]
-            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome == FAILED]
+            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
             for mark in marks:
                 facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
-                what = mark.stage.replace("_", " ") + (" failed" if mark.stage == COMMAND else "")
+                what = mark.stage.replace("_", " ")
+                if mark.stage == COMMAND:
+                    what += " failed" if mark.outcome == FAILED else " ended well"
                 told.append(
-                    f"{what} on {name} at {self.at(mark.end_ns):.1f} s" + f" ({', '.join(facts)})" * bool(facts)
+                    f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
+                    + f" ({', '.join(facts)})" * bool(facts)
                 )
         return told
 
@@ -180,7 +217,7 @@ class _Builder:
         return {
             node: lane.arrivals[-1].barrier
             for node, lane in lanes.items()
-            if lane.outcome == TRUNCATED and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
+            if lane.outcome in (TRUNCATED, FAILED) and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
         }
 
     def _lane_of_each_node(self) -> dict[str, Lane]:
@@ -259,12 +296,13 @@ class _Builder:
 
     def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
         ready = self.ready
-        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED)]
+        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not self.began]
         whole = whole if any(whole) else []  # single moments have no length: that is not 0
         work = sum(node.work_s + node.untracked_s for node in nodes)
         wait = sum(node.wait_s for node in nodes)
         hours = wait_hours = None
-        if all(node.gpus is not None for node in nodes):
+        moved = any(node.end_s > node.start_s for node in nodes)
+        if moved and all(node.gpus is not None for node in nodes):
             hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
             wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
         job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
@@ -280,13 +318,14 @@ class _Builder:
             cost=_times(hours, self.price),
             wait_cost=_times(wait_hours, self.price),
             price_per_gpu_hour=self.price,
+            currency=self.options.currency,
         )
 
     def _coverage(self, nodes: Sequence[model.Node]) -> model.Coverage:
         spans = [s for node in self.startup.nodes.values() for s in (*node.spans, *node.instants)]
         stated = [*self.startup.run_attrs.values(), *(span.attrs for span in spans)]
         return model.Coverage(
-            nodes_heard=len(nodes),
+            nodes_heard=len(nodes) + len(self.ready.left_out),
             nodes_expected=self.options.num_nodes or _largest(stated, "num_nodes"),
             ranks_heard=len({(lane.node, lane.rank) for lane in self.ready.lanes if lane.rank != NO_RANK}),
             ranks_expected=_largest(stated, "world_size"),
@@ -305,6 +344,7 @@ class _Builder:
             max_error_s=seconds(max(errors)) if errors else None,
             nodes_untied=sum(clock.error_ns is None for clock in clocks.values()) if len(clocks) > 1 else 0,
             steps=sorted(name for name, node in self.startup.nodes.items() if node.clock_stepped),
+            left_out={name: seconds(off_ns) for name, off_ns in sorted(self.ready.left_out.items())},
         )
 
 

@@ -1,29 +1,34 @@
 """Find events, and what other programs said, in logs of any kind and size.
 
-Logs are scanned as raw bytes for a few needles, so that the lines of a job which say nothing of its startup are never
-split, decoded or matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's
-JSON, CRI's partial lines) and handed to the event decoder or to the parser whose needle it was.
+Logs are searched as raw bytes, so that the lines of a job which say nothing of its startup are never split, decoded or
+matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's JSON, CRI's
+partial lines) and handed to the event decoder or to the parsers whose clue it holds.
 Nothing here raises on bad content: what cannot be read is counted by reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import re
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.analysis import inputs
-from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser
-from bootseer.analysis.foreign.registry import parsers
-from bootseer.analysis.foreign.timestamp import parse_prefix
+from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser, Reader
+from bootseer.analysis.foreign.registry import parsers, search
+from bootseer.analysis.foreign.rules import Site
+from bootseer.analysis.foreign.timestamp import other_unit, parse_prefix
 from bootseer.analysis.model import Fact, Input
 from bootseer.analysis.search import line_starts
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, UsageError
 from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
@@ -35,8 +40,10 @@ _PARTIAL = (b" stdout P ", b" stderr P ")
 _DOCKER = (b'{"log":"', b'{"log": "')
 _JSON_KEYS = ("log", "message", "MESSAGE", "msg")
 """Where docker, fluentd, the journal and JSON loggers keep the line."""
+_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
+_SLOW_S = 10.0
 
 
 @dataclass(slots=True)
@@ -65,21 +72,22 @@ def scan(
     *,
     zone: tzinfo = UTC,
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     progress: Progress | None = None,
 ) -> Scanned:
     """Everything that the sources tell. `zone` is that of times in foreign logs which name none.
 
     The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
+    `patterns` are stages with patterns of the site's own lines (`foreign.rules.Site`).
     `progress` is called with the bytes read so far.
 
     Raises `PermanentError` when a file that the user named cannot be read; one in a folder is counted instead.
+    `UsageError` when a pattern takes seconds for a block.
     """
     result = Scanned()
     for source in sources:
         result.files += 1
-        # A spool holds events and nothing else.
-        spool = source.path is not None and source.path.name.endswith(SUFFIX)
-        reader = _FileScan(source, result, [] if spool else parsers(), zone, began_pattern)
+        reader = _reader(source, result, zone, began_pattern, patterns)
         try:
             for block in inputs.blocks(source):
                 reader.feed(block)
@@ -97,10 +105,97 @@ def scan(
     return result
 
 
+def _reader(
+    source: inputs.Source,
+    result: Scanned,
+    zone: tzinfo,
+    began_pattern: re.Pattern[bytes] | None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]],
+) -> _FileScan:
+    # A spool holds events and nothing else.
+    spool = source.name.endswith(SUFFIX)
+    sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
+    return _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
+
+
+class Growing:
+    """Scans logs while they are written: each `look` reads what has come since the one before.
+
+    What foreign logs tell is known at the end, when the lines behind it are. Compressed files are read once.
+    """
+
+    def __init__(
+        self,
+        *,
+        zone: tzinfo = UTC,
+        began_pattern: re.Pattern[bytes] | None = None,
+        patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    ) -> None:
+        self.result = Scanned()
+        self.over = False
+        """Standard input has ended."""
+        self._zone = zone
+        self._began_pattern = began_pattern
+        self._patterns = patterns
+        self._files: dict[str, _FileScan] = {}
+        self._read: dict[str, tuple[int, float]] = {}
+        """Inode and bytes read of each file."""
+
+    def look(self, sources: Iterable[inputs.Source]) -> list[Event]:
+        """The events that came since the last call. Raises `PermanentError` as `scan` does."""
+        known = len(self.result.events)
+        for source in sources:
+            inode, size = inputs.state(source)
+            before, offset = self._read.get(source.name, (inode, 0))
+            if inode != before or size < offset < math.inf:  # rotated
+                self._files.pop(source.name).finish()
+                offset = 0
+            elif offset in (size, math.inf):
+                continue
+            reader = self._files.get(source.name)
+            if reader is None:
+                self.result.files += 1
+                reader = _reader(source, self.result, self._zone, self._began_pattern, self._patterns)
+                self._files[source.name] = reader
+            try:
+                archive = not offset and inputs.is_archive(source)
+                for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
+                    reader.feed(block)
+                    self.result.bytes += len(block)
+                    offset += len(block)
+                    self.over |= not block
+                offset = math.inf if archive or self.over else offset
+            except inputs.Cut:
+                self.result.skipped["archive_cut"] += 1
+                offset = math.inf
+            except PermanentError:
+                if source.named:
+                    raise
+                self.result.skipped["unreadable"] += 1
+                offset = size
+            self._read[source.name] = (inode, offset)
+        return self.result.events[known:]
+
+    def finish(self) -> Scanned:
+        """All of it, as `scan` gives it."""
+        for reader in self._files.values():
+            reader.finish()
+        _name_jobs(self.result)
+        return self.result
+
+
 def _name_jobs(result: Scanned) -> None:
     """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
     own = [event for event in result.events if not _foreign(event)]
+    # A scheduler's log tells of all jobs of a cluster, by numbers that the job's own name need not hold.
+    of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
     jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
+    jobs = jobs - of_scheduler or jobs
+    others = of_scheduler - jobs
+    if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
+        before = len(result.events)
+        result.events = [event for event in result.events if event.job not in others]
+        result.skipped["other_job"] += before - len(result.events)
     if len(jobs) != 1 or len(own) == len(result.events):
         return
     job, stages = jobs.pop(), {event.stage for event in own}
@@ -140,16 +235,14 @@ class _FileScan:
         file_parsers: Sequence[Parser],
         zone: tzinfo,
         began_pattern: re.Pattern[bytes] | None,
+        sites: Sequence[Site],
     ) -> None:
         self.source = source
         self.zone = zone
         self.began_pattern = began_pattern
         self.result = result
         self.parsers = file_parsers
-        self.needles: dict[bytes, list[Parser]] = {}
-        for parser in file_parsers:
-            for needle in parser.needles:
-                self.needles.setdefault(needle, []).append(parser)
+        self.sites = sites
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
@@ -177,28 +270,30 @@ class _FileScan:
             self.lines += not self.rest.endswith(b"\n")
         self.rest = b""
         self.result.lines += self.lines
-        for parser in self.parsers:
+        readers: list[Reader] = [*self.parsers, *self.sites]
+        for parser in readers:
             findings = parser.finish()
             self.result.events += findings.events
             self.result.facts += findings.facts
 
     def _scan(self, text: bytes) -> None:
-        """All needles in a block of whole lines, in the order of their lines."""
-        hits: dict[int, list[Parser]] = {}
-        for needle, wanting in self.needles.items():
-            for begin in line_starts(text, needle):
-                found = hits.setdefault(begin, [])
-                found += [parser for parser in wanting if parser not in found]
+        """All that a block of whole lines holds, in the order of its lines."""
+        if b"\x1b" in text:  # colours stand between words
+            text = _ANSI.sub(b"", text)
+        hits = self._wanted(text)
         own = list(line_starts(text, TAG_STEM))
         events = set(own)
         # A container's log as the node keeps it has the collector's words on every line.
         for needle in _PARTIAL if _CRI.match(text) else ():
             events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
         began = -1
-        if self.began_pattern is not None and (match := self.began_pattern.search(text)):
-            self.began_pattern = None
-            began = text.rfind(b"\n", 0, match.start()) + 1
-            hits.setdefault(began, [])
+        if self.began_pattern is not None:
+            with _in_time(self.began_pattern):
+                found = self.began_pattern.search(text)
+            if found is not None:
+                self.began_pattern = None
+                began = text.rfind(b"\n", 0, found.start()) + 1
+                hits.setdefault(began, [])
         counted = 0
         for begin in sorted(events | hits.keys()):
             self.lines += text.count(b"\n", counted, begin)
@@ -216,10 +311,25 @@ class _FileScan:
                     parser.feed(line)
         self.lines += text.count(b"\n", counted)
 
+    def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
+        """The lines that parsers and the site's patterns want, by their offsets."""
+        hits: dict[int, list[Reader]] = {}
+        clues, wanting = search()
+        for place, number in clues.hits(text) if self.parsers else ():
+            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+            for index in wanting[number]:
+                if self.parsers[index] not in readers:
+                    readers.append(self.parsers[index])
+        for site in self.sites:
+            with _in_time(site.pattern):
+                for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:
+                    hits.setdefault(begin, []).append(site)
+        return hits
+
     def _line(self, raw: bytes) -> Line:
         text = raw.decode("utf-8", "replace")
         wall_ns, _ = parse_prefix(text, reference_ns=self.near_ns, zone=self.zone)
-        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node)
+        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node, self.zone)
 
     def _training_began(self, line: Line) -> None:
         if line.wall_ns is None:
@@ -237,9 +347,37 @@ class _FileScan:
         places = [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
             try:
-                self.result.events.append(decode(raw[place:until])[0])
+                event = decode(raw[place:until])[0]
             except Malformed as error:
                 self.result.skipped[error.reason] += 1
+                continue
+            if other_unit(event.wall_ns, event.mono_ns):
+                self.result.skipped["unit"] += 1
+            else:
+                self.result.events.append(event)
+
+
+@contextlib.contextmanager
+def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
+    """Stop a user's pattern that backtracks without end: `re` looks for signals while it matches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        text = pattern.pattern.decode("utf-8", "replace")
+        raise UsageError(
+            f"pattern {text[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
+            hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
+        )
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, _SLOW_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _open_record(text: bytes, end: int) -> int:

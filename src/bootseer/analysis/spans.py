@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from bootseer.analysis.foreign.timestamp import plausible
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 
 TRUNCATED = "truncated"
 RUN = "run"
 COMMAND = "command"
+STRUCTURE = (RUN, COMMAND)
 LAUNCHER = "model_initialization.launcher"
 LAUNCHER_RENDEZVOUS = "model_initialization.launcher_rendezvous"
-PROCESS_STAGES = ("model_initialization.interpreter", "model_initialization.import_torch")
+PROCESS_STAGES = (
+    "model_initialization.interpreter",
+    "model_initialization.import_torch",
+    "model_initialization.import_jax",
+)
 
 _NEW_BOOT_NS = 3600 * 10**9
 """Wall minus monotonic time that differs by more than this within one node means another boot, not a stepped clock."""
@@ -72,6 +78,10 @@ class NodeSpans:
     clock_stepped: bool = False
     num_runs: int = 0
     """More than one: the attempt number was used again, and only the last run is told."""
+    restarted: bool = False
+    """Its processes were replaced by those of a later restart."""
+    structure: list[Span] = field(default_factory=list)
+    """`run` and `command` to their own end, which may lie behind a later restart."""
 
 
 @dataclass(slots=True)
@@ -115,7 +125,13 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
         first = by_key.get(startup.key._replace(restart=0))
         if startup.key.restart and first is not None:
             startup.run_attrs = {**first.run_attrs, **startup.run_attrs}
-    return sorted(found, key=lambda startup: min(_begin(node) for node in startup.nodes.values()))
+            for name, node in startup.nodes.items():
+                if name in first.nodes and name not in later[startup.key]:  # the last restart ends with the command
+                    began_ns = begin_of(node)
+                    around = [span for span in first.nodes[name].structure if span.end_ns >= began_ns]
+                    node.spans += [replace(span, begin_ns=began_ns) for span in around]
+    # Not the earliest: one clock may be wrong by years.
+    return sorted(found, key=lambda startup: median(map(begin_of, startup.nodes.values())))
 
 
 def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:
@@ -131,7 +147,8 @@ def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -
     return later
 
 
-def _begin(node: NodeSpans) -> int:
+def begin_of(node: NodeSpans) -> int:
+    """When the node's events begin, ns."""
     # A rotated log may hold nothing but ends.
     return min((span.begin_ns for span in (*node.spans, *node.instants)), default=node.last_ns)
 
@@ -141,7 +158,7 @@ def _run_attrs(nodes: dict[str, NodeSpans]) -> dict[str, dict[str, Any]]:
 
 
 def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
-    node = NodeSpans(name)
+    node = NodeSpans(name, restarted=later is not None)
     events = _last_run(events, node)
     times = _times([*events, later] if later else events, node)
     gone_ns = times.pop() if later else None
@@ -173,8 +190,11 @@ def _node(name: str, events: list[Event], later: Event | None) -> NodeSpans:
             span.end_ns = max(ended[1], span.begin_ns)
             span.outcome = FAILED if ended[0].outcome == FAILED else OK
             span.attrs.update(ended[0].attrs)
-        if gone_ns is not None and span.stage in (RUN, COMMAND) and span.end_ns > gone_ns:
-            span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
+        if span.stage in STRUCTURE:
+            last_ns = node.last_ns if ended is None else span.end_ns
+            node.structure.append(replace(span, end_ns=max(last_ns, span.begin_ns)))
+            if gone_ns is not None and span.end_ns > gone_ns:
+                span.end_ns, span.outcome = max(gone_ns, span.begin_ns), TRUNCATED  # it ends with a later restart
         node.spans.append(span)
     return node
 
@@ -217,6 +237,9 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
         up_ns = max(up_ns, mono_ns)
     bases = [int(median(boot)) for boot in boots]
     node.clock_stepped = any(boot[-1] - boot[0] > _STEP_NS for boot in boots)
+    right = [base for base in bases if plausible(base + up_ns)]
+    if right and len(right) < len(bases):  # a clock that was set late is no other boot
+        bases, node.clock_stepped = right, True
 
     def time_of(event: Event) -> int:
         if event.wall_ns == event.mono_ns:  # made from a foreign log, which has no monotonic clock

@@ -63,7 +63,7 @@ def delays(barriers: Sequence[Barrier], clocks: Mapping[str, Offset]) -> list[De
     found: dict[str, Delay] = {}
     for barrier in barriers:
         visits = list(slowest_visits(barrier).values())
-        if len(visits) < MIN_NODES:
+        if len(visits) < MIN_NODES or not barrier.passed:
             continue
         first = [visit for visit in visits if visit.previous < 0]
         begins = median(visit.lane.begin_ns for visit in first) if len(first) >= MIN_NODES else None
@@ -96,6 +96,26 @@ def _outliers(
         for visit in visits
         if (excess := value_ns[id(visit)] - middle) > limit
     ]
+
+
+def host_list(nodes: Sequence[str]) -> str:
+    """Names that differ in their last number alone as one, `node-[003-007,012]`."""
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for node in sorted(nodes):
+        begin = node.rstrip("0123456789")
+        numbers[begin].append(node[len(begin) :])
+    told = []
+    for begin, found in numbers.items():
+        runs: list[list[str]] = []
+        for text in found:
+            last = runs[-1][-1] if runs else ""
+            if last and text and len(last) == len(text) and int(text) == int(last) + 1:
+                runs[-1].append(text)
+            else:
+                runs.append([text])
+        parts = ",".join(run[0] + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
+        told.append(f"{begin}[{parts}]" if len(found) > 1 else begin + parts)
+    return ", ".join(told)
 
 
 def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:

@@ -10,19 +10,20 @@ from collections.abc import Sequence
 
 from bootseer.analysis import model
 from bootseer.analysis.lanes import UNOBSERVED
+from bootseer.analysis.prepare import Options
 from bootseer.analysis.stages import STAGES
 
 _NO_JOB = "unnamed"
 
 
-def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
+def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
     """A report without any node."""
     told = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
     stages = f" about {', '.join(told)}" if told else ""
     count = f"{len(facts)} fact{'s' if len(facts) != 1 else ''}"
     return model.Report(
         startup=model.Startup(
-            job=job or _NO_JOB,
+            job=options.job or _NO_JOB,
             attempt=0,
             restart=0,
             kind="full",
@@ -39,7 +40,9 @@ def untimed(job: str | None, price: float | None, facts: Sequence[model.Fact], r
             "Nodes, order, waiting and cost are unobserved: collect logs with time stamps, or start the job with "
             "`bootseer run`."
         ],
-        overhead=model.Overhead(None, None, None, None, None, None, None, None, None, None, price),
+        overhead=model.Overhead(
+            None, None, None, None, None, None, None, None, None, None, options.price_per_gpu_hour, options.currency
+        ),
         stages=[],
         nodes=[],
         ranks=[],

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from bootseer.analysis.foreign.timestamp import plausible
+from bootseer.analysis.lanes import RESTART
 from bootseer.analysis.model import Report, Stage, StragglerGroup
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START, NAME
-from bootseer.units import format_seconds
+from bootseer.units import format_hours, format_money, format_seconds
 
 _STAGE_WORDS = {
     "queue": "waiting in the queue",
@@ -24,23 +26,48 @@ _STAGE_WORDS = {
     "wait_for_others": "waiting for other nodes",
     "untracked": "time that no stage covers",
 }
+_FRAMEWORKS = ("model_initialization.import_torch", "model_initialization.import_jax", "first_step")
+"""Stages of processes in which the hook sees training begin."""
 
 
-def with_words(report: Report, *, waiting: Mapping[str, str], reused_runs: int, endings: Sequence[str] = ()) -> Report:
+ENDS = {
+    "failed": "a failed startup",
+    "truncated": "an abandoned startup, or one that still runs",
+    "unobserved": "a start in which training was not seen to begin",
+}
+"""What a startup is called on which training did not begin, by its outcome."""
+
+
+def with_words(
+    report: Report,
+    *,
+    waiting: Mapping[str, str],
+    reused_runs: int,
+    endings: Sequence[str] = (),
+    same_rank: Mapping[int, Sequence[str]],
+) -> Report:
     """The report with its verdict and headlines filled in.
 
     `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
-    command ended when training was not seen to begin.
+    command ended when training was not seen to begin; `same_rank` has the nodes of each rank that several claim.
     """
     lines = headlines(report, waiting, reused_runs)
+    if same_rank:
+        rank, nodes = min(same_rank.items())
+        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
+        lines.append(
+            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
+            "wrong RANK variables, two jobs under one name, or a node that was replaced."
+        )
     if endings:
         more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
-        lines.append(f"{'; '.join(endings[:3])}{more}: whether training had begun by then is unobserved.")
-    return replace(report, verdict=verdict(report), headlines=lines)
+        lines.append(f"{'; '.join(endings[:3])}{more}.")
+    lines += _unmarked(report)
+    return replace(report, verdict=verdict(report, ended=bool(endings)), headlines=lines)
 
 
-def verdict(report: Report) -> str:
-    """What happened, in one sentence."""
+def verdict(report: Report, *, ended: bool) -> str:
+    """What happened, in one sentence. `ended`: the command, or its workers, without any training that was seen."""
     startup, overhead = report.startup, report.overhead
     size = f"{startup.num_nodes} node{'s' if startup.num_nodes != 1 else ''}"
     if startup.num_gpus:
@@ -49,7 +76,15 @@ def verdict(report: Report) -> str:
     if startup.outcome == "training_began":
         parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
     elif startup.outcome == "failed":
-        parts = [f"The startup failed after {took} on {size}"]
+        parts = [f"Failed startup: {took} on {size}, and training did not begin"]
+    elif startup.outcome == "truncated" and overhead.startup_s:
+        until = (
+            "its processes were restarted" if startup.ended_by == RESTART else "the last sign of life, or it still runs"
+        )
+        parts = [f"Abandoned startup: {took} on {size} until {until}"]
+    elif ended:
+        seen = f"the stages before took {took}" if overhead.startup_s else "no stage of a startup either"
+        parts = [f"Training was not seen to begin on {size}, {seen}"]
     elif overhead.startup_s:
         parts = [f"The logs cover {took} on {size} and do not show training begin"]
     else:
@@ -92,8 +127,8 @@ def _blame(report: Report) -> str:
         all_nodes = sum(len(group.nodes) for group in groups)
         text = f"{all_nodes} nodes held the others back for {took} together, above all {who} {where}"
     if total.joint_gpu_hours:
-        text += f" = {total.joint_gpu_hours:.3g} GPU-hours"
-    return text + (f" = ${total.joint_cost:,.2f}" if total.joint_cost else "")
+        text += f" = {format_hours(total.joint_gpu_hours)} GPU-hours"
+    return text + (f" = {format_money(total.joint_cost, report.overhead.currency)}" if total.joint_cost else "")
 
 
 def located(group: StragglerGroup) -> str:
@@ -103,6 +138,11 @@ def located(group: StragglerGroup) -> str:
         f"{place.num_slow} of {_nodes(place.num_nodes)}"
         for place in group.places
     )
+
+
+def is_about_clocks(headline: str) -> bool:
+    """Whether a headline says how good the times are, and nothing of what happened: it comes behind the finding."""
+    return " clock" in headline
 
 
 def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
@@ -121,9 +161,15 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     lines += _stuck(report, waiting)
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
+    if clock.left_out:
+        told = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
+        more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
+        lines.append(f"Clocks are off, or events are another start's: {told}{more}; left out of all sums.")
+    if report.nodes and not plausible(report.startup.zero_ns):
+        lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
     if clock.max_offset_s >= 1:
         bound = f"; after correction within {clock.max_error_s:.3f} s" if clock.max_error_s is not None else ""
-        lines.append(f"The nodes' clocks differ by up to {clock.max_offset_s:.1f} s{bound}.")
+        lines.append(f"The nodes' clocks differ by up to {_far(clock.max_offset_s)}{bound}.")
     if coverage.events_lost:
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
@@ -132,6 +178,9 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if unreadable:
         files = f"{unreadable} file{'s' if unreadable != 1 else ''}"
         lines.append(f"{files} of the folder could not be read; what they tell is missing here.")
+    unit = report.input.skipped.get("unit", 0)
+    if unit:
+        lines.append(f"{unit} events give their times in s, ms or µs, not in ns, and were not read.")
     newer = report.input.skipped.get("version", 0)
     if newer:
         lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
@@ -148,7 +197,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
             f"{_nodes(len(missing))} stopped before training: {told}{more}; "
-            "what they left open is closed as truncated and kept out of medians."
+            "what was cut short there is kept out of medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
     if silent and report.startup.outcome == "training_began":
@@ -164,6 +213,32 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         why = "" if missing else ": somebody who was not heard of is missing there, or the network is"
         lines.append(f"{_nodes(len(stand))} still waited at {what} when the logs end{why}.")
     return lines
+
+
+def _unmarked(report: Report) -> list[str]:
+    """What the bill rests on where no training was seen, and no hook could have seen it."""
+    watched = any(stage.stage.startswith(_FRAMEWORKS) for stage in report.stages)
+    ours = any(fact.startswith("run.") for node in report.nodes for fact in node.attrs)
+    if report.startup.outcome == "training_began" or watched or not ours:
+        return []
+    if report.startup.outcome == "unobserved":
+        bill = "only what stages show is counted as startup"
+    elif report.overhead.startup_s:
+        bill = "all of this time is counted as startup"
+    else:
+        return []
+    return [
+        f"Nothing marks the beginning of training, and {bill}: --began-pattern, "
+        "bootseer.training_began() or `bootseer stage` tell more."
+    ]
+
+
+def _far(off_s: float) -> str:
+    """How far a clock is off: nobody counts years in hours."""
+    days = abs(off_s) / 86_400
+    if days < 2:
+        return format_seconds(abs(off_s))
+    return f"{days:.0f} days" if days < 730 else f"{days / 365.25:.1f} years"
 
 
 def _nodes(count: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.bring.apart import breaks_forks
+from bootseer.bring.brought import failures
 from bootseer.bring.forecast import CachedLayer, Loading, forecast
 from bootseer.bring.hand_over import KEPT, RECORD, HandOver, layers_to_serve
 from bootseer.bring.hotsets import HotSets
@@ -24,7 +25,7 @@ from bootseer.bring.shown import Show
 from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.errors import CacheFull
-from bootseer.errors import BootseerError, PermanentError
+from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fetch.hotset import Block
 from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
@@ -112,11 +113,18 @@ class Bringing:
             self._pull()
 
     def fetch_after(self, error: Exception) -> None:
-        """Fetch everything, because it could not be served."""
+        """Fetch everything, because it could not be served. Raises `TransientError` where its store is to blame."""
+        self.check_origin()
         self.stop_daemon()
         self.fall_back(f"it cannot be served lazily: {error}")
         self.say(f"{self.reason}; all of it is fetched first")
         self._pull()
+
+    def check_origin(self) -> None:
+        """Raise `TransientError` if the daemon got nothing from its store: then no other way to show it can help."""
+        failed = failures(self.daemon).get("first_failure") if self.daemon is not None else None
+        if failed:
+            raise TransientError(f"{self.subject.name} cannot be read: {failed}")
 
     def fall_back(self, why: str) -> None:
         """Note that this is not how it was meant."""

@@ -59,10 +59,11 @@ class Brought:
                 f" (log: {said or 'empty, so that it was killed'})"
             )
             return
-        with contextlib.suppress(BootseerError):
-            fetch = daemon.status().get("fetch")
-            if isinstance(fetch, dict) and fetch.get("first_corrupt"):
-                self._say(f"reads of {self._what} failed, its store has damaged blocks: {fetch['first_corrupt']}")
+        fetch = failures(daemon)
+        if fetch.get("first_corrupt"):
+            self._say(f"reads of {self._what} failed, its store has damaged blocks: {fetch['first_corrupt']}")
+        elif fetch.get("first_failure"):
+            self._say(f"{fetch['failed_reads']} reads of {self._what} failed: {fetch['first_failure']}")
 
     def keep_record(self) -> None:
         """Wait a moment until the record has become part of the hot set, and say what did not work."""
@@ -77,6 +78,16 @@ class Brought:
         with contextlib.suppress(OSError, ValueError):
             for note in json.loads(path.read_text()):
                 self._say(str(note))
+
+
+def failures(daemon: Daemon) -> Mapping[str, Any]:
+    """What a daemon says of its reads: `failed_reads`, `first_failure`, `first_corrupt`. Nothing if it does not
+    answer."""
+    with contextlib.suppress(BootseerError):
+        fetch = daemon.status().get("fetch")
+        if isinstance(fetch, dict):
+            return fetch
+    return {}
 
 
 def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:

@@ -20,13 +20,13 @@ CHECKPOINT = (
     Option(
         "checkpoint",
         ("--checkpoint",),
-        "Mount this folder of checkpoints for the command, and fetch ahead what it will read.",
+        "Give the command this folder of checkpoints, mounted and fetched ahead unless it is on a local disk.",
         metavar="URI",
     ),
     Option(
         "checkpoint_dir",
         ("--checkpoint-dir",),
-        "Where to mount it (default: a folder of its own, in $BOOTSEER_CHECKPOINT).",
+        "Where the command finds it (default: see $BOOTSEER_CHECKPOINT).",
         metavar="DIR",
     ),
     Option(
@@ -41,6 +41,14 @@ CHECKPOINT = (
         "Keep what was read on this node's disk (default: yes).",
         FLAG,
         default=True,
+    ),
+    Option(
+        "checkpoint_read",
+        ("--checkpoint-read",),
+        "Through a mount, plainly as it lies in its folder, or as suits its storage.",
+        metavar="auto|mount|plain",
+        choices=("auto", "mount", "plain"),
+        default="auto",
     ),
 )
 """The checkpoint's part of the options of `run`."""
@@ -72,4 +80,5 @@ def wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWante
         memory_bytes=parse_size(memory, "--checkpoint-memory") if memory else None,
         cache=cache_root(env, os.getuid()) if values["checkpoint_cache"] else None,
         runtime=runtime_root(env, os.getuid()),
+        way=values["checkpoint_read"],
     )

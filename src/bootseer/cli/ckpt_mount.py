@@ -133,11 +133,14 @@ def mounted(as_json: bool) -> None:
 
 
 def _words(row: dict[str, Any]) -> str:
+    from bootseer.checkpoint.mount.mounted import PLAIN
     from bootseer.units import format_bytes
 
     state = row["state"]
     if state != "mounted":
         return f"{state}; bootseer ckpt umount {row['target']} takes it away"
+    if row["access"] == PLAIN:
+        return "as it lies there"
     access = "read-only" if row["access"] == "ro" else "writable"
     daemon = row["daemon"]
     if daemon is None:

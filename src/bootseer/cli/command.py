@@ -32,7 +32,7 @@ class WithCommand(MayHaveCommand):
     command_usage = "-- COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not {"--", "-h", "--help"}.intersection(args):
+        if not ctx.resilient_parsing and not {"--", "-h", "--help"}.intersection(args):  # that is completion
             raise _no_command(ctx)
         return super().parse_args(ctx, args)
 

@@ -41,6 +41,7 @@ def command(
 
     \b
     bootseer env key --requirements requirements.txt
+    bootseer env key --requirements uv.lock
     bootseer env key --setup setup.sh --env-input data/vocab --diff 3fa9
     bootseer env key -r requirements.txt --json > key.json; ...; bootseer env key -r requirements.txt --diff key.json
     """

@@ -17,13 +17,14 @@ SCHEMA = "bootseer.environment-lock/1"
     help="Where the lock goes.",
 )  # fmt: skip
 @click.option("--python", metavar="PYTHON", help="For this interpreter (default: python3 on PATH).")
-@click.option("--uv", metavar="PROGRAM", help="This uv, and not the one on PATH.")
+@click.option("--uv", metavar="PROGRAM", help="This uv (default: on PATH, or the one installed with BootSeer).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.environment-lock/1).")
 def command(requirements: tuple[str, ...], output: Path, python: str | None, uv: str | None, as_json: bool) -> None:
     """Resolve requirement FILEs once, where the job is submitted, and write a lock with versions and digests.
 
     \b
     bootseer env lock requirements.in -o requirements.txt
+    bootseer env lock pyproject.toml
     bootseer run --requirements requirements.txt -- python train.py
     """
     import shutil

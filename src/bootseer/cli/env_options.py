@@ -30,9 +30,10 @@ _RULES = "BOOTSEER_ENV_SECRET_RULES"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_S = 3600.0 * 24 * 365 * 10
 
+REQUIREMENTS = "Install these: requirements.txt, pyproject.toml, uv.lock, pylock.toml, environment.yml."
 SETUP = (
     Option("setup", ("--setup",), "A setup script.", metavar="SCRIPT"),
-    Option("requirements", ("--requirements", "-r"), "Requirements of pip.", metavar="FILE", many=True),
+    Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
 )
 """What the environment is made by, where no command follows."""
 

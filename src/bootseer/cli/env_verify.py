@@ -26,7 +26,7 @@ _MAX_SHOWN = 20
     type=click.Choice(("quick", "full", "oracle")),
     default="full",
     show_default=True,
-    help="Look at each path; read all files; or run the setup once more, in a capture, and compare with that.",
+    help="How much is compared, see above.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.environment-verified/1).")
 def command(
@@ -41,11 +41,21 @@ def command(
 ) -> None:
     """Verify the snapshot whose key begins with KEY. The exit code is 1 when something differs.
 
-    The oracle needs the setup: give it as to `bootseer run`, in the same folder. It leaves this machine as it is.
+    \b
+    --tier quick    kinds, sizes, modes, owners and links of all paths, against the snapshot's manifest
+    --tier full     also the digest of each file
+    --tier oracle   runs the setup once more, for real, with the versions that the snapshot has, in a capture that
+                    leaves this machine as it is, and compares file by file what a job could tell apart
+
+    The oracle takes as long as the setup. It needs the setup as it was given to `bootseer run`, in the same folder, and
+    root or a user namespace. What two installations of the same packages may differ in is left out: times, bytecode,
+    names of the installer.
 
     \b
     bootseer env verify 3fa9
+    bootseer env verify 3fa9 --tier quick --json
     bootseer env verify 3fa9 --tier oracle --requirements requirements.txt
+    bootseer env verify 3fa9 --tier oracle --setup prepare.sh
     """
     from bootseer.cli.env_find import cache, catalog_of, document_of
     from bootseer.cli.printing import print_json, terminal

@@ -15,6 +15,13 @@ import click
 @click.option("--jobs", type=click.IntRange(1, 64), help="Layers at once (default: up to 4, one per processor).")
 @click.option("--platform", metavar="OS/ARCH", help="Of an image for several ones (default: this machine's).")
 @click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
+@click.option(
+    "--layer-limit",
+    "layer_limits",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Let layers be larger: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
+)
 @click.option("--sign", "keys", metavar="KEY", multiple=True, help="Sign with this private key (ed25519, PEM).")
 @click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.convert/1).")
@@ -24,6 +31,7 @@ def command(
     jobs: int | None,
     platform: str | None,
     block_size: str,
+    layer_limits: tuple[str, ...],
     keys: tuple[str, ...],
     plain_http: bool,
     as_json: bool,
@@ -37,12 +45,13 @@ def command(
     bootseer image convert oci:./layout s3://images/train
     bootseer image convert docker-archive:train.tar /shared/images
     """
-    from bootseer.cli.image_options import parse_size
+    from bootseer.cli.image_options import parse_layer_limits, parse_size
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.cli.signing_options import signatures
     from bootseer.errors import UsageError
     from bootseer.image.conversion.convert import all_layers, convert
+    from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources.manifest import Platform
@@ -62,13 +71,14 @@ def command(
         )
     signed = signatures({}, os.environ, keys)
     wanted = Platform.parse(platform) if platform else None
+    limits = LayerLimits(**parse_layer_limits(layer_limits))
     began_s = time.monotonic()
     with interruptible(), Progress("converting") as progress:
         opened = open_source(reference, platform=wanted, plain_http=plain_http)
         layers = f"{len(opened.layers) or 1} layers"
         report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
         with closing(opened), closing(open_store(uri, plain_http=plain_http)) as store:
-            options = ConvertOptions(block_size=parse_size(block_size, "--block-size"), signatures=signed)
+            options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
             document = convert(opened, store, progress=report, jobs=jobs, options=options)
     took_s = time.monotonic() - began_s
     if as_json:

@@ -16,6 +16,7 @@ from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
     from bootseer.image.containers.container import Options as ContainerOptions
+    from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
     from bootseer.launch.image_stage import Wanted
 
@@ -41,6 +42,13 @@ SOURCE = (
         choices=("convert", "none"),
         default="convert",
     ),
+    Option(
+        "layer_limits",
+        ("--layer-limit",),
+        "Let layers be larger when they are converted: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
+        metavar="NAME=VALUE",
+        many=True,
+    ),
     *TRUST,
 )
 """How the image comes to this node."""
@@ -62,12 +70,26 @@ CONTAINER = (
         metavar="N[=V]",
         many=True,
     ),
+    Option("env_files", ("--env-file",), "A file of such variables, one in each line.", metavar="FILE", many=True),
     Option("workdir", ("--workdir", "-w"), "Folder that the command starts in (default: the image's).", metavar="DIR"),
     Option("user", ("--user", "-u"), "Who runs the command, by the image's names or numbers.", metavar="USER[:GROUP]"),
+    Option("groups", ("--group-add",), "A further group, by the image's names or numbers.", metavar="GROUP", many=True),
+    Option("hostname", ("--hostname",), "The container's own host name (default: this machine's).", metavar="NAME"),
     Option("entrypoint", ("--entrypoint",), "Instead of the image's; none leaves it out.", metavar="PROGRAM"),
     Option("read_only", ("--read-only",), "The container cannot write into the image's tree.", FLAG, default=False),
     Option("devices", ("--device",), "A device node, or a CDI name.", metavar="DEVICE", many=True),
-    Option("capabilities", ("--cap-add",), "A capability beyond the usual ones.", metavar="NAME", many=True),
+    Option("capabilities", ("--cap-add",), "A capability beyond the usual ones, or ALL.", metavar="NAME", many=True),
+    Option("dropped", ("--cap-drop",), "A usual capability to leave out, or ALL.", metavar="NAME", many=True),
+    Option(
+        "ulimits",
+        ("--ulimit",),
+        "A limit of its processes, as nofile=65536 (default: this process's).",
+        metavar="NAME=SOFT[:HARD]",
+        many=True,
+    ),
+    Option("memory", ("--memory",), "Most memory that it may have, as 8g; needs cgroups.", metavar="SIZE"),
+    Option("cpus", ("--cpus",), "Processors that it may keep busy, as 1.5; needs cgroups.", metavar="NUMBER"),
+    Option("tmpfs", ("--tmpfs",), "A folder in memory, as /scratch:size=8g.", metavar="DST[:OPTIONS]", many=True),
     Option("shm_size", ("--shm-size",), "Size of /dev/shm, as 8g (default: half of the memory).", metavar="SIZE"),
     Option(
         "runtime",
@@ -104,6 +126,7 @@ IMAGE = (
 """The image's part of the options of `run`."""
 
 
+_LEAST_MEMORY = 6 << 20
 _SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys")
 """Options of `SOURCE` that tell how snapshots of environments come, too."""
 
@@ -146,6 +169,7 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
         loading=values["loading"],
         fallback=values["fallback"],
         signatures=signatures(values, os.environ),
+        layer_limits=parse_layer_limits(values.get("layer_limits") or ()),
         workload=_workload(values.get("workload") or ""),
     )
 
@@ -160,34 +184,70 @@ def _workload(name: str) -> str:
 
 def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
     """The container around the command, whose words come later. `gpus` None: all where CDI files tell of any."""
+    from bootseer.image.containers import limits
     from bootseer.image.containers.cdi import describes_gpus
     from bootseer.image.containers.container import Options
     from bootseer.image.containers.process import Words
-    from bootseer.image.containers.runtime_config import Limits, parse_bind
+    from bootseer.image.containers.runtime_config import parse_bind
 
     if gpus is None:
         named = any(name.partition("=")[0].endswith("/gpu") for name in values["devices"])
         gpus = "all" if not named and describes_gpus() else ""
+    from_files = [line for path in values["env_files"] for line in limits.read_env_file(path)]
     words = Words(
-        env=tuple(values["env"]),
+        env=(*from_files, *values["env"]),
         workdir=values["workdir"],
         user=values["user"],
+        groups=values["groups"],
         entrypoint="" if values["entrypoint"] in ("", "none") else values["entrypoint"],
     )
-    size = values["shm_size"]
     return Options(
         words=words,
-        limits=Limits(
-            read_only=values["read_only"],
-            shm_bytes=parse_size(size, "--shm-size") if size else None,
-            capabilities=tuple(values["capabilities"]),
-        ),
+        limits=_limits(values),
         binds=tuple(map(parse_bind, values["binds"])),
         gpus="" if gpus == "none" else gpus,
         devices=_devices(values["devices"]),
         runtime=values["runtime"],
         own_pids=values["pid"] == "own",
     )
+
+
+def _limits(values: Mapping[str, Any]) -> Limits:
+    """Checked as far as it can be without the image."""
+    from bootseer.image.containers import cgroup, limits
+
+    def size(name: str) -> int | None:
+        return parse_size(values[name], f"--{name.replace('_', '-')}") if values[name] else None
+
+    found = limits.Limits(
+        read_only=values["read_only"],
+        shm_bytes=size("shm_size"),
+        capabilities=tuple(values["capabilities"]),
+        dropped=tuple(values["dropped"]),
+        rlimits=tuple(map(limits.parse_ulimit, values["ulimits"])),
+        tmpfs=tuple(map(limits.parse_tmpfs, values["tmpfs"])),
+        hostname=limits.parse_hostname(values["hostname"]) if values["hostname"] else "",
+        memory_bytes=size("memory"),
+        cpus=limits.parse_cpus(values["cpus"]) if values["cpus"] else None,
+    )
+    if found.memory_bytes is not None and found.memory_bytes < _LEAST_MEMORY:
+        raise UsageError(f"--memory {values['memory']!r} is too little to start anything", hint="give 6m at least")
+    if values["groups"] and os.geteuid() != 0:
+        raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
+    limits.capabilities_of(found)
+    cgroup.remove_cgroups(cgroup.make_cgroups(f"bootseer-{os.getpid()}-check", found))
+    return found
+
+
+def parse_layer_limits(words: Sequence[str]) -> dict[str, int]:
+    """`NAME=VALUE`, fields of `LayerLimits`. Raises `UsageError`."""
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in ("unpacked_bytes", "members", "text_bytes"):
+            raise UsageError(f"--layer-limit {word!r}: no such limit", hint="unpacked_bytes, members or text_bytes")
+        found[name] = parse_size(value, f"--layer-limit {name}")
+    return found
 
 
 def _devices(names: Sequence[str]) -> tuple[str, ...]:
@@ -203,7 +263,7 @@ def parse_size(text: str, option: str) -> int:
     """Bytes of `512`, `64k`, `8g`, `1.5T`, with or without `B` or `iB`. Raises `UsageError`."""
     import re
 
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
         raise UsageError(f"{option} {text!r} is no size", hint="for example 512m or 8g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

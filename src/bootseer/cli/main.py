@@ -5,6 +5,7 @@ click is imported only when it is needed (`cli.options` tells why).
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import suppress
@@ -64,8 +65,11 @@ def _end(code: int) -> NoReturn:
 
 
 def _say(line: str) -> None:
+    """Tell the user. Messages repeat what was typed, and addresses may hold a login."""
+    from bootseer.store.addresses import without_credentials
+
     if sys.stderr is not None:  # it was closed: the exit code still tells
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(without_credentials(line) + "\n")
 
 
 def _quick_run(arguments: list[str]) -> int | None:
@@ -92,6 +96,8 @@ def _any_verb() -> int:
     except click.Abort as error:
         raise KeyboardInterrupt from error
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        _say(shown.getvalue().rstrip("\n"))
         code = error.exit_code
     return code if isinstance(code, int) else 0

@@ -1,15 +1,35 @@
-"""The pattern behind `--began-pattern`, for `run` and `report`."""
+"""The patterns behind `--began-pattern`, for `run` and `report`, and `--pattern`."""
 
 from __future__ import annotations
 
 import re
 
 from bootseer.errors import UsageError
+from bootseer.trace.event import stage_name
+
+_GROUPS = {"begin", "end", "s", "ms"}
 
 
-def compiled(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[bytes]:
+def of_stage(text: str) -> tuple[str, re.Pattern[bytes]]:
+    """Stage and pattern of `STAGE=REGEX`. Raises `UsageError` when it is no such thing."""
+    stage, equals, regex = text.partition("=")
+    if not equals or stage_name(stage) != stage:
+        raise UsageError(
+            f"--pattern {text[:200]!r}: begins with no stage's name",
+            hint="write --pattern STAGE=REGEX, such as --pattern 'model_initialization.tokenizer=(?P<s>[0-9.]+) s'",
+        )
+    pattern = compiled(regex, re.MULTILINE, option="--pattern")
+    if not _GROUPS & pattern.groupindex.keys():
+        raise UsageError(
+            f"--pattern {text[:200]!r}: nothing in it says what a line tells",
+            hint="name a group: (?P<begin>...) and (?P<end>...) for lines, (?P<s>...) or (?P<ms>...) for a duration",
+        )
+    return stage, pattern
+
+
+def compiled(text: str, flags: re.RegexFlag = re.NOFLAG, option: str = "--began-pattern") -> re.Pattern[bytes]:
     """The pattern as bytes, which is what logs are searched as. Raises `UsageError` when it is none."""
     try:
         return re.compile(text.encode("utf-8", "surrogateescape"), flags)
     except (re.error, OverflowError, RecursionError) as error:  # the last two: too many repetitions, too deep
-        raise UsageError(f"--began-pattern {text[:200]!r}: not a regular expression: {error}") from error
+        raise UsageError(f"{option} {text[:200]!r}: not a regular expression: {error}") from error

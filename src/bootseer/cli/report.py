@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bootseer.cli.amount import Amount
+
+if TYPE_CHECKING:
+    from bootseer.analysis.live import Moment
 
 
 @click.command("report", short_help="Show where a startup's time went.")
@@ -20,9 +26,27 @@ from bootseer.cli.amount import Amount
 @click.option("--nodes", type=click.IntRange(1), help="How many nodes the job has, when the logs do not tell.")
 @click.option("--gpus-per-node", type=click.IntRange(0, 65535), help="GPUs of each node, when the logs do not tell.")
 @click.option("--price", type=Amount(), metavar="MONEY", help="Price of a GPU-hour, for the ledger.")
+@click.option(
+    "--currency",
+    metavar="SIGN",
+    default="$",
+    envvar="BOOTSEER_CURRENCY",
+    show_default=True,
+    show_envvar=True,
+    help="Currency of the price: $ or EUR.",
+)
 @click.option("--began-pattern", metavar="REGEX", help="Log line that tells the end of the first step.")
+@click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="STAGE=REGEX",
+    help="What lines of your own tell of a stage: named groups begin and end, or s or ms (a duration), say which; "
+    "lines with the same group key belong together. May be given several times.",
+)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
+@click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
 @click.option(
     "--color",
@@ -39,9 +63,12 @@ def command(
     nodes: int | None,
     gpus_per_node: int | None,
     price: float | None,
+    currency: str,
     began_pattern: str | None,
+    patterns: tuple[str, ...],
     html: Path | None,
     perfetto: Path | None,
+    follow: bool,
     as_json: bool,
     color: str,
 ) -> None:
@@ -54,9 +81,11 @@ def command(
     bootseer report                                    the last `bootseer run` here
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
+    bootseer report --follow moe                       who is missing at the barrier now
+    bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.analysis.prepare import Options
-    from bootseer.cli.pattern import compiled
+    from bootseer.cli.pattern import compiled, of_stage
     from bootseer.launch.reading import read_report
 
     options = Options(
@@ -66,9 +95,12 @@ def command(
         num_nodes=nodes,
         gpus_per_node=gpus_per_node,
         price_per_gpu_hour=price,
+        currency=currency,
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
-    report = read_report(logs, options, os.environ, began_pattern=pattern)
+    of_stages = [of_stage(text) for text in patterns]
+    with _watched(follow, as_json, color) as watch:
+        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch)
     if html is not None:
         from bootseer.render.html import render as render_html
 
@@ -80,7 +112,8 @@ def command(
     from bootseer.cli.printing import print_json, terminal
 
     if as_json:
-        print_json(report.to_json())
+        if not follow:  # its lines were printed
+            print_json(report.to_json())
         return
     from bootseer.render.terminal import render
 
@@ -89,6 +122,22 @@ def command(
     for path in (html, perfetto):
         if path is not None and sys.stderr is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")
+
+
+@contextmanager
+def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
+    """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
+    from bootseer.cli.printing import print_json, terminal
+
+    if not follow:
+        yield None
+    elif as_json:
+        yield lambda moment: print_json(moment.to_json())
+    else:
+        from bootseer.render.terminal import following
+
+        with terminal(color) as console, following(console) as show:
+            yield show
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ def command(ctx: click.Context, /, **values: object) -> int:
     \b
     bootseer run -- torchrun --nproc-per-node 8 train.py --config big.yaml
     bootseer run --job moe --requirements requirements.txt -- torchrun train.py
+    bootseer run --requirements uv.lock -- torchrun train.py
     bootseer run --began-pattern 'step 1 .*loss' -- ./train
     BOOTSEER_DISABLE=1 turns it into a plain exec of COMMAND.
     """

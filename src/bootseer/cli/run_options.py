@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.cli import checkpoint_options, env_options, image_options
 from bootseer.cli.checkpoint_options import CHECKPOINT
-from bootseer.cli.env_options import ENVIRONMENT
+from bootseer.cli.env_options import ENVIRONMENT, REQUIREMENTS
 from bootseer.cli.image_options import IMAGE
 from bootseer.cli.options import COUNT, FLAG, Option, Values
 from bootseer.errors import UsageError
@@ -27,7 +27,7 @@ OPTIONS = (
     Option("num_nodes", ("--num-nodes",), "Nodes of the job, to notice those that stay silent.", COUNT, least=1),
     Option("gpus", ("--gpus",), "GPUs of this node that the job uses.", COUNT),
     Option("setup", ("--setup",), "Run this first, as the stage environment_setup.", metavar="SCRIPT"),
-    Option("requirements", ("--requirements", "-r"), "Install these first.", metavar="FILE", many=True),
+    Option("requirements", ("--requirements", "-r"), REQUIREMENTS, metavar="FILE", many=True),
     Option("spool", ("--spool",), "Where events are kept; a folder that nodes share is fine.", metavar="DIR"),
     Option(
         "sinks",

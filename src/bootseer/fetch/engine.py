@@ -82,6 +82,8 @@ class Engine:
         self.files: list[File] = []
         self.scheduler = Scheduler(settings, jitter)
         self.meter = Meter(self.start)
+        self.first_failure = ""
+        """Why a reader got an error for the first time, for the user."""
         self.cache_error: BootseerError | None = None
         """Why blocks cannot be kept."""
         self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
@@ -190,7 +192,8 @@ class Engine:
 
     def _wait(self, ticket: Ticket, missing: list[int]) -> _ToDo:
         now = time.monotonic()
-        if error := self.corrupt.error(ticket.file, missing, now):
+        hopeless = self.scheduler.hopeless(ticket.file, ticket.deadline, now)
+        if error := self.corrupt.error(ticket.file, missing, now) or hopeless:
             self.meter.failed_reads += 1
             return _ToDo(failed=[(ticket, error)])
         self.scheduler.want(ticket.file, missing, Purpose.DEMAND, now)
@@ -204,7 +207,7 @@ class Engine:
         to_do = _ToDo()
         for ticket, missing in self._tickets.expired(now):
             to_do.failed.append((ticket, self._too_late(ticket, missing)))
-            self.scheduler.cancelled(ticket.file, missing)
+            self.scheduler.expired(ticket.file, missing, now)
         plan = self.scheduler.tick(now)
         to_do.fetches = plan.fetches
         self._cancelled.update(plan.cancelled)
@@ -213,7 +216,8 @@ class Engine:
             for ticket, others in self._tickets.given_up((file, block)):
                 to_do.failed.append((ticket, error))
                 self.scheduler.cancelled(file, others)
-        for ticket, _ in to_do.failed:
+        for ticket, error in to_do.failed:
+            self.first_failure = self.first_failure or str(error)
             self.meter.failed_reads += 1
             self.meter.waited_s += now - ticket.since
         times = (plan.wake_at, self._tickets.next_deadline, self._elsewhere.next_look)

@@ -197,6 +197,7 @@ class Fetcher:
             failures=counts.failures,
             corrupt_blocks=meter.corrupt_blocks,
             first_corrupt=self._engine.corrupt.first,
+            first_failure=self._engine.first_failure,
             dropped=counts.dropped,
             cache_full=self._engine.cache_error is not None,
             threads=len(self._engine.workers),
@@ -216,7 +217,7 @@ class Fetcher:
         return error or TransientError(f"file {index.identity[:16]} is not complete; try again")
 
     def _reason(self) -> str:
-        error = self._engine.scheduler.prefetch_error
+        error = self._engine.scheduler.origin_error or self._engine.scheduler.prefetch_error
         return f": {error}" if error else ""
 
 

@@ -37,6 +37,9 @@ class Pace:
         """The origin said when to come back: nobody asks before."""
         self.prefetch_after = _NEVER
         """Prefetch keeps away until then."""
+        self._down_until = _NEVER
+        self.error: BootseerError | None = None
+        """Why the latest request failed, if nothing has come since."""
 
     @property
     def limit(self) -> int:
@@ -55,6 +58,7 @@ class Pace:
 
     def arrived(self, num_bytes: int, now: float) -> None:
         """Bytes of a running request arrived."""
+        self._down_until, self.error = _NEVER, None
         self._bytes += num_bytes
         passed = now - self._mark
         if passed >= self._settings.window_s:
@@ -71,12 +75,16 @@ class Pace:
     def succeeded(self, num_running: int) -> None:
         """A request ended well while `num_running` ran, itself included."""
         self._failures = 0
+        self._down_until, self.error = _NEVER, None
         self.prefetch_after = _NEVER
         if num_running >= self.limit:
             self._limit = min(self._limit + 1 / self._limit, float(self._settings.max_requests))
 
     def failed(self, error: BootseerError, started: float, now: float, jitter: float) -> None:
         """A request that began at `started` ended with an error; `jitter` is a random number from 0 to 1."""
+        self.error = error
+        if self.is_down(now):
+            self.gave_up(now)
         if isinstance(error, TransientError) and error.retry_after_s is not None:
             # Not all nodes at the same moment; never earlier than asked.
             wait = min(max(error.retry_after_s, 0.0), self._settings.max_retry_after_s)
@@ -88,6 +96,15 @@ class Pace:
         self._failures += 1
         pause = min(self._settings.backoff_s * 2 ** min(self._failures, 20), self._settings.max_pause_s)
         self.prefetch_after = now + pause * (0.5 + 0.5 * jitter)
+
+    def gave_up(self, now: float) -> None:
+        """A reader has waited in vain for as long as readers wait."""
+        if self.error is not None:
+            self._down_until = now + self._settings.deadline_s
+
+    def is_down(self, now: float) -> bool:
+        """Whether a reader has waited in vain, and all requests since have failed, the last one lately."""
+        return now < self._down_until
 
     def window_bytes(self) -> int:
         """What prefetch may have in flight."""

@@ -133,6 +133,11 @@ class Scheduler:
         for block in blocks:
             self._ledger.leave((file, block))
 
+    def expired(self, file: int, blocks: Iterable[int], now: float) -> None:
+        """One reader has waited for these blocks in vain, and does not any more."""
+        self._ledger.files[file].origin.pace.gave_up(now)
+        self.cancelled(file, blocks)
+
     def arrived(self, number: int, block: int, now: float) -> None:
         """A running request brought a block, verified."""
         request = self._ledger.running[number]
@@ -195,6 +200,16 @@ class Scheduler:
         """Why the latest attempt for a block that is still wanted failed."""
         wanted = self._ledger.wanted.get((file, block))
         return wanted.error if wanted else None
+
+    def hopeless(self, file: int, until: float, now: float) -> BootseerError | None:
+        """Why no reader of the file can get a block until then: the origin is down, and said to come back later."""
+        pace = self._ledger.files[file].origin.pace
+        return pace.error if pace.is_down(now) and pace.paused_until > until else None
+
+    @property
+    def origin_error(self) -> BootseerError | None:
+        """Why an origin that brings nothing brings nothing."""
+        return next((origin.pace.error for origin in self._ledger.origins.values() if origin.pace.error), None)
 
     # What to do
 
@@ -381,10 +396,15 @@ class Scheduler:
         if self._is_final(wanted, error, purpose):
             self._give_up(key, wanted, error)
             return
+        origin = self._ledger.origin_of(key)
+        if wanted.readers and origin.pace.is_down(now):
+            self._given_up.append((*key, error))
+            while wanted.readers:
+                self._ledger.leave(key)
+            return
         pause = min(self._settings.backoff_s * 2 ** min(wanted.attempts - 1, 20), self._settings.max_backoff_s)
         wanted.later = True
         until = now + pause * (0.5 + 0.5 * self._jitter())
-        origin = self._ledger.origin_of(key)
         origin.postpone(key, max(until, origin.pace.paused_until))
 
     def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:

@@ -51,7 +51,8 @@ class FetchSettings:
     """The rest is fetched when nobody has needed a new block for so long."""
 
     deadline_s: float = 30.0
-    """What a reader waits at most, all attempts together."""
+    """What a reader waits at most, all attempts together. An origin that has failed for so long costs each further
+    reader one attempt: a program that reads a hundred files must not wait a hundred times."""
     stall_s: float = 120.0
     """A full pull fails when no block has come for so long."""
     claim_s: float = 60.0

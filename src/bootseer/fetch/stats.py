@@ -55,6 +55,8 @@ class FetchStats:
     corrupt_blocks: int
     first_corrupt: str
     """Of a block whose bytes were wrong at every attempt: where, and which. Empty when there was none."""
+    first_failure: str
+    """Why a reader got an error for the first time. Empty when none did."""
     dropped: int
     """Blocks whose prefetch was given up."""
     cache_full: bool

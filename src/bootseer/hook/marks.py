@@ -1,14 +1,15 @@
-"""What the hook marks in a training process, and at which public points of PyTorch it does so.
+"""What the hook marks in a training process, and at which points of PyTorch and JAX it does so.
 
     model_initialization.interpreter       process start to first Python code
-    model_initialization.import_torch      the import statement
+    model_initialization.import_torch      the import statement; import_jax likewise
     model_initialization.import.MODULE     any other outermost import that takes 0.1 s or more
     model_initialization.launcher_rendezvous   torchrun's agent waits for the other agents
     model_initialization.process_group     init_process_group: store rendezvous, connections
     model_initialization.first_collective  the first collective, where lazy communicators are made
     model_initialization.checkpoint_read   torch.load, torch.distributed.checkpoint.load, safetensors.torch.load_*
-    first_step                             first training forward to the end of the first optimizer step
-    first_step.compile                     torch.compile at work in it
+    first_step                             first training forward to the end of the first optimizer step;
+                                           in JAX: first gradient to the results of the first compiled step
+    first_step.compile                     torch.compile, or JAX, at work in it
     training_began, steady_step            moments
 
 Everything is one-shot: when the first steady step is seen, the hooks are removed and the functions put back. Every
@@ -25,13 +26,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
 from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, guarded
-from bootseer.hook.steps import mark_compilation, mark_steps
+from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps
 from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
 
+FRAMEWORKS = ("torch", "jax")
 _LONG_IMPORT_NS = 100_000_000
 
 
@@ -65,10 +68,10 @@ def _process_start_ns() -> int | None:
 
 @guarded
 def before_import(name: str) -> None:
-    """A watched module is about to run; only torch itself is a stage."""
+    """A watched module is about to run; only the framework itself is a stage."""
     state = active()
-    if state is not None and name == "torch":
-        state.importing[name] = state.tracer.emit(STAGE + "import_torch", BEGIN)
+    if state is not None and name in FRAMEWORKS:
+        state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN)
 
 
 @guarded
@@ -80,7 +83,7 @@ def after_import(name: str, *, failed: bool = False) -> None:
         version = str(getattr(sys.modules.get(name), "__version__", ""))
         outcome = FAILED if failed else OK
         state.tracer.emit(
-            STAGE + "import_torch", END, span=span, outcome=outcome, attrs={"version": version} if version else {}
+            f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs={"version": version} if version else {}
         )
 
 
@@ -98,7 +101,12 @@ def after_import_of() -> dict[str, Callable[[ModuleType], None]]:
     """Which modules are watched, and what is done when each has been imported."""
     return {
         "torch": mark_steps,
+        "jax": mark_jax,
         "torch._dynamo.callback": mark_compilation,
+        "deepspeed.runtime.engine": mark_outer_steps("DeepSpeedEngine._take_model_step"),
+        "megatron.core.optimizer.optimizer": mark_outer_steps(
+            "FP32Optimizer.step", "MixedPrecisionOptimizer.step", "ChainedOptimizer.step"
+        ),
         "torch.serialization": mark_reads("load", api="torch"),
         "torch.distributed.checkpoint.state_dict_loader": mark_reads("load", api="torch.distributed.checkpoint"),
         "torch.distributed.distributed_c10d": mark_process_group,

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from bootseer.trace.event import INSTANT
-from bootseer.trace.tracer import Tracer
+from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.tracer import TRAINING_BEGAN, Tracer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,6 +38,24 @@ class State:
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None
+        self.backward_undo: Callable[[], Any] | None = None
+        self.backward = True
+        """A backward pass was seen, or none can be."""
+        self.gradients = False
+        self.stepping_ns = 0
+        self.outer: object = None
+        """The framework whose step is running."""
+        self.inner_steps = 0
+
+    def first_step_ended(self, now_ns: int, *, by: str) -> None:
+        """Write that training has begun."""
+        self.began = True
+        if not self.step_span:
+            self.step_span = self.tracer.emit(
+                "first_step", BEGIN, mono_ns=self.stepping_ns or now_ns, attrs={"from": "optimizer"}
+            )
+        self.tracer.emit("first_step", END, span=self.step_span, outcome=OK, mono_ns=now_ns)
+        self.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now_ns, attrs={"by": by})
 
 
 def active() -> State | None:

@@ -1,8 +1,8 @@
 """Mark the first step (first training forward to the end of the first optimizer step) and the first steady one.
 
 Compilers are the danger here. A hook that is there when code is compiled and gone later makes it compile again, so the
-forward hook leaves before the first compilation begins, and after one the optimizer hooks stay, doing nothing. They
-stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
+hooks of forward and backward leave before the first compilation begins, and after one the optimizer hooks stay, doing
+nothing. They stay too where others have registered theirs behind them: torch walks through the hooks while ours runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import STAGE, State, active, guarded, stop
+from bootseer.hook.state import STAGE, State, active, guarded, keep_undo, stop
+from bootseer.hook.wrap import replace
 from bootseer.trace.event import BEGIN, END, INSTANT, OK
-from bootseer.trace.tracer import TRAINING_BEGAN
 
 _MAX_STEPS = 50
 _STEADY_WITHIN = 0.2
@@ -49,6 +49,7 @@ def mark_steps(torch: ModuleType) -> None:
                 handle.remove()
 
     state.undo.append(undo)
+    _mark_backward(torch, state)
     _mark_forward(torch)
 
 
@@ -100,9 +101,11 @@ def mark_compilation(callbacks: ModuleType) -> None:
         if state is None or state.began:
             return
         state.compiled = True
-        if state.forward_undo is not None:
-            state.forward_undo()
-            state.forward_undo = None
+        for undo in (state.forward_undo, state.backward_undo):
+            if undo is not None:
+                undo()
+        state.forward_undo = state.backward_undo = None
+        state.backward = True  # if not yet, it is what is compiled
         if not state.step_span and sys.modules["torch"].is_grad_enabled():
             state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "compile"})
         stage = "first_step.compile" if state.step_span else STAGE + "compile"
@@ -123,36 +126,103 @@ def mark_compilation(callbacks: ModuleType) -> None:
     ours.undo.append(lambda: handler.remove_end_callback(ended))
 
 
-def _only_initializes(state: State, optimizer: Any) -> bool:
-    """torch.distributed.checkpoint steps an optimizer with a rate of 0 to make its state exist before a load.
+def mark_outer_steps(*names: str) -> Callable[[ModuleType], None]:
+    """Frameworks whose step, named as `Class.method`, is many steps of torch's optimizers, or none: it counts whole."""
 
-    A warm-up that starts at 0 looks the same but for the forward pass in front of it.
-    """
-    return not state.step_span and all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outermost = _enter(self)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                if outermost:
+                    _leave(self)
+
+        return step
+
+    def mark(module: ModuleType) -> None:
+        for name in names:
+            owner, _, method = name.partition(".")
+            keep_undo(replace(getattr(module, owner, None), method, make))
+
+    return mark
+
+
+@guarded
+def _enter(outer: object) -> bool:
+    state = active()
+    if state is None or state.outer is not None:
+        return False
+    state.outer, state.inner_steps = outer, 0
+    return True
+
+
+@guarded
+def _leave(outer: object) -> None:
+    state = active()
+    if state is not None and state.outer is outer:
+        state.outer = None
+        if state.inner_steps:
+            _stepped(state, outer)
+
+
+def _mark_backward(torch: ModuleType, state: State) -> None:
+    """Hear of the first backward pass, whichever way it is called: all go through this one object."""
+    variable, engine = torch.autograd.Variable, getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        return
+
+    class Engine(type(engine)):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            heard()
+            return super().run_backward(*args, **kwargs)
+
+    def heard() -> None:
+        state.backward = True
+        undo()
+
+    def undo() -> None:
+        if variable._execution_engine is ours:
+            variable._execution_engine = engine
+
+    variable._execution_engine = ours = Engine()
+    state.backward, state.backward_undo = False, undo
+    state.undo.append(undo)
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    """Whether a backward pass gave the optimizer anything. Many programs step once before, to make its state exist."""
+    state = active()
+    return (state is not None and state.backward) and any(
+        parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 @guarded
 def _before_step(optimizer: Any) -> None:
     state = active()
-    if state is None or state.began or _only_initializes(state, optimizer):
-        return
-    if not state.step_span:
-        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "optimizer"})
+    if state is not None and not state.began:
+        state.stepping_ns, state.gradients = time.monotonic_ns(), _has_gradients(optimizer)
 
 
 @guarded
 def _after_step(optimizer: Any) -> None:
     state = active()
-    if state is None:
+    # Gradients may come within the step, from a closure, and be gone behind it.
+    if state is None or not (state.began or state.gradients or _has_gradients(optimizer)):
         return
+    if state.outer is None:
+        _stepped(state, optimizer)
+    state.inner_steps += 1
+
+
+def _stepped(state: State, optimizer: object) -> None:
     now = time.monotonic_ns()
     if not state.began:
-        if _only_initializes(state, optimizer):
-            return
-        state.began = True
         state.optimizer = type(optimizer), id(optimizer)
-        state.tracer.emit("first_step", END, span=state.step_span, outcome=OK, mono_ns=now)
-        state.tracer.emit(TRAINING_BEGAN, INSTANT, mono_ns=now, attrs={"by": "optimizer_step"})
+        state.first_step_ended(now, by="optimizer_step")
     elif state.optimizer != (type(optimizer), id(optimizer)):
         return
     ends = state.step_ends_ns

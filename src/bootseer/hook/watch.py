@@ -3,7 +3,7 @@
 A finder at the head of `sys.meta_path` asks the finders behind it for the real spec and lends it a loader for the one
 call in which the module's code runs; the module itself ends up with the loader and spec that it would have had.
 Watched modules are few and known. Of all others only an outermost import by a plain source loader is timed.
-Called by `path/sitecustomize.py` at the first import of torch or safetensors; calls `hook.marks`.
+Called by `path/sitecustomize.py` at the first import of torch, jax or safetensors; calls `hook.marks`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Lent(Loader):
         finally:
             _running.pop()
         marks.after_import(name)
-        if not _running and name != "torch":
+        if not _running and name not in marks.FRAMEWORKS:
             marks.imported(name, started_ns)
         after = _after.pop(name, None)
         if after is not None:

@@ -19,10 +19,10 @@ Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]
 """The attributes of a call, from its arguments."""
 
 
-def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Callable[[], None] | None:
+def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], Any]) -> Callable[[], None] | None:
     """Put `make(original)` in the place of a function; the result puts the original back if ours still stands there."""
     original = getattr(module, name, None)
-    if original is None or active() is None:
+    if module is None or original is None or active() is None:
         return None
     ours = functools.wraps(original)(make(original))
     setattr(module, name, ours)

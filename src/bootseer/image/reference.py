@@ -2,7 +2,7 @@
 
 | text | meaning |
 |---|---|
-| `host[:port]/repository[:tag][@sha256:…]` | in a registry; the tag is `latest` when nothing is said |
+| `[docker://]host[:port]/repository[:tag][@sha256:…]` | in a registry; the tag is `latest` when nothing is said |
 | `oci:FOLDER[:TAG]` | an OCI layout |
 | `docker-archive:FILE[:NAME]` | what `docker save` writes |
 | `dir:FOLDER`, or a path that begins with `/`, `./`, `../` | a root file system |
@@ -68,6 +68,8 @@ class Reference:
 
 def parse_reference(text: str) -> Reference:
     """Take a reference apart. Raises `UsageError` for anything that is not one."""
+    in_registry = text.startswith("docker://")  # as skopeo and podman call it
+    text = text.removeprefix("docker://")
     is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is no path
     if (
         is_url
@@ -77,6 +79,10 @@ def parse_reference(text: str) -> Reference:
         or any(letter.isspace() and letter != " " for letter in text)
     ):
         raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=_FORMS)
+    return _in_registry(text) if in_registry else _of_any_place(text)
+
+
+def _of_any_place(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)
     if text.startswith(("/", "./", "../")) or text in {".", ".."}:
@@ -103,7 +109,9 @@ def _in_registry(text: str) -> Reference:
     host, slash, path = name.partition("/")
     named = "." in host or ":" in host or host == "localhost"
     if not slash or not named or not _HOST.fullmatch(host):
-        raise UsageError(f"{shown(text)!r} names no registry", hint=_FORMS)
+        known = _REPOSITORY.match(name) and not at  # what stands in front of an @ may be a password
+        hint = f"there is no default one: registry.example:5000/{name}; or " if known else ""
+        raise UsageError(f"{shown(text)!r} names no registry", hint=hint + _FORMS)
     repository, colon, tag = path.partition(":")
     if not _REPOSITORY.fullmatch(repository) or len(repository) > 255:
         raise UsageError(

@@ -1,4 +1,5 @@
-"""`bootseer run --checkpoint`: a folder of checkpoints, mounted before anything else of the start and read ahead.
+"""`bootseer run --checkpoint`: a folder of checkpoints, mounted before anything else of the start and read ahead, or
+given to the command as it lies on a local disk.
 
     model_initialization.checkpoint_mount     it is mounted; what the start will read is fetched from now on
     checkpoint_start                          training began, or the command ended: what was read until then, from where
@@ -18,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bootseer.bring.shown import Show
-from bootseer.errors import Interrupted, TransientError
+from bootseer.bring.shown import Heard, Show
+from bootseer.errors import AccessError, Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.session import Session
 from bootseer.launch.start_end import ENDED, StartEnd, harmless
@@ -28,6 +29,7 @@ from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.mounted import MountedCheckpoint
+    from bootseer.checkpoint.plain import Way
 
 STAGE = "model_initialization.checkpoint_mount"
 VARIABLE = "BOOTSEER_CHECKPOINT"
@@ -45,6 +47,7 @@ class CheckpointWanted:
     cache: Path | None
     """The node's cache; None: nothing is kept."""
     runtime: Path
+    way: Way = "auto"
 
 
 class CheckpointStart:
@@ -55,6 +58,9 @@ class CheckpointStart:
         self._session = session
         self._show = show
         self._mounted: MountedCheckpoint | None = None
+        self._plain: Path | None = None
+        """The folder that is read without a mount of ours, if one is."""
+        self._reason = ""
         self._seconds = 0.0
         self._end = StartEnd(session, self._record)
 
@@ -69,23 +75,46 @@ class CheckpointStart:
             heard = stage.enter_context(self._show(f"waiting for {self._wanted.uri}", ""))
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
-            from bootseer.checkpoint.mount.mounted import mount_checkpoint
+            from bootseer.checkpoint.plain import plain_folder
 
-            wanted = self._wanted
-            self._mounted = mount_checkpoint(
-                wanted.uri,
-                wanted.target,
-                runtime=wanted.runtime,
-                cache=wanted.cache,
-                memory_bytes=wanted.memory_bytes,
-                slot=_slot(self._session),
-                lifeline=True,
-                waiting=lambda: heard(0, 0),
-            )
+            self._plain, self._reason = plain_folder(self._wanted.uri, self._wanted.way)
+            if self._plain is not None:
+                self._show_plainly(self._plain)
+            if self._plain is None:
+                self._mounted = self._mount(heard)
             self._seconds = time.monotonic() - began_s
         if self._session is not None:
             self._session.also_beside(self._end.watch)
-        return {VARIABLE: str(self._mounted.target)}
+        return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain)}
+
+    def _mount(self, heard: Heard) -> MountedCheckpoint:
+        from bootseer.checkpoint.mount.mounted import mount_checkpoint
+
+        wanted = self._wanted
+        return mount_checkpoint(
+            wanted.uri,
+            wanted.target,
+            runtime=wanted.runtime,
+            cache=wanted.cache,
+            memory_bytes=wanted.memory_bytes,
+            slot=_slot(self._session),
+            lifeline=True,
+            waiting=lambda: heard(0, 0),
+        )
+
+    def _show_plainly(self, folder: Path) -> None:
+        """Where it is wanted elsewhere, show it there; where that is not possible, it is mounted after all."""
+        target = self._wanted.target
+        if target is None or target.resolve() == folder.resolve():
+            return
+        from bootseer.checkpoint.mount.mounted import show_plainly
+
+        try:
+            self._mounted = show_plainly(folder, target, runtime=self._wanted.runtime)
+        except AccessError as error:
+            if self._wanted.way == "plain":
+                raise
+            self._plain, self._reason = None, f"it cannot be shown in {target} otherwise ({error})"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -95,9 +124,10 @@ class CheckpointStart:
         A signal ends the wait for what is still being sent, and not the sending: the daemon notices our end.
         """
         mounted = self._mounted
+        if mounted is not None or self._plain is not None:
+            self._end.tell(ENDED)
         if mounted is None:
             return
-        self._end.tell(ENDED)
         uri = self._wanted.uri
         with harmless("the checkpoint was not unmounted"):
             try:
@@ -109,13 +139,14 @@ class CheckpointStart:
                 say(f"interrupted by {interrupted}; what was written goes on being sent to {uri} in the background")
 
     def _record(self, until: str) -> None:
-        if self._mounted is None or self._session is None:
+        if self._session is None or (self._mounted is None and self._plain is None):
             return
         from bootseer.analysis.checkpoints import DATANODE, EVENT, MAX_DATANODES  # not in front of the command
 
-        status = self._mounted.began()
+        status = self._mounted.began() if self._mounted is not None and self._plain is None else {"place": {}}
         tracer, parent = self._session.tracer, self._session.span
-        attrs = {"uri": self._wanted.uri, "until": until, "seconds": round(self._seconds, 3), **_numbers(status)}
+        how = {"mode": "mounted" if self._plain is None else "plain", "reason": self._reason}
+        attrs = {"uri": self._wanted.uri, "until": until, **how, "seconds": round(self._seconds, 3), **_numbers(status)}
         tracer.emit(EVENT, INSTANT, parent=parent, attrs=attrs)
         nodes = status["place"].get("nodes", {})
         for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:MAX_DATANODES]:
@@ -135,7 +166,7 @@ def _numbers(status: Mapping[str, Any]) -> dict[str, Any]:
     place = status["place"]
     names = ("read_bytes", "place_bytes", "cache_bytes", "same_bytes", "rebuilt", "refused")
     return {
-        **{name: status[name] for name in names},
+        **{name: status.get(name, 0) for name in names},
         **{name: place.get(name, 0) for name in ("retries", "hedges", "hedges_won")},
         "fallback": place.get("fallback", ""),
     }

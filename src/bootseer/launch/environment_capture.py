@@ -29,7 +29,7 @@ from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import BootseerError
 from bootseer.launch import environment_judge as judge
-from bootseer.launch.environment_install import SetUp, compile_new, set_up
+from bootseer.launch.environment_install import SettingUp, SetUp, set_up
 from bootseer.launch.environment_publish import Publication, Publishing, start_publishing, tell
 from bootseer.launch.environment_shown import Shown
 from bootseer.launch.environment_task import Task
@@ -92,7 +92,7 @@ class _Capturing:
             facts["changes"] = len(changes)
         own = self._own_environments(view, changes, done)
         if own:  # environments that the setup made itself get their bytecode, too
-            compile_new(task, own.python, own.new, enter=enter_of(view))
+            SettingUp(task, enter=enter_of(view)).compile(own.python, own.new)
             done = own.done.ended_now()
         with interruptible():
             return self._after(view, effects, reads, self._changes(view, reads, done) if own else changes, done)

@@ -24,6 +24,7 @@ from bootseer.env.document import Trust
 from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.key import RequestKey
+from bootseer.env.keys.lock import own_uv
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division
 from bootseer.launch.environment_install import SetUp
@@ -108,7 +109,7 @@ def _not_kept(view: Capture, changes: Sequence[Change], done: SetUp) -> Iterator
 
 def _installers(path: str | None) -> list[str]:
     """The programs that install for others, wherever the user has them: their versions are in the key."""
-    found = (shutil.which(name, path=path) for name in _INSTALLERS)
+    found = [own_uv(), *(shutil.which(name, path=path) for name in _INSTALLERS)]
     return [os.path.realpath(program) for program in found if program is not None]
 
 

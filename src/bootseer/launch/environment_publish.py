@@ -38,6 +38,7 @@ from bootseer.launch.environment_wanted import UNPINNED_AGE_S
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT
+from bootseer.units import format_bytes
 
 EVENT = "environment_publish"
 _NICENESS = 10
@@ -105,8 +106,11 @@ class Publishing:
 
 def tell(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
     """What became of the snapshot, for the user and the report."""
-    task.outcome.update({"published": published, "why_not": why_not, **(facts or {})})
-    if not published and why_not:
+    task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
+    if published:
+        size = format_bytes(outcome["size_bytes"])
+        say(f"environment {outcome['key'][:12]} is kept as a snapshot: {outcome['num_files']:,} files, {size}")
+    elif why_not:
         say(f"no snapshot of the environment was kept: {why_not}")
     if task.session is not None:
         task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)

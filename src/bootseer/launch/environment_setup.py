@@ -14,12 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bootseer.errors import UsageError
+from bootseer.errors import PermanentError, UsageError
 from bootseer.launch.supervise import CannotStart, say, spawn, wait
 from bootseer.trace.tracer import Tracer
 
+if TYPE_CHECKING:
+    from bootseer.env.keys.projects import Kind
+
 STAGE = "environment_setup"
+_CANNOT_START = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,9 @@ class Step:
     """For the user: the file it came from."""
     script: str = ""
     """The setup script, if it is one."""
+    kind: Kind = "requirements"
+    """Of the files: for others than pip's, how to install is still to be found."""
+    files: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +68,28 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
             [str(Path(script).absolute())] if os.access(script, os.X_OK) else [shutil.which("bash") or "sh", script]
         )
         found.append(Step(f"{STAGE}.script", command, script, script))
-    if requirements:
+    # The job's Python is the one on PATH, not the one that BootSeer runs on.
+    python = shutil.which("python3") or shutil.which("python") or sys.executable
+    for kind, files in groups_of(requirements) if requirements else ():
         from bootseer.env.installing.interpreter import module_command
 
-        # The job's Python is the one on PATH, not the one that BootSeer runs on.
-        python = shutil.which("python3") or shutil.which("python") or sys.executable
-        files = [word for path in requirements for word in ("-r", path)]
-        found.append(
-            Step(f"{STAGE}.install", module_command(python, "pip", "install", *files), ", ".join(requirements))
-        )
+        words = module_command(python, "pip", "install", *(word for path in files for word in ("-r", path)))
+        found.append(Step(f"{STAGE}.install", words, ", ".join(files), kind=kind, files=files))
     return found
+
+
+def groups_of(requirements: Sequence[str]) -> list[tuple[Kind, list[str]]]:
+    """The files of `--requirements`, as they are installed. Raises `UsageError` for those that cannot be."""
+    from bootseer.env.keys.projects import MAX_BYTES, grouped
+
+    found = []
+    for path in requirements:
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 - a step before each job
+                found.append((path, file.read(MAX_BYTES)))
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}", hint="give a file that can be read") from error
+    return grouped(found)
 
 
 def run(
@@ -123,8 +143,17 @@ def _run_telling(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_
 
 def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> Ended:
     child_env = {**env, **tracer.environment()} if tracer is not None else env
+    command = step.command
     try:
-        pid = spawn(step.command, child_env, own_group=own_group, stdout=2)
+        if step.kind != "requirements":
+            from bootseer.env.installing.choose import plain_command
+
+            way = plain_command(step.kind, step.files, command[0], env)
+            command, child_env = way.argv, {**child_env, **way.env}
+        pid = spawn(command, child_env, own_group=own_group, stdout=2)
+    except PermanentError as error:
+        say(str(error))
+        return Ended(_CANNOT_START, step.what, env)
     except CannotStart as error:
         return Ended(error.code, str(error), env)
-    return Ended(wait(pid, own_group=own_group), step.what, env)
+    return Ended(wait(pid, own_group=own_group, tracer=tracer), step.what, env)

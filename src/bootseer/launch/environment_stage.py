@@ -131,15 +131,11 @@ class EnvironmentStart:
         from bootseer.launch.environment_private import set_up_here, set_up_privately
         from bootseer.launch.environment_shown import given_up
 
-        key, decision = self.look()
-        if decision.action is Action.RESTORE:
-            decision = self._restore(decision)
-            if decision.code == "damaged" and key is not None:
-                decision = self._look_again(key, decision)
+        key, decision = self.bring()
         if self.shown is not None:
             return 0
         if decision.action is Action.BUILD and key is not None:
-            say(f"environment {key.digest[:12]} is set up and kept: {decision.words}")
+            say(f"environment {key.digest[:12]} is set up now: {decision.words}")
             try:
                 return self._capture(key, decision)
             except Exception as error:  # whatever is wrong with us, the job starts
@@ -155,6 +151,20 @@ class EnvironmentStart:
             say(f"the setup runs on this machine itself: {error}")
             code, self.shown = set_up_here(self.task, decision)
         return code
+
+    def bring(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
+        """Show the snapshot, if there is one that can be shown (`shown`); otherwise what is to be done.
+
+        `base` tells of an image: then only the snapshot's own tree is mounted, for the image to have it on top.
+        """
+        from bootseer.env.life.decide import Action
+
+        key, decision = self.look(base)
+        if decision.action is Action.RESTORE:
+            decision = self._restore(decision, on_host=base is None)
+            if decision.code == "damaged" and key is not None:
+                decision = self._look_again(key, decision, on_host=base is None)
+        return key, decision
 
     def look(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
         """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
@@ -178,20 +188,20 @@ class EnvironmentStart:
         except Exception as error:  # whatever is wrong with us, the job starts
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
-    def _restore(self, decision: Decision) -> Decision:
+    def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
         """Show the snapshot; the same decision, or what follows when it cannot be shown."""
         from bootseer.launch.environment_restore import restore
         from bootseer.launch.environment_shown import given_up
 
         try:
             with interruptible():
-                self.shown = restore(self.task, decision, self.command)
+                self.shown = restore(self.task, decision, self.command, on_host=on_host)
         except Exception as error:  # whatever is wrong with us, the job starts
             return given_up(decision, error)
         return decision
 
-    def _look_again(self, key: RequestKey, decision: Decision) -> Decision:
-        """The snapshot is damaged in the store, and stays so until somebody makes it anew: this start, or another."""
+    def _look_again(self, key: RequestKey, decision: Decision, *, on_host: bool) -> Decision:
+        """The snapshot is damaged in the store, and stays so until it is made anew: by this start, or another."""
         from bootseer.env.life.decide import Action
         from bootseer.launch.environment_seek import seek
 
@@ -205,7 +215,7 @@ class EnvironmentStart:
             return decision
         again = self._sought.decision
         if again.action is Action.RESTORE:  # another start made it meanwhile
-            return self._restore(again)
+            return self._restore(again, on_host=on_host)
         return replace(again, code=decision.code, words=decision.words)
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:

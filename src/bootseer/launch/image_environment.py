@@ -2,7 +2,7 @@
 
 Before the image is mounted, the store is asked (`before`): the snapshot's tree becomes one more layer of the image.
 Without one, the setup runs in containers of the image (`image_setup`): what it wrote is the upper layer, which then
-takes the snapshot's place under the command's container, and is kept beside it. Nobody watches what it reads.
+takes the snapshot's place under the command's container, and is kept beside it.
 
 Whatever goes wrong with snapshots, the setup runs in the mounted image, and the command runs on what it did.
 Called by `image_stage`.
@@ -26,12 +26,10 @@ from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.launch.environment_ask import base_of_image
 from bootseer.launch.environment_install import say_failed
-from bootseer.launch.environment_restore import restore
-from bootseer.launch.environment_shown import NotShown, Shown
+from bootseer.launch.environment_shown import Shown
 from bootseer.launch.environment_stage import EnvironmentStart
-from bootseer.launch.image_keep import Keeping, Mount, in_words
+from bootseer.launch.image_keep import Keeping, Mount
 from bootseer.launch.image_setup import ImageSetUp, places_of
-from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 
 
@@ -54,15 +52,7 @@ class ImageEnvironment:
         task = self.start.task
         began_s = time.monotonic()
         with task.stage() as facts:
-            key, decision = self.start.look(lambda: base_of_image(self._request))
-            if decision.action is Action.RESTORE:
-                try:
-                    with interruptible():
-                        self.start.shown = restore(task, decision, self.start.command, on_host=False)
-                except NotShown as error:
-                    decision = fell_back(decision, error.code, str(error))
-                except Exception as error:  # whatever is wrong with us, the container starts
-                    decision = fell_back(decision, "failed", in_words(error))
+            key, decision = self.start.bring(lambda: base_of_image(self._request))
             facts["code"] = decision.code
             decision.check()
         self.start.seconds = time.monotonic() - began_s
@@ -110,6 +100,8 @@ class ImageEnvironment:
         if start.shown is not None or decision is None:
             return 0, mounted
         began_s = time.monotonic()
+        building = decision.action is Action.BUILD and self._key is not None
+        say(f"the environment is set up {'now' if building else 'without a snapshot'}: {decision.words}")
         setup = ImageSetUp(start.task, mounted, self._options, self._places, start.task.folder.path, env)
         try:
             with start.task.stage() as facts:
@@ -123,7 +115,6 @@ class ImageEnvironment:
                 keeping = Keeping(start, setup, mounted, mount, decision)
                 if decision.action is Action.BUILD and self._key is not None:
                     return 0, keeping.keep(done, self._key)
-                say(f"the environment is set up without a snapshot: {decision.words}")
                 return 0, keeping.go_on()
         finally:
             start.seconds += time.monotonic() - began_s

@@ -17,6 +17,7 @@ from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
 from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch
 from bootseer.env.capturing.mentions import mentions
+from bootseer.env.capturing.unaccounted import unaccounted
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.keys.key import RequestKey
@@ -24,6 +25,7 @@ from bootseer.env.life.decide import REASONS, Decision
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
+from bootseer.launch import environment_judge as judge
 from bootseer.launch.environment_install import SetUp
 from bootseer.launch.environment_publish import Publication, start_publishing, tell
 from bootseer.launch.environment_stage import EnvironmentStart
@@ -188,9 +190,11 @@ class Keeping:
     def _publish(self, done: SetUp, changes: Sequence[Change], key: RequestKey) -> None:
         task, shown = self._task, self._start.shown
         self._setup.mounted = self._mounted
+        reads = self._setup.reads()
+        trust, unknown = judge.trust(reads, unaccounted(reads.paths, key.accounted, (), host=False))
         if shown is not None:
             shown.mode = "captured"
-            shown.facts.update(key=key.digest, builder=task.node, trust="unobserved", way="container")
+            shown.facts.update(key=key.digest, builder=task.node, trust=trust, way="container")
         publication = Publication(
             key=key,
             decision=self._decision,
@@ -198,8 +202,8 @@ class Keeping:
             root=self._mounted.root,
             division=None,
             done=done,
-            trust="unobserved",
-            unaccounted=(),
+            trust=trust,
+            unaccounted=unknown,
             left_out=self._left_out,
             validate=partial(self._setup.problems, done),
         )

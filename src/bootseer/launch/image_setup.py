@@ -13,39 +13,41 @@ said so. Called by `image_environment`.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bootseer.env.capturing import exports
-from bootseer.env.installing import interpreter
-from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
-from bootseer.env.installing.choose import Installation, choose
+from bootseer.env.capturing.exports import Left
+from bootseer.env.capturing.fanotify import Group
+from bootseer.env.capturing.watch import Reads, Watch, unobserved
+from bootseer.env.installing.choose import Installation
 from bootseer.env.installing.interpreter import Interpreter
-from bootseer.env.installing.packages import Installed, installed, new_distributions, new_packages
-from bootseer.env.installing.running import CANNOT_START, Ran, runner
+from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
 from bootseer.env.installing.validate import conflicts, validate
+from bootseer.env.keys.projects import Kind
 from bootseer.errors import BootseerError, UsageError
+from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.inroot import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch import supervise
-from bootseer.launch.environment_install import SetUp
+from bootseer.launch.environment_install import EXPORTS, SettingUp, SetUp
+from bootseer.launch.environment_script import Telling, telling
 from bootseer.launch.environment_task import Task
 from bootseer.launch.image_ask import is_below, passed_settings
-from bootseer.launch.interrupt import interruptible
-from bootseer.launch.supervise import CannotStart, say
+from bootseer.launch.supervise import say
 
 _SETUP = "/run/bootseer/setup"
 _FILES = "/run/bootseer/files"
 _EXPORTS = "/run/bootseer/exports"
+_UV = "/run/bootseer/uv"
+_HOOK = """timeout 20 sh -c 'cat > "$A" && read -r _ < "$B"' || :"""
+_NEWNS = 0x0002_0000
 _SHELL_PATH = "/usr/local/bin:/usr/bin:/bin"
-_MAX_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,40 +99,45 @@ def places_of(cwd: str, files: Sequence[str], binds: Sequence[Bind]) -> Places:
     return Places(folder, tuple(own), tuple(shown))
 
 
-@dataclass(slots=True)
-class ImageSetUp:
+class ImageSetUp(SettingUp):
     """The setup of one start in a mounted image. `env` is the environment that containers take from this machine."""
 
-    task: Task
-    mounted: MountedImage
-    options: ContainerOptions
-    places: Places
-    folder: Path
-    env: Mapping[str, str]
-    found_env: dict[str, str] = field(default_factory=dict)
-    """What the last step found."""
-    _python: Interpreter | None = None
-    _before: Installed = field(default_factory=Installed)
-    _num: int = 0
+    where = "the image"
 
-    def run(self) -> SetUp:
-        """All steps, until one fails. Signals must be blocked."""
-        task = self.task
-        began_s = time.time()
-        with interruptible():
-            self._python = self._asked()
-            self._before = self._installed()
-        done = SetUp(python=self._python, before=self._before, began_s=began_s)
-        if task.setup is not None:
-            done = self._script(task.setup, done)
-        if task.requirements and not done.code:
-            done = self._requirements(done)
-        if not done.code:
-            after = self._installed()
-            new = new_distributions(self._before, after)
-            done = replace(done, packages=new_packages(self._before, after), new=new)
-            self._compile(done)
-        return done.ended_now()
+    def __init__(
+        self,
+        task: Task,
+        mounted: MountedImage,
+        options: ContainerOptions,
+        places: Places,
+        folder: Path,
+        env: Mapping[str, str],
+    ) -> None:
+        super().__init__(task)
+        self.folder = places.folder
+        self.mounted = mounted
+        self.places = places
+        self.found_env: Mapping[str, str] = {}
+        """What the last step found."""
+        self._options = options
+        self._own = folder
+        self._env = dict(env)
+        self._tells = False
+        """Whether the next container shows where the script tells what it exports."""
+        self._seen: list[Reads] = []
+        self._num = 0
+
+    @property
+    def root(self) -> str:
+        return str(self.mounted.root)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return self.found_env
+
+    @property
+    def ask(self) -> Run:
+        return self._ask
 
     def problems(self, done: SetUp) -> list[str]:
         """Why what it made should not be kept for others.
@@ -142,147 +149,113 @@ class ImageSetUp:
             return [f"import {module} fails: there is no Python in the image" for module in wanted.imports]
         if not done.new and not wanted.imports:
             return []
-        env = {**self._settings(), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {"PYTHONDONTWRITEBYTECODE": "1"}
         found = validate(python, self._before, env, self._ask, imports=wanted.imports)
         if wanted.conflicts == "refuse":
             found += conflicts(python, self._before, env, self._ask)
         return found
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    def pythons(self) -> Sequence[str]:
+        return ("python3", "python")
 
-    def _script(self, script: str, done: SetUp) -> SetUp:
-        task = self.task
-        folder = self.folder / "exports"
-        argv, more, tells = self._script_command(script, folder)
-        code = self._step("script", Path(script).name, argv, more, Bind(str(folder), _EXPORTS) if tells else None)
-        if code:
-            return replace(done, code=code, what=script)
-        if not tells:
-            return done
-        left = exports.read(folder, self.found_env, node_words=[task.node])
-        return replace(done, exports=left.exports, reasons=left.unsafe)
+    def inside(self, path: str) -> str:
+        return self.places.inside(self._absolute(path))
 
-    def _script_command(self, script: str, folder: Path) -> tuple[list[str], dict[str, str], bool]:
-        """The command, further variables, and whether the script will tell what it exports."""
+    def at(self, path: str) -> Path:
+        outside = self.places.outside(path)
+        return Path(outside) if outside else super().at(path)
+
+    def telling(self, script: str) -> Telling:
+        """The command in the container's own names."""
         bash = next((path for place in _SHELL_PATH.split(":") if self._has(path := f"{place}/bash")), "")
-        path = self.places.inside(self._absolute(script))
-        try:
-            folder.mkdir(mode=0o777, exist_ok=True)
-            folder.chmod(0o777)  # whoever the image's user is
-            # Without bash on that path the script is given to sh, and told otherwise how to say what it exports.
-            argv, more = exports.command(script, folder, {"PATH": _SHELL_PATH if bash else ""})
-            hook = folder / "hook.bash"
-            if hook.exists():
-                text = hook.read_text(errors="surrogateescape").replace(str(folder), _EXPORTS)
-                hook.write_text(text, errors="surrogateescape")
-        except OSError as error:
-            say(f"what the setup exports is not passed on: {error.strerror}")
-            return ([path] if os.access(script, os.X_OK) else [bash or "/bin/sh", path]), {}, False
-        argv = [self._inside(word, folder) for word in argv]
+        path = self.inside(script)
+        as_it_is = [path] if os.access(script, os.X_OK) else [bash or "/bin/sh", path]
+        folder = self._own / EXPORTS
+        # Without bash on that path the script is given to sh, and told otherwise how to say what it exports.
+        asked = telling(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
+        if asked.folder is None:
+            return replace(asked, env={})
+        folder.chmod(0o777)  # whoever the image's user is
+        hook = folder / "hook.bash"
+        if hook.exists():
+            text = hook.read_text(errors="surrogateescape").replace(str(folder), _EXPORTS)
+            hook.write_text(text, errors="surrogateescape")
+        argv = [self._word(word, folder) for word in asked.argv]
         argv[0] = bash if argv[0].endswith("/bash") else argv[0]
-        return argv, {name: self._inside(value, folder) for name, value in more.items()}, True
+        self._tells = True
+        more = {name: self._word(value, folder) for name, value in asked.env.items() if name != "PATH"}
+        return replace(asked, argv=argv, env=more)
 
-    def _inside(self, word: str, folder: Path) -> str:
-        """A word of a command line in the container's own names."""
+    def exports(self, asked: Telling) -> Left:
+        return replace(asked, env=self.found_env).left(self.task.node)
+
+    @property
+    def own_uv(self) -> str:
+        return _UV if super().own_uv else ""
+
+    def _chosen(self, python: Interpreter, kind: Kind, requirements: Sequence[str]) -> Installation:
+        way = super()._chosen(python, kind, requirements)
+        if "PIP_CACHE_DIR" in self.found_env:
+            return way
+        # Nothing would read what pip keeps in the container.
+        commands = (replace(one, env={**one.env, "PIP_NO_CACHE_DIR": "1"}) for one in way.commands)
+        return replace(way, commands=tuple(commands))
+
+    def _word(self, word: str, folder: Path) -> str:
         if str(folder) in word:
             return word.replace(str(folder), _EXPORTS)
-        path = self._absolute(word)
-        return self.places.inside(path) if word and Path(path).is_file() else word
-
-    def _requirements(self, done: SetUp) -> SetUp:
-        task, python = self.task, self._python
-        what = ", ".join(task.requirements)
-        if python is None:
-            say("there is no Python in the image")
-            return replace(done, code=CANNOT_START, what=what)
-        way = self._chosen(python)
-        code = 1
-        for number, command in enumerate(way.commands):
-            if number:
-                say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
-            more = dict(command.env)
-            if "PIP_CACHE_DIR" not in self.found_env:
-                more["PIP_NO_CACHE_DIR"] = "1"  # nobody would read what it keeps in the container
-            code = self._step("install", what, command.argv, more, installer=command.installer)
-            if not code:
-                return replace(done, installer=command.installer)
-        return replace(done, code=code, what=what)
-
-    def _chosen(self, python: Interpreter) -> Installation:
-        places = self.places
-        files = [places.inside(self._absolute(path)) for path in self.task.requirements]
-        root = self.mounted.root
-
-        def at(path: str) -> Path:
-            outside = places.outside(path)
-            return Path(outside) if outside else root / path.lstrip("/")
-
-        with interruptible():
-            way = choose(files, self.found_env, python, self._ask, cwd=places.folder, root=str(root), at=at)
-        if way.why_pip and way.why_pip != "there is no uv":
-            say(f"installing with pip, not with uv: {way.why_pip}")
-        return way
-
-    def _compile(self, done: SetUp) -> None:
-        """Bytecode of new distributions. Nothing that fails here matters: Python compiles what is not there."""
-        python = self._python
-        if python is None or not done.new:
-            return
-        workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-        for program, group in by_interpreter(done.new, python.executable, python.folders).items():
-            self._step("compile", "", compile_command(program, group, workers), {}, packages=len(group))
-
-    def _asked(self) -> Interpreter | None:
-        for python in ("python3", "python"):
-            try:
-                return interpreter.ask(python, self._settings(), self._ask)
-            except BootseerError:
-                continue
-        return None
-
-    def _installed(self) -> Installed:
-        folders = self._python.folders if self._python is not None else ()
-        return installed(folders, root=str(self.mounted.root))
+        return self.inside(word) if word and Path(self._absolute(word)).is_file() else word
 
     # -- containers ----------------------------------------------------------------------------------------------------
 
-    def _step(
-        self,
-        stage: str,
-        file: str,
-        argv: Sequence[str],
-        more: Mapping[str, str],
-        bind: Bind | None = None,
-        **facts: object,
-    ) -> int:
-        """A step as a stage; its exit code."""
-        task = self.task
-        with task.stage(stage) as attrs:
-            attrs.update({"file": file} if file else {}, **facts)
-            code = self._spawned(argv, {**self._settings(), **more}, bind)
-            if code:
-                attrs["error"] = f"exit code {code}"
-        return code
+    def reads(self) -> Reads:
+        """What the setup read and wrote through mounts, as paths of this machine."""
+        paths = {outside for reads in self._seen for path in reads.paths if (outside := self.places.outside(path))}
+        why = next((reads.why for reads in self._seen if not reads.complete), "")
+        return Reads(frozenset(paths), (), complete=not why, why=why)
 
-    def _spawned(self, argv: Sequence[str], env: Mapping[str, str], bind: Bind | None) -> int:
-        task = self.task
+    def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
+        bind = [Bind(str(self._own / EXPORTS), _EXPORTS)] if self._tells else []
+        self._tells = False
         try:
-            container = self._container(argv, env, bind)
+            container = self._container(argv, more, bind)
         except UsageError as error:  # the image has no such program
             say(str(error))
             return error.exit_code
         try:
             container.start_guard([self.mounted.undo_command()])
-            tracer = task.session.tracer if task.session is not None else None
-            own = {**os.environ, **(tracer.environment() if tracer is not None else {})}
-            pid = supervise.spawn(container.command, own, own_group=task.own_group, stdout=2)
-            return supervise.wait(pid, own_group=task.own_group)
-        except CannotStart as error:
-            say(str(error))
-            return error.code
+            try:
+                watch, why = self._watched(self._own / f"setup-{self._num}"), ""
+            except (BootseerError, OSError) as error:
+                watch, why = None, str(error)
+            try:
+                return self._started(container.command, os.environ, None)
+            finally:  # it holds the container's mounts
+                self._seen.append(watch.end() if watch is not None else unobserved(why))
         finally:
             container.close()
             container.dismiss_guard()
+
+    def _watched(self, folder: Path) -> Watch:
+        """Watch what the container whose folder this is reads through its mounts. What the image itself holds is in
+        the key. The runtime calls a hook when the mounts are made, and goes on when the watch has begun."""
+        state, go = folder / "state.pipe", folder / "go.pipe"
+
+        def enter() -> None:
+            with state.open() as pipe, Path(f"/proc/{json.load(pipe)['pid']}/ns/mnt").open() as namespace:
+                check(libc.setns(namespace.fileno(), _NEWNS), "enter the container's mount namespace")
+
+        os.close(Group().fileno())  # a container must not wait for a watch that may not be
+        os.mkfifo(state)
+        os.mkfifo(go)
+        root = os.path.realpath(self.mounted.root)
+        watch = Watch.begin((), enter=enter, below=root, ready=lambda: go.write_text("\n"))
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        hook = {"path": "/bin/sh", "args": ["sh", "-c", _HOOK], "env": [f"PATH={_SHELL_PATH}", f"A={state}", f"B={go}"]}
+        config["hooks"].setdefault("createRuntime", []).append(hook)
+        path.write_text(json.dumps(config))
+        return watch
 
     def _ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
         """A short question of ours, in a container: `installing.running.Run`."""
@@ -290,7 +263,7 @@ class ImageSetUp:
         if program.startswith("/") and not self._has(program):
             return Ran(CANNOT_START, "", f"{program}: not in the image")
         try:
-            container = self._container(argv, env, None)
+            container = self._container(argv, env, [])
         except UsageError as error:
             return Ran(error.exit_code, "", str(error))
         try:
@@ -300,26 +273,25 @@ class ImageSetUp:
             container.close()
             container.dismiss_guard()
 
-    def _settings(self) -> dict[str, str]:
-        """What the setup gets from this machine beyond what every program in a container gets."""
-        names = passed_settings(self.env, self.task.wanted.variables)
-        return {name: self.env[name] for name in names}
-
-    def _container(self, argv: Sequence[str], env: Mapping[str, str], bind: Bind | None) -> Container:
-        options = self.options
+    def _container(self, argv: Sequence[str], more: Mapping[str, str], binds: Sequence[Bind]) -> Container:
+        """With the setup's settings from this machine, and `more`."""
+        options = self._options
+        names = passed_settings(self._env, self.task.wanted.variables)
+        env = {**{name: self._env[name] for name in names}, **more}
         words = replace(
             options.words,
             command=tuple(argv),
             entrypoint="",
-            workdir=self.places.folder,
+            workdir=self.folder,
             env=(*(f"{name}={value}" for name, value in env.items()), *options.words.env),
         )
-        more = (*self.places.own, *([bind] if bind is not None else []))
+        own = super().own_uv if self.task.requirements else ""
+        uv = [Bind(own, _UV, read_only=True)] if own else []
         limits = replace(options.limits, read_only=False)  # that is for the command
-        options = replace(options, words=words, limits=limits, binds=(*more, *options.binds))
+        options = replace(options, words=words, limits=limits, binds=(*self.places.own, *binds, *uv, *options.binds))
         self._num += 1
         container = Container(
-            self.folder / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self.env
+            self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._env
         )
         self.found_env = dict(container.process.env)
         return container

@@ -5,22 +5,26 @@ Called by the verbs `report` and `diff`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.live import Live, Moment
 from bootseer.analysis.model import Report
 from bootseer.analysis.prepare import Options
 from bootseer.analysis.report import analyse
-from bootseer.analysis.scan import Scanned, scan
+from bootseer.analysis.scan import Growing, Scanned, scan
 from bootseer.errors import UsageError
 from bootseer.launch import spools
+from bootseer.store import addresses
 
 _PROGRESS_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A longer number is no attempt, but part of a name."""
 
@@ -31,12 +35,15 @@ def read_report(
     env: Mapping[str, str],
     *,
     began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    watch: Callable[[Moment], None] | None = None,
 ) -> Report:
     """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
 
+    `watch` is shown the start while it goes on, about once a second; the report follows when it is over.
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
-    found = _read(places, env, began_pattern)
+    found = _read(places, env, began_pattern, patterns, options, watch)
     return analyse(found.events, options, facts=found.facts, read=found.input())
 
 
@@ -62,12 +69,25 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
     return reports
 
 
-def _read(places: Sequence[str], env: Mapping[str, str], began_pattern: re.Pattern[bytes] | None = None) -> Scanned:
-    paths = [_resolve(place, env) for place in places] or [_latest(env)]
+def _read(
+    places: Sequence[str],
+    env: Mapping[str, str],
+    began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    options: Options | None = None,
+    watch: Callable[[Moment], None] | None = None,
+) -> Scanned:
     zone = datetime.now().astimezone().tzinfo or UTC
-    progress = _Progress()
-    found = scan(inputs.sources(paths), zone=zone, began_pattern=began_pattern, progress=progress.show)
-    progress.clear()
+    if watch is None:
+        paths = [_resolve(place, env) for place in places] or [_latest(env)]
+        progress = _Progress()
+        found = scan(
+            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress.show
+        )
+        progress.clear()
+    else:
+        growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
+        found = _follow(places, options or Options(), env, growing, watch)
     if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
@@ -75,13 +95,45 @@ def _read(places: Sequence[str], env: Mapping[str, str], began_pattern: re.Patte
     return found
 
 
+def _follow(
+    places: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    growing: Growing,
+    watch: Callable[[Moment], None],
+) -> Scanned:
+    """Read what is written until the start is over. Jobs and folders that are not there yet are waited for."""
+    live = Live(options.job, options.attempt, options.num_nodes)
+    root = spools.default_root(env)
+    while True:
+        places = places or [place for place in (spools.latest(root),) if place]
+        live.feed(growing.look(source for place in places for source in _sources_now(place, options.attempt, env)))
+        moment = live.moment(time.time_ns())
+        watch(moment)
+        if moment.over or growing.over:
+            return growing.finish()
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> list[inputs.Source]:
+    """The files of a place as they are now; none for a job that has not begun."""
+    if place == inputs.STDIN or os.path.isfile(place):  # noqa: PTH113 - pathlib raises for a name that is too long
+        return inputs.sources([place])
+    waited_for = os.sep not in place and not inputs.exists(place)
+    folder = spools.find_job(spools.default_root(env), place) if waited_for else _resolve(place, env)
+    if folder is None:
+        return []
+    return inputs.inside(spools.newest_attempt(folder) if attempt is None else folder)
+
+
 def _resolve(place: str, env: Mapping[str, str]) -> str:
     if place == inputs.STDIN or inputs.exists(place):
         return place
     job = spools.find_job(spools.default_root(env), place)
     if job is None:
+        said = addresses.shown(place) if "://" in place else place
         raise UsageError(
-            f"{place}: no such file, and no job of this name has run on this machine",
+            f"{said}: no such file, and no job of this name has run on this machine",
             hint="give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
         )
     return job

@@ -187,12 +187,14 @@ def run_command(
     except supervise.CannotStart as error:
         say(str(error))
         code = error.code
+        if session is not None:
+            session.quiet = True  # nothing ran that a report could tell of
     else:
         for relay in relays:
             relay.start()
         if session is not None:
             session.start_beside(env)  # behind the spawn: the job does not wait for it
-        code = supervise.wait(pid, own_group=own_group)
+        code = supervise.wait(pid, own_group=own_group, tracer=session.tracer if session is not None else None)
         deadline_s = time.monotonic() + EXIT_FLUSH_S
         for relay in relays:
             relay.finish(deadline_s)

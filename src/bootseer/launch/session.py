@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
 from bootseer.launch import spools
+from bootseer.launch.spools import fingerprint
 from bootseer.launch.supervise import say
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
@@ -31,14 +32,6 @@ EXIT_FLUSH_S = 2.0
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
-_PRIME = (1 << 127) - 1
-_SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
-
-
-def fingerprint(text: str) -> str:
-    """32 hex digits that tell texts apart, the same on every node. No secret hangs on it, and hashlib takes 3 ms."""
-    number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
-    return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
 
 
 class Session:

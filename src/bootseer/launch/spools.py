@@ -6,8 +6,10 @@ Used by `run`, which makes them, and by `report`, which takes a job's name in th
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 
 from bootseer.io.trusted_folder import home_of, open_own, open_trusted
 from bootseer.trace.sinks import SUFFIX, safe_name
@@ -15,6 +17,8 @@ from bootseer.trace.sinks import SUFFIX, safe_name
 _ATTEMPT = "attempt-"
 _MAX_ATTEMPTS = 1_000_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PRIME = (1 << 127) - 1
+_SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
 _OTHERWISE = "set BOOTSEER_SPOOL (--spool) to another folder"
 
 
@@ -26,17 +30,30 @@ def default_root(env: Mapping[str, str]) -> str:
     return os.path.join(state, "bootseer", "jobs")
 
 
+def fingerprint(text: str) -> str:
+    """32 hex digits that tell texts apart, the same on every node. No secret hangs on it, and hashlib takes 3 ms."""
+    number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
+    return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
+
+
+def folder_name(job: str) -> str:
+    """The name of a job's folder: what no file may be called is replaced, and a digest tells such jobs apart."""
+    safe = safe_name(job)
+    return safe if safe == job else f"{safe[:80]}-{fingerprint(job)[:8]}"
+
+
 def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
     """The folder for an attempt's events and its number; without one, the first that was never used here.
 
     The root may be shared by users: the job's folder is this user's, who alone may write to it, and members of the
     root's group may read it where the root has the set-group-ID bit. Raises `OSError` and `BootseerError`.
     """
-    path = os.path.join(os.path.abspath(root), safe_name(job))
+    name = folder_name(job)
+    path = os.path.join(os.path.abspath(root), name)
     above = _open_root(root)
     try:
         mode = 0o750 if os.fstat(above).st_mode & stat.S_ISGID else 0o700
-        folder = open_own(above, safe_name(job), path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
+        folder = open_own(above, name, path, mode=mode, otherwise=f"give another --job, or {_OTHERWISE}")
     finally:
         os.close(above)
     try:
@@ -73,9 +90,25 @@ def _new_attempt(folder: int, path: str, mode: int) -> int:
 
 
 def find_job(root: str, job: str) -> str | None:
-    """The folder of a job's events, if there is one."""
-    folder = os.path.join(root, safe_name(job))
-    return folder if os.path.isdir(folder) else None
+    """The folder of a job's events, if there is one: by its whole name, as earlier versions called the folder, or by
+    one half of Slurm's NAME-ID, the latest of these."""
+    for name in (folder_name(job), safe_name(job)):
+        if os.path.isdir(os.path.join(root, name)):
+            return os.path.join(root, name)
+    half = re.escape(job)
+    ours = re.compile(rf"{half}-\d+(_\d+)?" if not job.isdecimal() else rf".+-{half}(_\d+)?")
+    with suppress(OSError), os.scandir(root) as entries:
+        found = [entry for entry in entries if ours.fullmatch(entry.name) and entry.is_dir()]
+        return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else None
+    return None
+
+
+def newest_attempt(folder: str) -> str:
+    """The attempt of a job that was begun last, or the folder itself when there is none."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        found = [entry for entry in entries if entry.name.startswith(_ATTEMPT) and entry.is_dir()]
+        return max(found, key=lambda entry: entry.stat().st_mtime_ns).path if found else folder
+    return folder
 
 
 def latest(root: str) -> str | None:

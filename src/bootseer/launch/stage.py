@@ -19,7 +19,7 @@ def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], en
     with tracer.span(name, attrs) as span:
         try:
             pid = supervise.spawn(command, {**env, **tracer.environment()}, own_group=own_group)
-            code = supervise.wait(pid, own_group=own_group)
+            code = supervise.wait(pid, own_group=own_group, tracer=tracer)
         except supervise.CannotStart as error:
             say(str(error))
             code = error.code

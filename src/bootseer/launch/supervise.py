@@ -23,7 +23,12 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from bootseer.trace.event import ALIVE, INSTANT
+
+if TYPE_CHECKING:
+    from bootseer.trace.tracer import Tracer
 
 FORWARDED = (
     signal.SIGTERM,
@@ -44,6 +49,8 @@ FORWARDED = (
 )
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
+_ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
+"""What is left of a run that SIGKILL ended is known to a second, or to a tenth of its length."""
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 _PR_SET_PDEATHSIG = 1
 _START_S = 120.0
@@ -55,6 +62,10 @@ _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 def say(message: str) -> None:
     """One line for the user, on standard error: standard output belongs to the job. Lost when nobody can read it."""
+    if "://" in message:
+        from bootseer.store.addresses import without_credentials
+
+        message = without_credentials(message)
     with contextlib.suppress(OSError):
         os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
 
@@ -231,18 +242,31 @@ def in_foreground() -> bool:
         os.close(terminal)
 
 
-def wait(pid: int, *, own_group: bool, on_signal: Callable[[int], None] | None = None) -> int:
+def wait(
+    pid: int,
+    *,
+    own_group: bool,
+    on_signal: Callable[[int], None] | None = None,
+    tracer: Tracer | None = None,
+) -> int:
     """Pass signals on until the command ends; returns its exit code.
 
-    Signals must be blocked (`block_signals`). `on_signal` hears of each one that was passed on.
+    Signals must be blocked (`block_signals`). `on_signal` hears of each one that was passed on. `tracer` gets a word
+    now and then that the command still runs, ever more rarely: a hundred times on the first day.
     """
+    began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}
     if own_group:
         # Nobody else stops a group of its own together with us.
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
-        info = signal.sigwaitinfo(awaited)
+        pause_s = max(_ALIVE_S, (time.monotonic() - began_s) * _ALIVE_SHARE)
+        info = signal.sigtimedwait(awaited, pause_s) if tracer is not None else signal.sigwaitinfo(awaited)
+        if info is None:
+            if tracer is not None:
+                tracer.emit(ALIVE, INSTANT)
+            continue
         if info.si_signo == signal.SIGCHLD or (not own_group and info.si_code == _FROM_KERNEL):
             continue
         with contextlib.suppress(ProcessLookupError, PermissionError):

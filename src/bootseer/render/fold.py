@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bootseer.analysis.model import Kind, Node, Report, Segment
+from bootseer.analysis.model import Kind, Link, Node, Report, Segment
 
 FOLD_ABOVE = 32
 MAX_OUTLIERS = 20
@@ -35,6 +36,14 @@ class Band:
 def top(stage: str) -> str:
     """The top-level stage: `environment_setup` of `environment_setup.install`."""
     return stage.partition(".")[0]
+
+
+def shared_links(report: Report) -> list[tuple[int, Link]]:
+    """The barriers at which one waited for another, with their places in the critical chain. Where training did not
+    begin, there was no last one to wait for."""
+    began = report.startup.outcome == "training_began"
+    links = enumerate(report.critical_chain)
+    return [(i, x) for i, x in links if x.num_participants > 1 and (began or x.barrier != "training_began")]
 
 
 def own_s(node: Node) -> float:
@@ -73,16 +82,16 @@ def bands(nodes: list[Node]) -> list[Band]:
     return found
 
 
-def coalesced(segments: list[Segment]) -> list[Segment]:
-    """Neighbours of the same top-level stage, kind and outcome as one."""
+def coalesced(segments: list[Segment], name: Callable[[str], str] = top) -> list[Segment]:
+    """Neighbours of the same stage (by default the top-level one), kind and outcome as one."""
     runs: list[Segment] = []
     for seg in segments:
         last = runs[-1] if runs else None
-        same = last and (last.stage, last.kind, last.outcome) == (top(seg.stage), seg.kind, seg.outcome)
+        same = last and (last.stage, last.kind, last.outcome) == (name(seg.stage), seg.kind, seg.outcome)
         if last and same and seg.start_s - last.end_s < 1e-6:
             runs[-1] = replace(last, end_s=seg.end_s)
         else:
-            runs.append(replace(seg, stage=top(seg.stage)))
+            runs.append(replace(seg, stage=name(seg.stage)))
     return runs
 
 
@@ -97,13 +106,17 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
             at = bisect_right(ends, moment)
             if at < len(ends) and node.segments[at].start_s <= moment:
                 seg = node.segments[at]
-                votes[index][top(seg.stage), seg.kind] += 1
+                votes[index][seg.stage, seg.kind] += 1
             else:
                 votes[index][None] += 1
     drawn = []
     for index, vote in enumerate(votes):
-        winner = vote.most_common(1)[0][0]
+        # The top-level stage that most were in, and of its sub-stages the one that most of these were in.
+        tops: Counter[tuple[str, Kind] | None] = Counter()
+        for look, count in vote.items():
+            tops[look and (top(look[0]), look[1])] += count
+        winner = max(vote, key=lambda look: (tops[look and (top(look[0]), look[1])], vote[look]))
         if winner:
             begin = low + index * step
             drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
-    return coalesced(drawn)
+    return coalesced(drawn, str)

@@ -58,11 +58,11 @@ def render(report: Report) -> str:
             environments_section(report),
             checkpoints_section(report),
             lower.facts(report),
-            lower.startups(report),
+            lower.startups(report, palette),
             nodes_section(report),
-            lower.glossary(),
         )
     )
+    body += lower.glossary(body)
     style, script = _asset("report.css"), _asset("report.js")
     links = "".join(
         f'<li><a href="#{ident}">{name}</a></li>' for ident, name in _LINKS if f'<section id="{ident}"' in body

@@ -22,7 +22,7 @@ def checkpoints_section(report: Report) -> str:
     ordered = sorted(starts, key=lambda one: (-one.place_bytes, one.node))
     columns = head(
         *("node", ">mounted in", ">read", ">fetched", ">cached", ">same", ">retries", ">hedges", ">won"),
-        *(">rebuilt", ">refused", "why slower"),
+        *(">rebuilt", ">refused", "why"),
     )
     rows = [_row(one) for one in ordered[:_MAX_ROWS]]
     body = f"<ul>{lines}</ul>" + table(columns, rows, label="Checkpoints by node", css="sortable")
@@ -47,7 +47,7 @@ def _row(one: CheckpointStart) -> str:
         + cell(one.hedges_won, count)
         + cell(one.rebuilt, count)
         + cell(one.refused, count)
-        + word_cell(one.fallback, css="text")
+        + word_cell(one.fallback or one.reason, css="text")
     )
 
 

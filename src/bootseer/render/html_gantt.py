@@ -10,9 +10,9 @@ import math
 from statistics import median
 from typing import Any
 
-from bootseer.analysis.model import Node, Report, Segment, Straggler
+from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Node, Report, Segment, Straggler
 from bootseer.render.clean import clean
-from bootseer.render.fold import FOLD_ABOVE, Band, bands, coalesced, outliers, own_s
+from bootseer.render.fold import FOLD_ABOVE, Band, bands, coalesced, outliers, own_s, shared_links
 from bootseer.render.html_svg import Palette, Scale, axis, bar, icon, swatch
 from bootseer.render.html_text import (
     cell,
@@ -29,6 +29,7 @@ from bootseer.render.html_text import (
 )
 
 _MAX_LISTED = 60
+_MAX_SHADES = 8
 
 
 def timeline(report: Report, scale: Scale, palette: Palette) -> str:
@@ -57,9 +58,10 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
     top = (
         f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'
     )
+    body = _scheduler_row(report, scale, palette) + body
     found = '<div id="found" class="group" aria-live="polite"></div>'
     chart = f'<div id="gantt" class="gantt" data-folded="{str(folded).lower()}">{top}{found}{body}</div>'
-    return section("timeline", "Timeline", _controls(folded) + _legend(palette) + chart, note)
+    return section("timeline", "Timeline", _controls(folded) + _legend(report, palette) + chart, note)
 
 
 def _controls(folded: bool) -> str:
@@ -85,18 +87,28 @@ def _controls(folded: bool) -> str:
     )
 
 
-def _legend(palette: Palette) -> str:
-    items = [(swatch(palette.sign(stage)), esc(stage)) for stage in palette.stages]
-    items += [
-        (swatch("h2"), f"{term('wait', 'wait')} (hatched)"),
-        (swatch("cu"), term("untracked", "untracked")),
-        (icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>'), f"{term('truncated', 'truncated')} or failed"),
-        (
-            icon('<line class="bl" x1="7" x2="7" y2="14"/>'),
-            f"{term('barrier', 'barrier')} opens, numbered as in the critical chain",
-        ),
-        (icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"),
-    ]
+def _legend(report: Report, palette: Palette) -> str:
+    items = []
+    for stage in palette.stages:
+        inner = palette.inner.get(stage, [])
+        names = [f"{swatch(palette.css(name, WORK))} {esc(name.partition('.')[2])}" for name in inner[:_MAX_SHADES]]
+        more = f" and {len(inner) - _MAX_SHADES} more" if len(inner) > _MAX_SHADES else ""
+        told = f"<span>{esc(stage)}: <i>{', '.join(names)}{more}</i></span>" if len(inner) > 1 else esc(stage)
+        items.append((swatch(palette.sign(stage)), told))
+    looks = {(seg.kind, seg.outcome) for node in report.nodes for seg in node.segments}
+    kinds, outcomes = {kind for kind, _ in looks}, {outcome for _, outcome in looks}
+    if WAIT in kinds:
+        items.append((swatch("h2"), f"{term('wait', 'wait')} (hatched)"))
+    if UNTRACKED in kinds:
+        items.append((swatch("cu"), term("untracked", "untracked")))
+    if outcomes & {"failed", "truncated"}:
+        sign = icon('<path class="x" d="M3 3L11 11M11 3L3 11"/>')
+        items.append((sign, f"{term('truncated', 'truncated')} or failed"))
+    if shared_links(report):
+        sign = icon('<line class="bl" x1="7" x2="7" y2="14"/>')
+        items.append((sign, f"{term('barrier', 'barrier')} opens, numbered as in the critical chain"))
+    if any(node.background for node in report.nodes):
+        items.append((icon('<rect class="c2" y="9" width="14" height="3"/>'), "in the background"))
     return f'<ul class="legend" aria-label="Legend">{"".join(f"<li>{sign}{name}</li>" for sign, name in items)}</ul>'
 
 
@@ -106,7 +118,7 @@ def _group(title: str, rows: str) -> str:
 
 
 def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str:
-    chain = [link.barrier for link in report.critical_chain if (link.node, link.rank) == (node.node, node.rank)]
+    chain = [link.barrier for _, link in shared_links(report) if (link.node, link.rank) == (node.node, node.rank)]
     slow = [s for s in report.stragglers if s.node == node.node]
     tags = '<b class="tag crit" title="last at a barrier">critical</b>' if chain else ""
     tags += '<b class="tag slow">straggler</b>' if slow else ""
@@ -114,9 +126,23 @@ def _node_row(node: Node, report: Report, scale: Scale, palette: Palette) -> str
     said = f"{node.node}: {seconds(node.work_s)} work, {seconds(node.wait_s)} wait"
     rank = f'<span class="rank" title="rank {node.rank}">r{node.rank}</span>' if node.rank >= 0 else ""
     label = f'<span class="name" title="{esc(node.node)}">{esc(node.node)}</span>{rank}{tags}'
-    figures = f"{seconds(node.work_s)}<i>work</i> {seconds(node.wait_s)}<i>wait</i>"
+    figures = f"{seconds(node.work_s)}<i>work</i>" + (f" {seconds(node.wait_s)}<i>wait</i>" if node.wait_s else "")
     drawing = bar(node.segments, scale, palette, said, node.background)
     return _row(label, drawing, figures, _node_detail(node, slow))
+
+
+def _scheduler_row(report: Report, scale: Scale, palette: Palette) -> str:
+    """Queue and allocation, in front of the nodes."""
+    if not report.scheduler:
+        return ""
+    took = ", ".join(f"{seg.stage} {seconds(seg.end_s - seg.start_s)}" for seg in report.scheduler)
+    segments = table(
+        head("stage", "kind", "outcome", ">from", ">takes"),
+        [_segment_cells(seg) for seg in report.scheduler],
+        label="Segments of the scheduler",
+    )
+    drawing = bar(report.scheduler, scale, palette, took)
+    return _group("", _row('<span class="name">scheduler</span>', drawing, esc(took), segments))
 
 
 def _row(label: str, drawing: str, figures: str, detail: str) -> str:
@@ -173,7 +199,9 @@ def _band_row(band: Band, scale: Scale, palette: Palette) -> str:
 
 
 def nodes_section(report: Report) -> str:
-    """A table of all nodes, closed at first when there are many."""
+    """A table of all nodes, closed at first when there are many; a single one is told by its row."""
+    if len(report.nodes) < 2:
+        return ""
     rows = [_node_cells(node) for node in report.nodes]
     columns = head(
         *("node", ">rank", "outcome", "last stage", ">work", ">wait", ">untracked", ">own end", ">clock offset")

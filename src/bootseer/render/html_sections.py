@@ -5,8 +5,12 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
-from bootseer.analysis.model import Link, Report, Straggler, StragglerGroup
-from bootseer.analysis.words import located
+from collections.abc import Callable
+
+from bootseer.analysis.model import Link, Report, Stage, Straggler, StragglerGroup
+from bootseer.analysis.stragglers import MIN_NODES, host_list
+from bootseer.analysis.words import is_about_clocks, located
+from bootseer.render.fold import shared_links
 from bootseer.render.html_svg import Palette, stacked, swatch
 from bootseer.render.html_text import (
     cell,
@@ -31,13 +35,16 @@ from bootseer.render.html_text import (
 
 _OUTCOMES = {
     "training_began": ("ok", "training began"),
-    "truncated": ("warn", "truncated: the logs stop before training began"),
-    "failed": ("bad", "failed"),
+    "truncated": ("warn", "abandoned startup, or still running"),
+    "failed": ("bad", "failed startup"),
+    "unobserved": ("warn", "training was not seen to begin"),
 }
 _ENDS = {
     "first_step": "ends with the first optimizer step",
     "training_began": "ends when training was said to have begun",
     "last_event": "ends with the last event seen",
+    "command": "ends with the command",
+    "restart": "ends with the next restart",
 }
 
 
@@ -45,11 +52,11 @@ def header(report: Report) -> str:
     """Job, identity, verdict and warnings."""
     startup = report.startup
     css, words = _OUTCOMES.get(startup.outcome, ("warn", startup.outcome))
-    size = [plural(startup.num_nodes, "node"), plural(startup.num_ranks, "rank")]
+    size = [plural(startup.num_nodes, "node"), *([plural(startup.num_ranks, "rank")] if startup.num_ranks else [])]
     size.append("GPUs unobserved" if startup.num_gpus is None else plural(startup.num_gpus, "GPU"))
     facts = [
         f"attempt {startup.attempt}",
-        f"restart {startup.restart}",
+        f"restart {startup.restart}" if startup.restart else "",
         f"{startup.kind} startup",
         ", ".join(size),
         f"scale {startup.scale} GPUs" if startup.scale else "",
@@ -57,8 +64,7 @@ def header(report: Report) -> str:
         _ENDS.get(startup.ended_by, startup.ended_by),
     ]
     meta = "".join(f"<li>{esc(fact)}</li>" for fact in facts if fact)
-    banners = "".join(f"<li>{esc(line)}</li>" for line in report.headlines)
-    banners = f'<ul class="banners" aria-label="Warnings">{banners}</ul>' if banners else ""
+    banners = _banners([line for line in report.headlines if not is_about_clocks(line)])
     return (
         f'<header><p class="brand">BootSeer startup report</p><h1>{esc(startup.job)}</h1>'
         f'<p class="verdict {css}"><b class="chip">{esc(words)}</b> <span id="verdict">{esc(report.verdict)}</span></p>'
@@ -66,76 +72,62 @@ def header(report: Report) -> str:
     )
 
 
+def _banners(lines: list[str]) -> str:
+    told = "".join(f"<li>{esc(line)}</li>" for line in lines)
+    return f'<ul class="banners" aria-label="Warnings">{told}</ul>' if told else ""
+
+
 def figures(report: Report) -> str:
-    """The tiles: what the startup took and what it cost."""
+    """The tiles: what the startup took and what it cost; those that have something to say."""
     over, heard = report.overhead, report.coverage
+    many = max(len(report.nodes), heard.nodes_expected or 0) > 1
+    told = len(report.nodes) >= MIN_NODES or report.stragglers
+
+    def of(name: str, form: Callable[[float], str]) -> str:
+        value = getattr(over, name)
+        return num(value, form, f"overhead.{name}") if value else ""
+
     expected = num(heard.nodes_expected, count, "coverage.nodes_expected")
-    ranks = num(heard.ranks_heard, count, "coverage.ranks_heard")
-    all_ranks = num(heard.ranks_expected, count, "coverage.ranks_expected")
-    groups = report.straggler_groups
-    saved = num(groups[-1].joint_s, seconds, f"straggler_groups.{len(groups) - 1}.joint_s") if groups else None
-    tiles = [
+    nodes = f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}"
+    ranks = f"nodes heard; ranks {num(heard.ranks_heard, count, 'coverage.ranks_heard')}"
+    if heard.ranks_expected:
+        ranks += f" / {num(heard.ranks_expected, count, 'coverage.ranks_expected')}"
+    low = "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else ""
+    shares = f"{of('work_share', percent)} / {of('wait_share', percent)}" if over.wait_share else ""
+    last = len(report.straggler_groups) - 1
+    saved = num(report.straggler_groups[-1].joint_s, seconds, f"straggler_groups.{last}.joint_s") if last >= 0 else ""
+    without = f"without them {saved} sooner" if saved else "none beyond noise"
+    cost = f"{of('wait_cost', money) or 'none'} of it waiting; {of('price_per_gpu_hour', money)} per GPU-hour"
+    name = {"failed": "Failed startup", "truncated": "Abandoned startup"}.get(report.startup.outcome, "Startup")
+    tiles = (
+        _tile("startup", name, of("startup_s", seconds), "first event to its end", "main"),
+        _tile("job", "Job-level", of("job_level_s", seconds), "from the submission"),
         _tile(
-            "startup", "Startup", num(over.startup_s, seconds, "overhead.startup_s"), "first event to its end", "main"
+            *("node", "Node-level, median", of("node_level_median_s", seconds) if many else ""),
+            f"max {of('node_level_max_s', seconds)}",
         ),
-        _tile("job", "Job-level", num(over.job_level_s, seconds, "overhead.job_level_s"), "from the submission"),
+        _tile("gpuh", "GPU-hours", of("gpu_hours", hours), f"{of('wait_gpu_hours', hours) or 'none'} of them waiting"),
+        _tile("", f"Cost, {over.currency}", of("cost", money), cost),
+        _tile("wait", "Work / wait", shares, _share_bar(over.work_share or 0.0, over.wait_share or 0.0)),
+        _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes heard", low),
         _tile(
-            "node",
-            "Node-level, median",
-            num(over.node_level_median_s, seconds, "overhead.node_level_median_s"),
-            f"max {num(over.node_level_max_s, seconds, 'overhead.node_level_max_s')}",
+            *("straggler", "Stragglers"),
+            num(len(report.stragglers), count, "stragglers.length") if told else "",
+            without,
         ),
-        _tile(
-            "gpuh",
-            "GPU-hours",
-            num(over.gpu_hours, hours, "overhead.gpu_hours"),
-            f"{num(over.wait_gpu_hours, hours, 'overhead.wait_gpu_hours')} of them waiting",
-        ),
-        _tile("", "Cost", num(over.cost, money, "overhead.cost"), _cost_note(report)),
-        _tile("wait", "Work / wait", _shares(report), _share_bar(report)),
-        _tile(
-            "coverage",
-            "Coverage",
-            f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}",
-            f"nodes heard; ranks {ranks} / {all_ranks}",
-            "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else "",
-        ),
-        _tile(
-            "straggler",
-            "Stragglers",
-            num(len(report.stragglers), count, "stragglers.length"),
-            "none beyond noise" if saved is None else f"without them {saved} sooner",
-        ),
-    ]
-    return f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>'
-
-
-def _cost_note(report: Report) -> str:
-    over = report.overhead
-    price = num(over.price_per_gpu_hour, money, "overhead.price_per_gpu_hour")
-    if over.cost is None:
-        return f"price per GPU-hour: {price}"
-    return f"{num(over.wait_cost, money, 'overhead.wait_cost')} of it waiting; {price} per GPU-hour"
+    )
+    shown = f'<section class="tiles" aria-label="Key figures">{"".join(tiles)}</section>' if any(tiles) else ""
+    return shown + _banners([line for line in report.headlines if is_about_clocks(line)])
 
 
 def _tile(key: str, name: str, value: str, below: str, css: str = "") -> str:
+    if not value:
+        return ""
     title = term(key, name) if key else esc(name)
     return f'<div class="tile {css}"><h3>{title}</h3><p class="big">{value}</p><p class="sub">{below}</p></div>'
 
 
-def _shares(report: Report) -> str:
-    over = report.overhead
-    work, wait = (
-        num(over.work_share, percent, "overhead.work_share"),
-        num(over.wait_share, percent, "overhead.wait_share"),
-    )
-    return work if over.work_share is None and over.wait_share is None else f"{work} / {wait}"
-
-
-def _share_bar(report: Report) -> str:
-    work, wait = report.overhead.work_share, report.overhead.wait_share
-    if work is None or wait is None:
-        return "of the nodes' time"
+def _share_bar(work: float, wait: float) -> str:
     return stacked(work, wait, most=1.0, css="c2", hatch="h2", label="share of work and wait in the nodes' time")
 
 
@@ -144,10 +136,10 @@ def chain(report: Report, palette: Palette) -> str:
     note = (
         f"At each {term('barrier', 'barrier')}: who came last, where it lost the time, and what the others paid for it."
     )
-    if not report.critical_chain:
-        body = '<p class="empty">No barrier was observed, so nobody can be said to have held the others back.</p>'
-    else:
-        body = f'<ol class="chain">{"".join(_link(i, x, palette) for i, x in enumerate(report.critical_chain))}</ol>'
+    links = shared_links(report)
+    if not links:
+        return ""
+    body = f'<ol class="chain">{"".join(_link(i, x, palette) for i, x in links)}</ol>'
     return section("chain", "Critical chain", body, note)
 
 
@@ -184,13 +176,16 @@ def stragglers(report: Report) -> str:
         "Groups hide behind each other: they stand in the order in which to mend them, each with what it adds to those "
         "above it and what they save together. z is the robust z-score of the node's work among the others."
     )
+    if not report.stragglers and len(report.nodes) < MIN_NODES:
+        return ""
     if not report.stragglers:
         return section(
             "stragglers", "Stragglers", '<p class="empty">No node was slower than clock error and noise explain.</p>'
         )
     groups = [_group_cells(i, group) for i, group in enumerate(report.straggler_groups)]
     columns = head(
-        *("stage", "barrier", ">nodes", "where", ">saves alone", ">adds", ">together", ">GPU-hours", ">cost")
+        *("stage", "barrier", ">nodes", "where", ">saves alone", ">adds", ">together", ">GPU-hours"),
+        *(f">cost, {esc(report.overhead.currency)}", "which"),
     )
     body = table(columns, groups, label="Stragglers by stage") if groups else ""
     rows = [_straggler_cells(i, one) for i, one in enumerate(report.stragglers)]
@@ -213,6 +208,7 @@ def _group_cells(i: int, group: StragglerGroup) -> str:
         + cell(group.joint_s, seconds, key + "joint_s")
         + cell(group.joint_gpu_hours, hours, key + "joint_gpu_hours")
         + cell(group.joint_cost, money, key + "joint_cost")
+        + word_cell(host_list(group.nodes), css="text")
     )
 
 
@@ -230,6 +226,13 @@ def _straggler_cells(i: int, one: Straggler) -> str:
     )
 
 
+def _stage_name(stage: Stage, palette: Palette) -> str:
+    name = stage.stage.rpartition(".")[2] if stage.depth else stage.stage
+    inner = stage.stage in palette.inner.get(stage.stage.partition(".")[0], [])
+    mark = swatch(palette.sign(stage.stage)) if inner or not stage.depth else ""
+    return f'<td class="id" title="{esc(stage.stage)}">{mark}{esc(name)}</td>'
+
+
 def _scheduler(_: float) -> str:
     """What stands for the number of nodes when the scheduler, not a node, went through a stage."""
     return "job"
@@ -238,23 +241,25 @@ def _scheduler(_: float) -> str:
 def stages(report: Report, palette: Palette) -> str:
     """The stage table."""
     if not report.stages:
-        return section("stages", "Stages", '<p class="empty">No stage was observed.</p>')
+        return ""
+    many = len(report.nodes) > 1  # a single node has no median, and needs no name
     rows = []
     for i, stage in enumerate(report.stages):
         key = f"stages.{i}."
         depth = min(max(stage.depth, 0), 4)
-        name = stage.stage.rpartition(".")[2] if depth else stage.stage
-        mark = "" if depth else swatch(palette.sign(stage.stage))
         bad = stage.num_truncated + stage.num_failed
         ended = f"{stage.num_truncated} / {stage.num_failed}" if bad else "–"
-        rows.append(
-            f'<tr class="d{depth}"><td class="id" title="{esc(stage.stage)}">{mark}{esc(name)}</td>'
-            + cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
+        spread = (
+            cell(stage.num_nodes, count if stage.num_nodes else _scheduler, key + "num_nodes")
             + cell(stage.median_s, seconds, key + "median_s")
             + cell(stage.p90_s, seconds, key + "p90_s")
             + cell(stage.max_s, seconds, key + "max_s")
+        )
+        rows.append(
+            f'<tr class="d{depth}">{_stage_name(stage, palette)}'
+            + (spread if many else "<td></td>" * 4)
             + cell(stage.max_over_median, ratio, key + "max_over_median")
-            + word_cell(stage.max_node, css="id")
+            + word_cell(stage.max_node if many else "", css="id")
             + cell(stage.work_s, seconds, key + "work_s")
             + cell(stage.wait_s, seconds, key + "wait_s")
             + cell(stage.gpu_hours, hours, key + "gpu_hours")
@@ -263,6 +268,7 @@ def stages(report: Report, palette: Palette) -> str:
         )
     columns = head(
         *("stage", ">nodes", ">median", ">p90", ">max", f">{term('ratio')}", "slowest"),
-        *(">work, all", ">wait, all", ">GPU-hours", ">cost", ">truncated / failed"),
+        *((">work, all", ">wait, all") if many else (">took", ">waited")),
+        *(">GPU-hours", f">cost, {esc(report.overhead.currency)}", ">truncated / failed"),
     )
     return section("stages", "Stages", table(columns, rows, label="Stages over all nodes"))

@@ -9,16 +9,17 @@ Must not know: the sections around a drawing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Report, Segment, Stage
+from bootseer.analysis.model import UNTRACKED, WAIT, WORK, Overview, Report, Segment, Stage
 from bootseer.analysis.stages import STAGES
 from bootseer.render.clean import clean
-from bootseer.render.fold import coalesced, time_range, top
+from bootseer.render.fold import coalesced, shared_links, time_range, top
 from bootseer.render.html_text import esc, ratio, seconds
 
 NUM_COLOURS = 10
+NUM_SHADES = 6
 ROW_HEIGHT = 22
 _MAX_BARRIER_NAME = 24
 _CHARACTER = 0.0082
@@ -43,18 +44,29 @@ class Scale:
 
 def scale_of(report: Report) -> Scale:
     low, high = time_range(report.nodes)
+    bound = min((node.start_s for node in report.nodes if math.isfinite(node.start_s)), default=0.0)
+    # A queue of hours must not make the startup a line: its end is drawn.
+    low = max(low, bound - (high - bound) / 3) if bound < high else low
     slack = 1e-3 * (high - low)
-    inside = [(c.barrier, c.release_s) for c in report.critical_chain if low - slack <= c.release_s <= high + slack]
+    inside = [(c.barrier, c.release_s) for _, c in shared_links(report) if low - slack <= c.release_s <= high + slack]
     return Scale(low, high, tuple(inside))
 
 
 class Palette:
-    """One colour for each top-level stage, the same everywhere on the page."""
+    """One colour for each top-level stage, the same everywhere on the page, and a shade of it for each sub-stage."""
 
     def __init__(self, report: Report) -> None:
         seen = {top(stage.stage) for stage in report.stages}
         seen.update(top(seg.stage) for node in report.nodes for seg in node.segments)
+        seen.update(seg.stage for seg in report.scheduler)
         seen.discard(UNTRACKED)
+        self.inner: dict[str, list[str]] = {}
+        """The sub-stages that own time, by top-level stage, those with most work first: they get the fullest shades."""
+        drawn = {seg.stage for node in report.nodes for seg in node.segments if seg.kind != UNTRACKED}
+        work = {stage.stage: stage.work_s for stage in report.stages}
+        for name in sorted(drawn, key=lambda name: (-work.get(name, 0.0), name)):
+            if name != top(name):
+                self.inner.setdefault(top(name), []).append(name)
         others = sorted(seen - set(STAGES))
         self._index = {stage: i for i, stage in enumerate(STAGES)}
         first = len(STAGES)
@@ -67,7 +79,15 @@ class Palette:
         index = self._index.get(top(stage))
         if index is None or kind == UNTRACKED:
             return "cu"
-        return f"{'h' if kind == WAIT else 'c'}{index}"
+        if kind == WAIT:
+            return f"h{index}"
+        inner = self.inner.get(top(stage), [])
+        shade = inner.index(stage) % NUM_SHADES if stage in inner else 0
+        return f"c{index}" + (f" v{shade}" if shade else "")
+
+    def order(self, stage: str) -> int:
+        """Where a top-level stage stands among the others; what has no colour stands last."""
+        return self._index.get(stage, len(self._index))
 
     def sign(self, stage: str) -> str:
         """Class of the stage's sign in legends and tables: hatched if it is nothing but waiting."""
@@ -102,6 +122,10 @@ def bar(segments: list[Segment], scale: Scale, palette: Palette, label: str, bac
             f'<rect class="{palette.css(seg.stage, seg.kind)}{mark}" x="{scale.x(seg.start_s)}%" y="4" '
             f'width="{_width(seg, scale)}%" height="14"><title>{esc(describe(seg))}</title></rect>'
         )
+        name = seg.kind if seg.kind != WORK else seg.stage.rpartition(".")[2]
+        begin = max(seg.start_s, scale.low)
+        if (seg.end_s - begin) / (scale.high - scale.low) > _CHARACTER * (len(name) + 2):
+            parts.append(f'<text class="in" x="{scale.x(begin)}%" dx="5" y="14.5">{esc(name)}</text>')
         if mark:
             parts.append(end_mark(scale.x(seg.end_s), seg.outcome))
     parts += (
@@ -117,15 +141,52 @@ def _drawable(seg: Segment) -> bool:
     return math.isfinite(seg.start_s) and math.isfinite(seg.end_s) and seg.end_s > seg.start_s
 
 
+def attempts(startups: Sequence[Overview], palette: Palette) -> str:
+    """A column for each startup: how long it took and in which stages. `startups` are not empty."""
+    most = max((sum(one.stages.values()) or one.startup_s for one in startups), default=0.0) or 1.0
+    height, step = 150.0, 100 / len(startups)
+    parts = []
+    for at in tick_times(0.0, most)[1:]:
+        level = f"{height - height * at / most:.1f}"
+        parts.append(f'<line class="hair" x1="0" x2="100%" y1="{level}" y2="{level}"/>')
+        parts.append(f'<text class="t" x="0" y="{level}" dy="-3">{clock(at)}</text>')
+    for number, one in enumerate(startups):
+        x, y = 6 + 0.94 * step * number, height
+        told = (
+            f"attempt {one.attempt}"
+            + f" restart {one.restart}" * bool(one.restart)
+            + f", {one.outcome.replace('_', ' ')}"
+        )
+        for stage, took in sorted(
+            (one.stages or {"startup": one.startup_s}).items(), key=lambda item: palette.order(item[0])
+        ):
+            tall = height * took / most
+            y -= tall
+            css = "pale cu" if stage == WAIT else palette.css(stage, WORK)
+            said = f"{told}: {stage} {seconds(took)} of {seconds(one.startup_s)}"
+            parts.append(
+                f'<rect class="{css}" x="{x:.2f}%" width="{0.94 * step * 0.8:.2f}%" y="{y:.1f}" height="{tall:.1f}">'
+                f"<title>{esc(said)}</title></rect>"
+            )
+        middle = x + 0.94 * step * 0.4
+        if one.outcome != "training_began":
+            parts.append(end_mark(f"{middle:.2f}", told, max(round(y - 8, 1), 6)))
+        if number % max(1, len(startups) // 26) == 0:
+            name = f"{one.attempt}.{one.restart}" if one.restart else str(one.attempt)
+            parts.append(f'<text class="t" x="{middle:.2f}%" y="{height + 14:g}" text-anchor="middle">{name}</text>')
+    said = "startup time of each attempt, by stage"
+    return f'<svg class="axis columns" height="{height + 20:g}" role="img" aria-label="{said}">{"".join(parts)}</svg>'
+
+
 def _width(seg: Segment, scale: Scale) -> str:
-    width = 100 * (seg.end_s - seg.start_s) / (scale.high - scale.low)
+    width = 100 * (seg.end_s - max(seg.start_s, scale.low)) / (scale.high - scale.low)
     return f"{min(max(width, 0.03), 100):.3f}".rstrip("0").rstrip(".")
 
 
-def end_mark(x: str, outcome: str) -> str:
+def end_mark(x: str, outcome: str, y: float = 11.0) -> str:
     """A cross where a node's events stop, or where a stage failed."""
     return (
-        f'<svg x="{x}%" y="11" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
+        f'<svg x="{x}%" y="{y:g}" overflow="visible"><path class="x" d="M-4-4L4 4M4-4L-4 4">'
         f"<title>{esc(outcome)}</title></path></svg>"
     )
 

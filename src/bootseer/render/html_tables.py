@@ -5,12 +5,16 @@ Each function turns a `Report` into the HTML of one part; `html.render` puts the
 
 from __future__ import annotations
 
+import math
+
 from bootseer.analysis.model import Overview, Report, Stage
-from bootseer.render.html_svg import Palette, cdf, stacked, swatch
+from bootseer.analysis.stragglers import MIN_NODES
+from bootseer.render.html_svg import Palette, attempts, cdf, stacked, swatch
 from bootseer.render.html_text import (
     GLOSSARY,
     cell,
     count,
+    dotted,
     esc,
     head,
     hours,
@@ -28,13 +32,16 @@ from bootseer.render.html_text import (
     word_cell,
 )
 
+_MIN_RATIO = 1.1
+_MIN_SPREAD_S = 0.5
 _MAX_FACTS = 500
 _MAX_STARTUPS = 500
+_MAX_COLUMNS = 120
 
 
 def distributions(report: Report, palette: Palette) -> str:
     """How the nodes spread in each stage, as small multiples."""
-    drawn = [_multiple(stage, palette) for stage in report.stages if len(stage.cdf) >= 2]
+    drawn = [_multiple(stage, palette) for stage in report.stages if _spreads(stage, report.stages)]
     if not drawn:
         return ""
     note = (
@@ -44,23 +51,32 @@ def distributions(report: Report, palette: Palette) -> str:
     return section("spread", "Spread over nodes", f'<div class="multiples">{"".join(drawn)}</div>', note)
 
 
+def _spreads(stage: Stage, stages: list[Stage]) -> bool:
+    """Whether the nodes differ in a stage by what can be seen; one that is its sub-stage's time is drawn there."""
+    if len(stage.cdf) < MIN_NODES or (stage.max_over_median or math.inf) < _MIN_RATIO:
+        return False
+    inner = [other for other in stages if other.stage.startswith(stage.stage + ".") and other.cdf == stage.cdf]
+    return not inner and stage.cdf[-1][0] - stage.cdf[0][0] >= _MIN_SPREAD_S
+
+
 def _multiple(stage: Stage, palette: Palette) -> str:
     most = "" if stage.max_over_median is None else f'<b class="r">{ratio(stage.max_over_median)}</b>'
     median = "" if stage.median_s is None else f"median {seconds(stage.median_s)}"
     longest = "" if stage.max_s is None else f"max {seconds(stage.max_s)}"
     drawing = cdf(stage, palette.css(stage.stage, "work"))
     return (
-        f'<figure><figcaption><span title="{esc(stage.stage)}">{esc(stage.stage)}</span>{most}</figcaption>'
+        f"<figure><figcaption><span>{dotted(stage.stage)}</span>{most}</figcaption>"
         f'{drawing}<p class="ends"><span>{median}</span><span>{longest}</span></p></figure>'
     )
 
 
 def ledger(report: Report, palette: Palette) -> str:
     """What each top-level stage cost, in work and in waiting."""
-    stages = [stage for stage in report.stages if stage.depth == 0]
-    if not stages:
+    stages = [stage for stage in report.stages if stage.depth == 0 and stage.num_nodes]
+    # Without GPUs, the stage table of a single node says the same.
+    in_hours = bool(report.overhead.gpu_hours) and all(stage.gpu_hours is not None for stage in stages)
+    if not stages or (not in_hours and len(report.nodes) < 2):
         return ""
-    in_hours = all(stage.gpu_hours is not None for stage in stages)
     most = max(_weight(stage, in_hours) for stage in stages)
     rows = []
     for stage in stages:
@@ -88,11 +104,10 @@ def ledger(report: Report, palette: Palette) -> str:
             + "</tr>"
         )
     unit_name = "GPU-hours" if in_hours else "node time"
-    columns = head("stage", unit_name, ">work", ">wait (hatched)", ">cost")
+    columns = head("stage", unit_name, ">work", ">wait (hatched)", f">cost, {esc(over.currency)}")
     note = (
         f"{term('work')} and {term('wait', 'wait')} in {unit_name}"
-        f"{'' if in_hours else '; the number of GPUs is unobserved'}. "
-        + ("No price was given." if over.price_per_gpu_hour is None else "Cost in the currency of the price.")
+        f"{'' if in_hours or report.startup.num_gpus == 0 else '; the number of GPUs is unobserved'}."
     )
     return section("ledger", "Cost by stage", table(columns, rows, label="Ledger"), note)
 
@@ -103,11 +118,20 @@ def _weight(stage: Stage, in_hours: bool) -> float:
 
 def evidence(report: Report) -> str:
     """How much of the truth was seen: coverage, clocks, what is missing, what was read."""
-    return f'<div class="pair">{_coverage(report)}{_clock(report)}{_unobserved(report)}{_input(report)}</div>'
+    many = len(report.nodes) > 1
+    heard = report.coverage
+    parts = [
+        _coverage(report) if many or heard.nodes_expected not in (None, 1) or heard.events_lost else "",
+        _clock(report) if many or report.clock.steps else "",
+        _unobserved(report),
+        _input(report),
+    ]
+    return f'<div class="pair">{"".join(parts)}</div>'
 
 
 def _pairs(lines: list[tuple[str, str]]) -> str:
-    return f'<dl class="pairs">{"".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in lines)}</dl>'
+    told = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in lines if value)
+    return f'<dl class="pairs">{told}</dl>'
 
 
 def _coverage(report: Report) -> str:
@@ -115,13 +139,17 @@ def _coverage(report: Report) -> str:
     lines = [
         (
             "nodes heard of / expected",
-            f"{num(heard.nodes_heard, count)} / {num(heard.nodes_expected, count)}",
+            _of(heard.nodes_heard, heard.nodes_expected),
         ),
-        ("ranks heard of / expected", f"{num(heard.ranks_heard, count)} / {num(heard.ranks_expected, count)}"),
+        ("ranks heard of / expected", _of(heard.ranks_heard, heard.ranks_expected)),
         (f"{term('truncated', 'truncated')} nodes", num(heard.nodes_truncated, count, "coverage.nodes_truncated")),
         ("events that writers lost", num(heard.events_lost, count, "coverage.events_lost")),
     ]
     return section("coverage", "Coverage", _pairs(lines))
+
+
+def _of(heard: int, expected: int | None) -> str:
+    return "" if not heard and not expected else f"{num(heard, count)} / {num(expected, count)}"
 
 
 def _clock(report: Report) -> str:
@@ -141,17 +169,17 @@ def _precise(value: float) -> str:
 
 
 def _unobserved(report: Report) -> str:
-    if not report.unobserved:
-        body = '<p class="empty">Nothing that this report tells about is missing.</p>'
-    else:
-        body = f'<ul class="plain">{"".join(f"<li>{_missing(line)}</li>" for line in report.unobserved)}</ul>'
-    return section("unobserved", "Not observed", body)
-
-
-def _missing(what: str) -> str:
-    """A sentence; the analysis names a stage by its name alone."""
-    text = esc(what)
-    return text if " " in what else f"<b>{text}</b>: nothing in the input tells about it; it is in no sum."
+    names = [f"<b>{esc(stage)}</b>" for stage in report.unobserved if " " not in stage]
+    lines = [esc(line) for line in report.unobserved if " " in line]
+    if names:
+        them, they = ("them", "they are") if len(names) > 1 else ("it", "it is")
+        lines.insert(0, f"{', '.join(names)}: nothing in the input tells about {them}; {they} in no sum.")
+    if report.overhead.job_level_s is None and report.startup.outcome == "training_began":
+        lines.append("When the job was submitted: without it there is no job-level overhead.")
+    if report.startup.num_gpus is None:
+        lines.append("The GPUs of each node: without them there are no GPU-hours and no cost (--gpus-per-node).")
+    body = f'<ul class="plain">{"".join(f"<li>{line}</li>" for line in lines)}</ul>'
+    return section("unobserved", "Not observed", body) if lines else ""
 
 
 def _input(report: Report) -> str:
@@ -161,7 +189,7 @@ def _input(report: Report) -> str:
         ("size", num(read.bytes, size, "input.bytes")),
         ("lines", num(read.lines, count, "input.lines")),
         ("events", num(read.events, count, "input.events")),
-        ("duplicates left out", num(read.duplicates, count, "input.duplicates")),
+        ("duplicates left out", num(read.duplicates, count, "input.duplicates") if read.duplicates else ""),
     ]
     lines += [(f"skipped: {esc(why)}", f"<span>{esc(count(number))}</span>") for why, number in read.skipped.items()]
     return section("input", "Input", _pairs(lines))
@@ -190,14 +218,13 @@ def facts(report: Report) -> str:
     )
 
 
-def startups(report: Report) -> str:
+def startups(report: Report, palette: Palette) -> str:
     """All startups in the input, and their share of the time that the job ran."""
-    if not report.startups:
+    if len(report.startups) < 2:
         return ""
     shown = report.startups[:_MAX_STARTUPS]
-    most = max((one.startup_s for one in shown), default=0.0)
-    rows = [_startup_cells(one, most, _is_this(one, report)) for one in shown]
-    columns = head(*("job", ">attempt", ">restart", "kind", "began", "outcome", ">nodes", ">GPUs", ">startup", ""))
+    rows = [_startup_cells(one, _is_this(one, report)) for one in shown]
+    columns = head(*("job", ">attempt", ">restart", "kind", "began", "outcome", ">nodes", ">GPUs", ">startup"))
     note = ""
     share = report.share
     if share is not None:
@@ -210,9 +237,9 @@ def startups(report: Report) -> str:
     left = len(report.startups) - _MAX_STARTUPS
     if left > 0:
         note += f" The first {_MAX_STARTUPS:,} are shown; {left:,} more are in the JSON report."
-    return section(
-        "startups", "All startups in the input", table(columns, rows, label="Startups", css="sortable"), note
-    )
+    chart = attempts(shown[-_MAX_COLUMNS:], palette)
+    body = chart + table(columns, rows, label="Startups", css="sortable")
+    return section("startups", "All startups in the input", body, note)
 
 
 def _is_this(one: Overview, report: Report) -> bool:
@@ -220,9 +247,8 @@ def _is_this(one: Overview, report: Report) -> bool:
     return (one.job, one.attempt, one.restart) == (this.job, this.attempt, this.restart)
 
 
-def _startup_cells(one: Overview, most: float, this: bool) -> str:
+def _startup_cells(one: Overview, this: bool) -> str:
     css = ' class="this" aria-current="true"' if this else ""
-    drawing = stacked(one.startup_s, 0.0, most=most, css="c2", hatch="h2", label=seconds(one.startup_s))
     return (
         f"<tr{css}>"
         + word_cell(one.job, css="id")
@@ -234,14 +260,18 @@ def _startup_cells(one: Overview, most: float, this: bool) -> str:
         + cell(one.num_nodes, count)
         + cell(one.num_gpus, count)
         + cell(one.startup_s, seconds)
-        + f'<td class="wide">{drawing}</td></tr>'
+        + "</tr>"
     )
 
 
-def glossary() -> str:
-    """The words of the page, each in a sentence or two."""
+_ALWAYS = ("startup", "stage")
+
+
+def glossary(page: str) -> str:
+    """The words that the page asks for, each in a sentence or two."""
     entries = "".join(
         f'<div id="g-{key}"><dt>{esc(title)}</dt><dd>{esc(meaning)}</dd></div>'
         for key, (title, meaning) in GLOSSARY.items()
+        if f'"#g-{key}"' in page or key in _ALWAYS
     )
     return section("words", "Words", f'<dl class="glossary">{entries}</dl>')

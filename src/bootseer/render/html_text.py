@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from html import escape
 
 from bootseer.render.clean import clean
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds
 
 UNOBSERVED = "unobserved"
 
@@ -126,8 +127,26 @@ def head(*columns: str) -> str:
     return f"<thead><tr>{''.join(cells)}</tr></thead>"
 
 
+_CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
+_SAYS_NOTHING = re.compile(r'<td[^>]* data-sort="(null|0|0\.0)"|<td[^>]*></td>')
+
+
+def _telling(columns: str, rows: list[str]) -> tuple[str, list[str]]:
+    """The table without the columns in which each cell is empty, 0 or unobserved; the first one stays."""
+    cells = [_CELL.findall(row) for row in rows]
+    kept = [i for i in range(columns.count("<th ")) if not i or not all(_SAYS_NOTHING.match(row[i]) for row in cells)]
+    cut = [
+        row[: row.index("<td")] + "".join(own[i] for i in kept) + "</tr>" * row.startswith("<tr")
+        for row, own in zip(rows, cells, strict=True)
+    ]
+    heads = _CELL.findall(columns)
+    return f"<thead><tr>{''.join(heads[i] for i in kept)}</tr></thead>", cut
+
+
 def table(columns: str, rows: list[str], *, label: str, css: str = "") -> str:
     """A table inside a box that scrolls by itself, so that the page never does sideways."""
+    if rows:
+        columns, rows = _telling(columns, rows)
     body = "".join(f"<tr>{row}</tr>" if not row.startswith("<tr") else row for row in rows)
     name = esc(label)
     return (
@@ -159,23 +178,7 @@ def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
         return "at an unreadable time"
 
 
-def hours(value: float) -> str:
-    if 0 < abs(value) < 1:
-        return _small(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
-
-
-def money(value: float) -> str:
-    if 0 < abs(value) < 0.1:
-        return _small(value)
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.2f}"
-
-
-def _small(value: float) -> str:
-    """Two digits that say something: a small cost must not read as none."""
-    if abs(value) < 0.0001:
-        return "< 0.0001"
-    return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
+hours, money = format_hours, format_money
 
 
 def percent(value: float) -> str:

@@ -6,7 +6,9 @@ from a log is cleaned of control characters first: a log must not drive the read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
@@ -15,20 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.analysis import checkpoints, environments, images
-from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report, StragglerGroup
-from bootseer.analysis.words import located
+from bootseer.analysis.live import Moment
+from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
+from bootseer.analysis.words import is_about_clocks, located
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
-from bootseer.units import format_bytes, format_seconds
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds
 
 _COLOURS = {
+    "queue": "magenta",
     "image_loading": "blue",
     "environment_setup": "yellow",
     "model_initialization": "magenta",
     "first_step": "green",
 }
 _OTHER_COLOUR = "cyan"
-_SIGNS = {"image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
+_SIGNS = {"queue": "░", "image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
 _LABEL_WIDTH = 18
 _NEGLIGIBLE = 0.005
 """Share of the whole below which untracked time and the last wait are no row of their own."""
@@ -39,13 +43,13 @@ _MAX_LINKS = 16
 _WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
 """Columns of names."""
 _UNOBSERVED = "unobserved"
+_UNTIL = {"last_event": "last event seen", "command": "the command's end", "restart": "the restart"}
 
 
 def render(report: Report, console: Console) -> None:
     """Print the report on the console; `console.width` is obeyed down to 60 columns."""
     console.print(Text(clean(report.verdict), style="bold"))
-    for line in report.headlines:
-        console.print(Text(f"! {clean(line)}", style="bold red"))
+    _print_headlines([line for line in report.headlines if not is_about_clocks(line)], console)
     console.print()
     if report.nodes:
         _print_facts(report, console)
@@ -57,7 +61,34 @@ def render(report: Report, console: Console) -> None:
     _print_lines("How the environment came", environments.summary(report.environments), console)
     _print_lines("How the checkpoint was read", checkpoints.summary(report.checkpoints), console)
     _print_said(report, console)
+    _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)
+
+
+def _print_headlines(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(Text(f"! {clean(line)}", style="bold red"))
+
+
+@contextmanager
+def following(console: Console) -> Iterator[Callable[[Moment], None]]:
+    """Shows a start while it goes on: in place on a terminal, elsewhere a line for each change of who is where."""
+    from rich.live import Live
+
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda moment: live.update(Text(clean(moment.text())), refresh=True)
+        return
+    said: list[object] = [None]
+
+    def show(moment: Moment) -> None:
+        now = replace(moment, missing=[replace(one, seconds=None) for one in moment.missing])
+        if said[0] != now:
+            said[0] = now
+            console.print(Text(clean(moment.text())), soft_wrap=True)
+            console.file.flush()
+
+    yield show
 
 
 def _seconds(value: float | None) -> str:
@@ -90,7 +121,7 @@ def _fit(text: str, width: int) -> str:
 def _print_facts(report: Report, console: Console) -> None:
     startup, overhead, coverage = report.startup, report.overhead, report.coverage
     began = datetime.fromtimestamp(startup.zero_ns / 1e9, UTC)
-    until = "first step's end" if startup.outcome == "training_began" else "last event seen"
+    until = _UNTIL.get(startup.ended_by, "first step's end")
     restart = f", restart {startup.restart}" if startup.restart else ""
     rows = [
         (
@@ -108,13 +139,15 @@ def _print_facts(report: Report, console: Console) -> None:
         rows.append(("work / wait", f"{overhead.work_share:.0%} / {overhead.wait_share or 0:.0%} of the nodes' time"))
     if startup.num_gpus == 0:
         rows.append(("GPU time", "none: these nodes have no GPUs"))
+    elif overhead.gpu_hours is None and startup.num_gpus is not None:
+        rows.append(("GPU time", f"{_UNOBSERVED}: nothing tells how much of this was startup"))
     elif overhead.gpu_hours is None:
         rows.append(("GPU time", f"{_UNOBSERVED}: the logs do not tell the GPUs of each node (--gpus-per-node)"))
     else:
-        money = (
-            f" = ${overhead.cost:,.2f}, waiting ${overhead.wait_cost or 0:,.2f}" if overhead.cost is not None else ""
-        )
-        hours = f"{overhead.gpu_hours:,.3g} GPU-hours, {overhead.wait_gpu_hours or 0:,.3g} of them waiting{money}"
+        cost, wait_cost = (format_money(v or 0, overhead.currency) for v in (overhead.cost, overhead.wait_cost))
+        money = f" = {cost}, waiting {wait_cost}" if overhead.cost is not None else ""
+        wait_hours = format_hours(overhead.wait_gpu_hours or 0)
+        hours = f"{format_hours(overhead.gpu_hours)} GPU-hours, {wait_hours} of them waiting{money}"
         rows.append(("GPU time", hours))
     expected = coverage.nodes_expected or _UNOBSERVED
     ranks = (
@@ -147,10 +180,10 @@ def _cell(kind: str, stage: str) -> tuple[str, str]:
     return _SIGNS.get(top(stage), "▪"), _COLOURS.get(top(stage), _OTHER_COLOUR)
 
 
-def _bar(node: Node, width: int, total_s: float) -> Text:
+def _bar(pieces: Iterable[Segment], width: int, total_s: float) -> Text:
     """One character for each slice of time: the stage that owned the middle of it."""
     bar = Text()
-    segments = iter(node.segments)
+    segments = iter(pieces)
     segment = next(segments, None)
     for column in range(width):
         middle = (column + 0.5) * total_s / width
@@ -160,8 +193,6 @@ def _bar(node: Node, width: int, total_s: float) -> Text:
             bar.append(" ")
         else:
             bar.append(*_cell(segment.kind, segment.stage))
-    if node.outcome in ("truncated", "failed"):
-        bar.append("✗", "bold red")
     return bar
 
 
@@ -192,10 +223,18 @@ def _print_waterfall(report: Report, console: Console) -> None:
         f"{'0 s':<{width // 2 - 4}}{format_seconds(total_s / 2):^8}{format_seconds(total_s):>{width - width // 2 - 4}}"
     )
     console.print(Text(" " * (_LABEL_WIDTH + 1) + scale, style="dim"))
-    for name, node in _shown(report):
+    rows = [("scheduler", report.scheduler, "")] * bool(report.scheduler)
+    rows += [(name, node.segments, node.outcome) for name, node in _shown(report)]
+    for name, segments, outcome in rows:
         line = Text(f"{set_cell_size(_fit(name, _LABEL_WIDTH), _LABEL_WIDTH)} ")
-        console.print(line.append_text(_bar(node, width, total_s)))
-    used = {(_cell(s.kind, s.stage), s.kind, top(s.stage)) for node in report.nodes for s in node.segments}
+        line.append_text(_bar(segments, width, total_s))
+        console.print(line.append("✗", "bold red") if outcome in ("truncated", "failed") else line)
+    drawn = [
+        segment
+        for _, segments, _ in [*rows, *[("", node.segments, "") for node in report.nodes]]
+        for segment in segments
+    ]
+    used = {(_cell(s.kind, s.stage), s.kind, top(s.stage)) for s in drawn}
     names = sorted(
         {(sign, style, "wait" if kind == WAIT else stage) for (sign, style), kind, stage in used}, key=lambda x: x[2]
     )
@@ -246,7 +285,7 @@ def _print_stages(report: Report, console: Console) -> None:
             spent = row.work_s + row.wait_s
             cells = [f"{spent:.2f}", f"{spent / total:.0%}" if total and row.num_nodes else ""]
         if gpus:
-            cells.append(f"{row.gpu_hours:.3g}" if row.gpu_hours else "")
+            cells.append(format_hours(row.gpu_hours) if row.gpu_hours else "")
         style = "bold" if row.depth == 0 else "" if not row.stage.endswith("untracked") else "dim"
         table.add_row(Text(name, style), *cells, Text(", ".join(marks), "red"))
     if report.stages:
@@ -285,7 +324,9 @@ def _print_stragglers(report: Report, console: Console) -> None:
     console.print(Text("Stragglers: nodes that held the others back by their own work", style="bold"))
     groups = report.straggler_groups
     hours = groups[-1].joint_gpu_hours
-    told = f"{format_seconds(groups[-1].joint_s)} sooner" + (f", {hours:.3g} GPU-hours" if hours is not None else "")
+    told = f"{format_seconds(groups[-1].joint_s)} sooner" + (
+        f", {format_hours(hours)} GPU-hours" if hours is not None else ""
+    )
     names = [_slow_nodes(group) for group in groups[:_MAX_GROUPS]]
     if len(groups) == 1:
         lines = [f"without {names[0]}: {told}"]

@@ -28,9 +28,9 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     """The store at `uri`: `/dir`, `file:///dir`, `memory://name`, `oci://host/repository`, `s3://bucket/prefix`,
     `gs://…`, `az://…` or `hdfs://host:port/dir`.
 
-    `plain_http` permits to speak without encryption; registries at loopback addresses and those that are named in
-    `BOOTSEER_PLAIN_HTTP` are spoken to so in any case. Nothing is connected yet. Raises `UsageError` for what is no
-    place.
+    `plain_http` permits to speak without encryption; registries that are named in `BOOTSEER_PLAIN_HTTP`, and those at
+    loopback addresses without certificates here, are spoken to so in any case. Nothing is connected yet. Raises
+    `UsageError` for what is no place.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -65,9 +65,12 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
 def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:
     """A client of one repository; decides as `open_store` does whether to encrypt. `host` is `name[:port]`."""
     from bootseer.store.registry import Registry
+    from bootseer.store.transport import certificates
 
     named = [item.strip() for item in os.environ.get(PLAIN_HTTP, "").split(",")]
-    return Registry(host, repository, plain_http=plain_http or host in named or is_loopback(host))
+    name, _, port = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", "443")
+    is_plain = is_loopback(host) and certificates(name, int(port)) is None
+    return Registry(host, repository, plain_http=plain_http or host in named or is_plain)
 
 
 def _open_file(uri: str, path: str) -> Store:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import re
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urljoin
 
 import urllib3
@@ -27,6 +29,7 @@ from urllib3.exceptions import (
     LocationParseError,
     NameResolutionError,
     NewConnectionError,
+    ProtocolError,
     ReadTimeoutError,
     SSLError,
 )
@@ -42,9 +45,13 @@ MAX_RETRY_AFTER_S = 300.0
 """A server that asks for more is not obeyed beyond this: no start of a job waits for hours."""
 _MAX_CONNECTIONS = 64
 """Idle connections kept per host; twice what the fetcher uses at most."""
+_PROBE_S = 2.0
 _CONNECT_S = 10.0
 """A host that accepts no connection in this time is down or unreachable, however patient the caller is."""
 _REDIRECTS = (301, 302, 303, 307, 308)
+CERTIFICATES = Path("/etc/docker/certs.d")
+"""A folder `HOST[:PORT]` below has the authorities of a registry (`*.crt`) and what proves to it who we are (`*.cert`,
+each with its `*.key`), by docker's rules."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
 
 
@@ -211,32 +218,88 @@ class Transport:
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise TransientError(f"{origin}: no time is left for a request")
-        with _mapped(origin, left_s):
-            response = self._pool(origin.scheme).request(
-                method,
-                url,
-                headers=headers,
-                body=body,
-                timeout=urllib3.Timeout(total=left_s),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
-            )
-        return Answer(response, url, left_s)
+        try:
+            with _mapped(origin, left_s):
+                response = self._pool(origin).request(
+                    method,
+                    url,
+                    headers=headers,
+                    body=body,
+                    timeout=urllib3.Timeout(total=left_s),
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
+                )
+        except TransientError as error:
+            if not isinstance(error.__cause__, ProtocolError) or not _wants_tls(origin):
+                raise
+        else:
+            if response.status != 400 or not _wants_tls(origin):  # 400 is the answer of most servers
+                return Answer(response, url, left_s)
+            response.close()
+        raise PermanentError(
+            f"{origin} wants TLS and was spoken to without: leave out --plain-http and BOOTSEER_PLAIN_HTTP; for an"
+            f" address of this machine put the authority's file into {CERTIFICATES}/{origin}/ca.crt"
+        )
 
-    def _pool(self, scheme: str) -> urllib3.PoolManager:
+    def _pool(self, origin: Origin) -> urllib3.PoolManager:
+        """The connections that are encrypted as this origin's are."""
+        folder = certificates(origin.host, origin.port) if origin.scheme == "https" else None
+        name = f"{origin.scheme} {folder or ''}"
         with self._lock:
-            pool = self._pools.get(scheme)
+            pool = self._pools.get(name)
             if pool is None:
                 context = None
-                if scheme == "https":
+                if origin.scheme == "https":
                     context = ssl.create_default_context()
                     context.sslsocket_class = TlsSocket
+                    if folder is not None:
+                        _load(context, folder)
                 pool = urllib3.PoolManager(num_pools=16, maxsize=_MAX_CONNECTIONS, ssl_context=context)
                 pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
-                self._pools[scheme] = pool
+                self._pools[name] = pool
             return pool
+
+
+def certificates(host: str, port: int) -> Path | None:
+    """The folder of a host below `CERTIFICATES`; None where there is none, or this user may not look."""
+    for name in (f"{host}:{port}", *([host] if port == 443 else [])):
+        with contextlib.suppress(OSError):
+            if (CERTIFICATES / name).is_dir():
+                return CERTIFICATES / name
+    return None
+
+
+def _load(context: ssl.SSLContext, folder: Path) -> None:
+    """Trust the authorities of a folder as well, and show its certificate. Raises `PermanentError`."""
+    path = folder
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix == ".crt":
+                context.load_verify_locations(path)
+            elif path.suffix == ".cert":
+                context.load_cert_chain(path, path.with_suffix(".key"), password="")  # never ask for one
+    except FileNotFoundError as error:
+        raise PermanentError(f"{path}: there is no {path.stem}.key beside it; authorities end in .crt") from error
+    except OSError as error:  # `ssl.SSLError` is one
+        raise PermanentError(f"{path} cannot be used: {error.strerror or error}") from error
+
+
+def _wants_tls(origin: Origin) -> bool:
+    """Whether an origin that did not understand plain HTTP understands TLS."""
+    if origin.scheme != "http":
+        return False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        with (
+            socket.create_connection((origin.host.strip("[]"), origin.port), _PROBE_S) as connection,
+            context.wrap_socket(connection),
+        ):
+            return True
+    except OSError:
+        return False
 
 
 def join(base: str, location: str) -> str:
@@ -286,15 +349,24 @@ def _mapped(origin: Origin, timeout_s: float) -> Iterator[None]:
         raise TransientError(f"cannot connect to {origin}: no answer") from error
     except (ReadTimeoutError, TimeoutError) as error:
         raise TransientError(f"{origin} did not answer completely within {timeout_s:.1f} s") from error
-    except SSLError as error:
-        if isinstance(error.args[0] if error.args else None, ssl.SSLCertVerificationError):
-            raise PermanentError(
-                f"the certificate of {origin} is not trusted: {error.args[0].verify_message}; "
-                "name the authority's file in SSL_CERT_FILE"
-            ) from error
-        raise TransientError(f"{origin}: TLS failed: {error}") from error
-    except (HTTPError, OSError) as error:
-        raise TransientError(f"{origin}: the connection broke: {_short(error)}") from error
+    except (HTTPError, OSError) as error:  # `SSLError` is one
+        raise _broken(origin, error) from error
+
+
+def _broken(origin: Origin, error: Exception) -> BootseerError:
+    said, folder = str(error), f"{CERTIFICATES}/{origin}"
+    first = error.args[0] if error.args else None
+    if isinstance(first, ssl.SSLCertVerificationError):
+        why = f"the certificate of {origin} is not trusted: {first.verify_message}"
+        return PermanentError(f"{why}; put the authority's file into {folder}/ca.crt, or name it in SSL_CERT_FILE")
+    if re.search(r"ALERT_\w*(CERTIFICATE|UNKNOWN_CA)", said):
+        return PermanentError(f"{origin} wants another certificate: put client.cert and client.key into {folder}")
+    if re.search("WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", said):
+        name = str(origin).removesuffix(":443")
+        return PermanentError(f"{origin} speaks no TLS: --plain-http, or BOOTSEER_PLAIN_HTTP={name}")
+    if isinstance(error, SSLError):
+        return TransientError(f"{origin}: TLS failed: {error}")
+    return TransientError(f"{origin}: the connection broke: {_short(error)}")
 
 
 def _short(error: BaseException) -> str:

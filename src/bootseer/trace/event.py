@@ -36,6 +36,8 @@ OUTCOMES: Final = frozenset({"", OK, FAILED})
 
 KINDS: Final = ("full", "hot_update", "restart")
 NO_RANK: Final = -1
+ALIVE: Final = "alive"
+"""The instant by which `bootseer run` tells now and then that what it started still runs."""
 
 _INT64 = 2**63
 _MAX_NAME = 256

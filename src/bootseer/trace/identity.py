@@ -59,6 +59,10 @@ def _job(env: Env) -> tuple[str, str]:
         for name in names:
             value = env.get(name, "").strip()
             if value and value != "none":  # torchrun's default run id is the word "none"
+                if source == "slurm":
+                    # The name alone is shared by all submissions of a script, and the number says nothing to people.
+                    named = env.get("SLURM_JOB_NAME", "").strip()
+                    value = f"{named}-{value}" if named else value
                 task = env.get("SLURM_ARRAY_TASK_ID", "") if name == "SLURM_ARRAY_JOB_ID" else ""
                 return (f"{value}_{task}" if task else value), source
     return "", "host"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from bootseer.trace.event import BEGIN, END, INSTANT, Event
+from bootseer.trace.event import ALIVE, BEGIN, END, INSTANT, Event
 
 MAX_OPEN: Final = 10_000
 """Spans that may be open at once. Beyond it a new begin is forgotten: the outermost stages came first and stay."""
@@ -67,7 +67,8 @@ class Pairing:
             self._saw(event)
             key = (event.trace, event.span)
             if event.phase == INSTANT:
-                finished.append(_zero_length(event, truncated=False))
+                if event.stage != ALIVE:
+                    finished.append(_zero_length(event, truncated=False))
             elif event.phase == BEGIN:
                 if len(self._open) < MAX_OPEN:
                     self._open.setdefault(key, event)

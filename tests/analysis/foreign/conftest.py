@@ -1,14 +1,16 @@
-"""Feeds logs to the foreign parsers as the scan does: only lines that hold a needle, with their time."""
+"""Feeds logs to the foreign parsers as the scan does: only lines that hold a clue, with their time."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from bootseer.analysis.foreign.builder import plain
 from bootseer.analysis.foreign.parser import Findings, Line, Parser
 from bootseer.analysis.foreign.registry import parsers
 from bootseer.analysis.foreign.timestamp import parse_prefix
@@ -19,8 +21,8 @@ Read = Callable[..., dict[str, dict[str, Any]]]
 
 def _feed(parser: Parser, text: str, file: str, node: str) -> Findings:
     for number, raw in enumerate(text.split("\n"), 1):
-        data = raw.encode("utf-8", "replace")
-        if any(needle in data for needle in parser.needles):
+        data = plain(raw).encode("utf-8", "replace")
+        if any(re.search(clue.pattern, data) for clue in parser.clues):
             wall_ns = parse_prefix(raw, reference_ns=REFERENCE_NS).wall_ns
             parser.feed(Line(raw, file, number, wall_ns, node))
     return parser.finish()

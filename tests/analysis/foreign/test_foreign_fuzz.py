@@ -8,9 +8,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bootseer.analysis.foreign.builder import plain
 from bootseer.analysis.foreign.durations import MAX_NS
-from bootseer.analysis.foreign.parser import Line
-from bootseer.analysis.foreign.registry import parsers
+from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.foreign.registry import parsers, search
 from bootseer.analysis.foreign.timestamp import EARLIEST_NS, LATEST_NS
 from bootseer.trace.event import decode, encode
 
@@ -43,3 +44,51 @@ def test_parsers_never_raise_and_tell_nothing_absurd(lines: list[tuple[str, int 
         for fact in findings.facts:
             assert fact.duration_s is None or 0 <= fact.duration_s <= 100 * MAX_NS / 1e9
             assert "\n" not in fact.text
+
+
+def _found(lines: list[tuple[str, int | None]], *, clued: bool) -> list[Findings]:
+    found = []
+    for parser in parsers():
+        for number, (text, wall_ns) in enumerate(lines, 1):
+            data = plain(text).encode("utf-8", "replace")
+            if not clued or any(re.search(clue.pattern, data) for clue in parser.clues):
+                parser.feed(Line(text, "job.log", number, wall_ns, "node-0"))
+        found.append(parser.finish())
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(texts, walls), max_size=30))
+def test_no_line_without_a_clue_changes_what_is_found(lines: list[tuple[str, int | None]]) -> None:
+    assert _found(lines, clued=True) == _found(lines, clued=False)
+
+
+CLUES = [clue for parser in parsers() for clue in parser.clues]
+near = st.sampled_from(CLUES).flatmap(
+    lambda clue: st.sampled_from(["", "1", "42 ", ' "a/b:1"', "a-1", "\\"]).map(
+        lambda more: clue.literal.decode() + more
+    )
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(texts | near | st.just("\n"), max_size=40).map("".join))
+def test_the_library_and_python_find_the_same_places(text: str) -> None:
+    searching, _ = search()
+    data = text.encode("utf-8", "replace")
+    quick, plain_python = searching.hits(data), searching._python(data)
+    assert {place for place, _ in quick} == {place for place, _ in plain_python}
+
+
+def test_a_search_without_the_library_finds_all() -> None:
+    """What is at one place under two literals is told once, for the parsers of both."""
+    data = "\n".join(LINES).encode()
+    fast, wanting = search()
+    by_line: list[dict[int, set[int]]] = []
+    for hits in (fast.hits(data), ((place, fast._order[number]) for place, number in fast._python(data))):
+        told: dict[int, set[int]] = {}
+        for place, number in hits:
+            told.setdefault(data.count(b"\n", 0, place), set()).update(wanting[number])
+        by_line.append(told)
+    assert by_line[0] == by_line[1]
+    assert len(by_line[0]) > len(LINES) // 4

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from bootseer.analysis.foreign.programs import PROGRAMS
+
 GOLDEN = Path(__file__).parents[2] / "golden"
 LOGS = sorted(GOLDEN.glob("*/*.log"))
 
 
 def test_there_are_logs_of_each_kind() -> None:
-    assert {log.parent.name for log in LOGS} == {"containerd", "kubernetes", "nccl", "pip", "torchelastic", "uv"}
+    known = {"containerd", "kubernetes", "nccl", "pip", "torchelastic", "uv"}
+    assert {log.parent.name for log in LOGS} == known | set(PROGRAMS)
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log.parent.name}/{log.stem}")

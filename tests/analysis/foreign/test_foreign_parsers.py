@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bootseer.analysis.foreign.builder import image_reference
 from bootseer.analysis.foreign.parser import Line
 from bootseer.analysis.foreign.registry import parsers
+from bootseer.analysis.foreign.rules import Site
 from bootseer.trace.event import decode, encode
 
 AT = "2026-11-20T17:54:26.500000000Z stderr F "
@@ -20,11 +22,11 @@ def _events(found: dict[str, Any], source: str) -> list[tuple[str, str]]:
     return [(event["phase"], event["stage"]) for event in found[source]["events"]]
 
 
-def test_the_needles_are_few_long_and_each_parser_is_fresh() -> None:
+def test_the_clues_are_patterns_without_groups_and_each_parser_is_fresh() -> None:
     first, second = parsers(), parsers()
-    needles = {needle for parser in first for needle in parser.needles}
-    assert len(needles) <= 8
-    assert min(map(len, needles)) >= 8
+    clues = [clue for parser in first for clue in parser.clues]
+    assert {re.compile(clue.pattern).groups for clue in clues} == {0}
+    assert min(len(clue.pattern) for clue in clues) >= 8
     assert not set(map(id, first)) & set(map(id, second))
     assert len({parser.name for parser in first}) == len(first)
 
@@ -189,9 +191,12 @@ def test_no_credential_reaches_the_findings(read: Any) -> None:
         f'{AT}Successfully pulled image "{image}" in 3s',
         f"{AT}Collecting git+https://user:hunter2@registry.example/x (from -r requirements.txt (line 1))",
         f"{AT}Successfully installed x-1.0",
+        f'{AT}Creating runtime env: {{"env_vars": {{"TOKEN": "hunter2"}}}} with timeout 600 seconds.',
+        f'{AT}Successfully created runtime env: {{"env_vars": {{"TOKEN": "hunter2"}}}}, the context: {{"hunter2": 1}}',
+        f"{AT}pyxis: imported docker image: user:hunter2@registry.example#a:1",
     ]
     found = read("\n".join(lines))
-    assert set(found) == {"containerd", "kubelet", "pip"}
+    assert set(found) == {"containerd", "kubelet", "pip", "pyxis", "ray"}
     assert "hunter2" not in json.dumps(found)
 
 
@@ -217,6 +222,41 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
 )
 def test_other_words_bind_and_pull_nothing(read: Any, message: str) -> None:
     assert read(AT + message) == {}
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_was_started_again_has_its_own_times(read: Any) -> None:
+    lines = [
+        f"{said}{second}"
+        for second in ("26", "46")
+        for said in (
+            "time to initialize megatron (seconds): 1.",
+            "[after megatron is initialized] datetime: 2026-11-20 17:54:",
+        )
+    ]
+    events = read("\n".join(lines))["megatron"]["events"]
+    assert [(event["phase"], event["wall_ns"] % 60_000_000_000 / 1e9) for event in events] == [
+        ("begin", 24.74),
+        ("end", 26.0),
+        ("begin", 44.54),
+        ("end", 46.0),
+    ]
+
+
+def test_numbers_of_thousands_of_digits_are_dropped(read: Any) -> None:
+    digits = "1" * 5000
+    lines = [
+        f"time to initialize megatron (seconds): {digits}.{digits}",
+        f"    load-checkpoint ....: ({digits}.0, {digits}.0)",
+        f"Loading weights: 100%|#| 1/1 [{digits}:00:01<00:00]",
+    ]
+    assert read("\n".join(lines)) == {}
+    site = Site("queue", re.compile(rb"took (?P<s>\S+) (?P<clock>\S+)?"))
+    for number, text in enumerate((f"took {digits} s", "took x y:z", "took 1.5 x")):
+        site.feed(Line(text, "job.log", number, None, "n"))
+    assert [fact.duration_s for fact in site.finish().facts] == [1.5]
 
 
 # pip, uv --------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bootseer.env.installing.choose import choose
+from bootseer.env.installing.interpreter import ask
 from bootseer.env.installing.packages import installed, new_packages
 from bootseer.env.installing.running import runner
 from wheels import make_index, make_wheel
@@ -129,6 +131,25 @@ def test_what_is_installed_is_no_link_into_a_cache(uv, job_env, python, tmp_path
     command = _choose(_requirements(tmp_path, "--no-index\n-f wheels\napp\n"), job_env, python, tmp_path).commands[0]
     _install(command, job_env, tmp_path)
     assert (Path(python.folders[-1]) / "app.py").stat().st_nlink == 1
+
+
+@pytest.mark.root
+def test_pip_does_not_warn_of_root_unless_it_is_told_to(no_uv, job_env, tmp_path):
+    python = ask(str(Path(sys.base_prefix) / "bin" / "python3"), job_env, runner())
+    if not python.pip:
+        pytest.skip("the Python below this environment has no pip")
+    make_wheel(tmp_path / "wheels", "app", "1.0")
+    job_env["PIP_TARGET"] = str(tmp_path / "target")
+    requirements = _requirements(tmp_path, "--no-index\n-f wheels\napp\n")
+    said = []
+    for more in ({}, {"PIP_ROOT_USER_ACTION": "warn"}):
+        command = _choose(requirements, job_env | more, python, tmp_path).commands[-1]
+        env = job_env | more | command.env
+        said.append(
+            subprocess.run(command.argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+        )
+    assert said[0] == ""
+    assert "as the 'root' user" in said[1]
 
 
 def test_without_uv_pip_installs_and_the_reason_is_told(no_uv, job_env, python, tmp_path):

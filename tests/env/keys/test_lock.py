@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -74,9 +75,16 @@ def test_requirements_that_cannot_be_met_leave_the_old_lock(tmp_path: Path, offl
     assert (tmp_path / "lock.txt").read_text() == "old"
 
 
-def test_without_uv_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_the_uv_that_bootseer_depends_on_is_found_wherever_the_job_s_python_is(tmp_path: Path) -> None:
+    found = lock.find_uv({"PATH": str(tmp_path)}, str(tmp_path / "bin/python3"))
+    assert found is not None
+    assert subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.startswith("uv ")
+
+
+def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uv", None)  # as where it was removed by hand
     (tmp_path / "r.txt").write_text("first\n")
-    with pytest.raises(UsageError, match="uv is not on PATH") as caught:
+    with pytest.raises(UsageError, match="locking needs uv") as caught:
         lock.resolve([str(tmp_path / "r.txt")], None, tmp_path / "lock.txt", env={"PATH": str(tmp_path)})
     assert "pip install uv" in caught.value.hint
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.keys import gate
-from bootseer.env.keys.key import difference, explain
+from bootseer.env.keys.key import difference, digest_of, explain
 from bootseer.env.keys.request_key import Base, facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
 
@@ -78,6 +78,7 @@ MISSES: dict[str, tuple[Mutation, str]] = {
     "bytecode switched off": (_env("PYTHONDONTWRITEBYTECODE", "1"), "variable PYTHONDONTWRITEBYTECODE"),
     "the search path": (_env("PATH", "/usr/local/bin:/usr/bin:/bin"), "variable PATH"),
     "an index in pip's configuration": (_pip_conf("[global]\nindex-url=https://i.test/"), "installer settings"),
+    "the language, for a script": (_env("LC_ALL", "de_DE.UTF-8"), "variable LC_ALL"),
     "the tenant": (_ask(tenant="other"), "tenant"),
     "the salt": (_ask(salt="again"), "salt"),
     "a declared variable": (_ask(variables=("RANK",)), "variable RANK"),
@@ -130,6 +131,41 @@ def test_what_does_not_matter_leaves_the_key_as_it_is(project: Project, name: st
     after = project.key()
     assert difference(before.components, after) == []
     assert after.digest == before.digest
+
+
+def test_comments_and_the_language_do_not_count_for_requirements_alone(empty: Project) -> None:
+    empty.write("requirements.txt", "click==8.1.7\n")
+    before = empty.key(requirements=("requirements.txt",))
+    empty.write("requirements.txt", "# why\nclick==8.1.7  # and this\n\n")
+    assert empty.key(requirements=("requirements.txt",)).digest == before.digest
+    empty.env |= {"LANG": "de_DE.UTF-8", "LC_ALL": "C"}
+    assert empty.key(requirements=("requirements.txt",)).digest == before.digest
+    declared = empty.key(requirements=("requirements.txt",), variables=("LANG",))
+    assert declared.components["variable LANG"] == "=de_DE.UTF-8"
+
+
+def test_a_comment_counts_where_a_script_takes_the_file_for_more(empty: Project) -> None:
+    keys = []
+    for text in ("click==8.1.7\n", "click==8.1.7  # why\n"):
+        empty.write("requirements.txt", text)
+        empty.write("setup.sh", "pip install -r requirements.txt\n")
+        keys.append(empty.key(setup="setup.sh"))
+        empty.write("setup.sh", "pip install -r requirements.txt\ncp requirements.txt /etc/app.txt\n")
+        keys.append(empty.key(setup="setup.sh"))
+    assert keys[0].digest == keys[2].digest
+    assert keys[1].digest != keys[3].digest
+
+
+def test_a_key_of_an_earlier_version_is_another_one_and_says_why(empty: Project) -> None:
+    empty.write("requirements.txt", "click==8.1.7\n")
+    key = empty.key(requirements=("requirements.txt",))
+    old = {**key.components, "requirements requirements.txt": f"sha256:{'0' * 64} 13 bytes"}
+    assert key.digest not in {
+        digest_of(["bootseer.request-key/1", *(part for pair in sorted(shown.items()) for part in pair)])
+        for shown in (old, key.components)
+    }
+    (row,) = difference(old, key)
+    assert "since this version" in row.words
 
 
 def test_credentials_in_an_index_address_are_neither_in_the_key_nor_in_its_words(project: Project) -> None:

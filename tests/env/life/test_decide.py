@@ -170,7 +170,9 @@ def test_a_snapshot_that_cannot_be_used_becomes_an_installation_unless_it_is_req
 
 
 def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
-    with pytest.raises(UsageError, match=r"no environment snapshot: .*nobody has built.* \(no-snapshot\)") as caught:
+    with pytest.raises(
+        UsageError, match=r"no environment snapshot: .*there is no snapshot.* \(no-snapshot\)"
+    ) as caught:
         decide("require", NONE, now_s=NOW_S).check()
     assert caught.value.exit_code == 1
     decide("require", Lookup("found", FOUND), now_s=NOW_S).check()

@@ -62,6 +62,8 @@ class Place(NamedTuple):
     restart: int = 0
     rank: int = NO_RANK
     pid: int = 0
+    job: str = ""
+    """Empty: the job of the file."""
 
 
 _ANYWHERE: Final = Place()
@@ -127,11 +129,12 @@ class Builder:
         return self._findings
 
     def _event(self, line: Line, stage: str, place: Place, attrs: Mapping[str, Any] | None) -> Event:
-        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{place}"
+        where = f"Place(node={place.node!r}, restart={place.restart}, rank={place.rank}, pid={place.pid})"
+        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{where}"
         return Event(
             wall_ns=0,
             mono_ns=0,
-            job=UNKNOWN_JOB,
+            job=place.job or UNKNOWN_JOB,
             node=place.node or line.node or "unknown",
             stage=stage,
             phase=INSTANT,

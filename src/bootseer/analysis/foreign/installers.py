@@ -21,6 +21,7 @@ import re
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, plain
 from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.search import Clue
 from bootseer.units import NS_PER_S
 
 STAGE = "environment_setup.install"
@@ -34,13 +35,13 @@ _START = r"(?:^|[\]:|>)]|[.,:]\d{2,9}Z?|[+-]\d{4}|std(?:out|err) [FP])"
 _BEGINS = re.compile(
     _START + r"([ \t]*)(?:(Collecting) \S+(?:\s*$|\s*@ \S| \(from )"
     r"|(Building wheels for|Installing) collected packages: \S)",
-    re.MULTILINE,
+    re.MULTILINE | re.ASCII,
 )
-_INSTALLED = re.compile(_START + r"([ \t]*)Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE)
+_INSTALLED = re.compile(_START + r"([ \t]*)Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE | re.ASCII)
 _UV = re.compile(
     r"(?:^|(?<=\s))(" + "|".join(_PHASES) + r") (\d{1,7}) packages? in "
     rf"({durations.PATTERN})",
-    re.MULTILINE,
+    re.MULTILINE | re.ASCII,
 )
 
 
@@ -48,8 +49,12 @@ class PipParser:
     """See the module's docstring."""
 
     name = "pip"
-    # ` package` is shared with uv, `Successful` with Kubernetes.
-    needles: tuple[bytes, ...] = (b"Collecting ", b" package", b"Successful")
+    clues = (
+        Clue(b"Collecting ", rb"""[^\s\\"]+(?:[ \t\f\v]*(?:[\r\n\\"]|\Z)|[ \t\f\v]*@ \S| \(from )"""),
+        Clue(b"Installing collected packages: ", rb"\S"),
+        Clue(b"Building wheels for collected packages: ", rb"\S"),
+        Clue(b"Successfully installed ", rb"[^\s-]*-"),
+    )
 
     def __init__(self) -> None:
         self._builder = Builder(self.name)
@@ -108,7 +113,11 @@ class UvParser:
     """See the module's docstring."""
 
     name = "uv"
-    needles: tuple[bytes, ...] = (b" package",)
+    # Within JSON, colours are escaped.
+    clues = tuple(
+        Clue(phase.encode(), rb"(?: |\\u001b\[[0-9;]*m)+\d{1,7} packages?(?: |\\u001b\[[0-9;]*m)+in ")
+        for phase in _PHASES
+    )
 
     def __init__(self) -> None:
         self._builder = Builder(self.name)

@@ -4,8 +4,9 @@
     node-0:1800:1822 [0] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 0 nranks 8 ... commId 0x5c - Init COMPLETE
     node-0:1800:1822 [0] NCCL INFO Init timings - ncclCommInitRankConfig: rank 0 nranks 8 total 1.16 (kernels 0.18, ...)
 
-Older versions print no timings, or print them without the function's name (`Init timings: rank 0`). NCCL stamps no INFO
-line by default: where a log collector did, the communicator becomes a span, else a fact with the duration.
+Older versions print no timings, or print them without the function's name (`Init timings: rank 0`); before 2.17 they
+do not say `Init START` either. NCCL stamps no INFO line by default: where a log collector did, the communicator becomes
+a span, else a fact with the duration, or one that counts the ranks.
 
 A rank is one of the communicator, not of the job. It is taken for the job's where the communicator is as large as the
 largest in the file; the process of such a line has that rank in the smaller communicators too. Processes write to one
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import MAX_RANK, Builder, Place, plain, rank
 from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 from bootseer.units import format_seconds, seconds
 
@@ -61,7 +63,13 @@ class NcclParser:
 
     name = "nccl"
     # Holds in all three kinds of line in every version, and in no line of the steady state.
-    needles: tuple[bytes, ...] = (b" nranks ",)
+    clues = (
+        Clue(
+            b"Init ",
+            rb"(?:START|COMPLETE)(?:(?<=-Init START)|(?<=- Init START)|(?<=-Init COMPLETE)|(?<=- Init COMPLETE))",
+        ),
+        Clue(b"Init timings", rb"(?: - \w{1,64})?: rank \d{1,8} nranks \d{1,8} total \d"),
+    )
 
     def __init__(self) -> None:
         self._communicators: list[_Communicator] = []
@@ -110,6 +118,7 @@ class NcclParser:
         builder = Builder(self.name)
         world = max((comm.size for comm in self._communicators), default=0)
         ranks = {(comm.host, comm.pid): comm.comm_rank for comm in self._communicators if comm.size == world}
+        untold: dict[int, list[_Communicator]] = {}
         for comm in self._communicators:
             attrs = {"comm_rank": comm.comm_rank, "comm_size": comm.size}
             begin_ns = comm.begin_ns
@@ -121,6 +130,12 @@ class NcclParser:
             )
             if not spanned and comm.total_ns is not None:
                 builder.fact(comm.line, STAGE, _described(comm), comm.total_ns, node=comm.host)
+            elif not spanned and comm.complete:
+                untold.setdefault(comm.size, []).append(comm)
+        for size, comms in untold.items():
+            count = f"{len(comms)} rank{'s' if len(comms) != 1 else ''}"
+            text = f"NCCL communicator of {size}: {count} complete, without timings"
+            builder.fact(comms[0].line, STAGE, text, None, node=comms[0].host)
         return builder.finish()
 
 

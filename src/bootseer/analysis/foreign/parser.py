@@ -1,16 +1,18 @@
 """The contract of a parser for logs that jobs write anyway.
 
-`analysis.scan` looks for each parser's needles in raw bytes and hands over only the lines that hold one: a parser sees
-a few lines of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over
+`analysis.scan` looks for each parser's clues in raw bytes and hands over only the lines that hold one: a parser sees a
+few lines of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over
 several lines. Decides and touches nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
 from typing import NamedTuple, Protocol
 
 from bootseer.analysis.model import Fact
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import Event
 
 FOREIGN = "parsed_from"
@@ -29,6 +31,8 @@ class Line(NamedTuple):
     """The time at the start of the line, when there is one that `foreign.timestamp` understands."""
     node: str
     """The node that the reader believes the file to belong to."""
+    zone: tzinfo = UTC
+    """The zone of times in the line that name none."""
 
 
 @dataclass(slots=True)
@@ -39,15 +43,22 @@ class Findings:
     facts: list[Fact] = field(default_factory=list)
 
 
-class Parser(Protocol):
-    """Reads the lines of one file that hold one of `needles`, in order."""
-
-    name: str
-    needles: tuple[bytes, ...]
-    """Rare byte strings, each at least 8 long: the scan's speed depends on how rarely they match."""
+class Reader(Protocol):
+    """Reads chosen lines of one file, in order."""
 
     def feed(self, line: Line) -> None:
-        """Take a line that holds a needle. It may be cut, interleaved or of another program: never raises."""
+        """Take a line. It may be cut, interleaved or of another program: never raises."""
 
     def finish(self) -> Findings:
         """What the file told in all."""
+
+
+class Parser(Reader, Protocol):
+    """Reads the lines that hold one of `clues`."""
+
+    name: str
+
+    @property
+    def clues(self) -> tuple[Clue, ...]:
+        """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
+        much as a thousand that hold none."""

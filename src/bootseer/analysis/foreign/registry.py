@@ -1,32 +1,52 @@
-"""All parsers of foreign logs, fresh for one file.
+"""All parsers of foreign logs, fresh for one file, and the search for the lines that they want.
 
-Called by `analysis.scan`. Decides and touches nothing.
-
-Every distinct needle is one pass over the bytes (`analysis.search` tells how fast), paid by gigabytes of log that hold
-none of them, so the needles of all parsers together are eight:
-
-    ` nranks `            all of NCCL, in any version
-    `torch/distributed/`  all lines of torchrun, also those of one message's many lines
-    `elastic.`            torchrun's events, and the lines of older versions
-    `Successful`          `Successfully assigned`, `pulled image`, `installed`; the reason `SuccessfulCreate`
-    ` image \\`            `Pulling`, `Failed to pull`, `already present`, containerd's `Pulled`: where they have a time
-    `PullImage`           containerd's begin and end of a pull
-    ` package`            all of uv, whose numbers may be singular; pip's `Installing collected packages`
-    `Collecting `         pip's begin
-
-Left out, because a ninth pass tells less than it costs: pip's `Requirement already satisfied` and `Downloading`, the
-kubelet's `Created` and `Started` container, `Pulling image` in the table of `kubectl get events`, which has no times.
+Called by `analysis.scan`. Decides and touches nothing. Another clue costs the search nearly nothing, a line that holds
+one costs as much as a thousand others: clues are to be as strict as they can without losing a line.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 from bootseer.analysis.foreign.installers import PipParser, UvParser
 from bootseer.analysis.foreign.kubernetes import ContainerdParser, KubernetesParser
 from bootseer.analysis.foreign.nccl import NcclParser
 from bootseer.analysis.foreign.parser import Parser
+from bootseer.analysis.foreign.programs import PROGRAMS
+from bootseer.analysis.foreign.rules import TableParser
 from bootseer.analysis.foreign.torchelastic import TorchElasticParser
+from bootseer.analysis.search import Clue, Search
 
 
 def parsers() -> list[Parser]:
-    """One new parser of each kind. Parsers share needles: look for each distinct one once."""
-    return [TorchElasticParser(), NcclParser(), KubernetesParser(), ContainerdParser(), PipParser(), UvParser()]
+    """One new parser of each kind."""
+    return [
+        TorchElasticParser(),
+        NcclParser(),
+        KubernetesParser(),
+        ContainerdParser(),
+        PipParser(),
+        UvParser(),
+        *(TableParser(name, rules) for name, rules in PROGRAMS.items()),
+    ]
+
+
+@cache
+def search() -> tuple[Search, list[list[int]]]:
+    """The search for all clues, and for each of its numbers the parsers, by their place, that want such lines."""
+    behind: dict[bytes, list[bytes]] = {}
+    wanting: dict[bytes, list[int]] = {}
+    for index, parser in enumerate(parsers()):
+        for literal, then in parser.clues:
+            behind.setdefault(literal, []).append(then)
+            wanting.setdefault(literal, []).append(index)
+    clues = [Clue(literal, b"(?:" + b"|".join(dict.fromkeys(then)) + b")") for literal, then in behind.items()]
+    # Where one literal begins with another one, a place is told once, for either.
+    return Search(clues), [
+        sorted({index for other, indices in wanting.items() if _alike(literal, other) for index in indices})
+        for literal in wanting
+    ]
+
+
+def _alike(one: bytes, other: bytes) -> bool:
+    return one.startswith(other) or other.startswith(one)

@@ -5,7 +5,8 @@ inside JSON events. What stands before the time is passed over: colours, `[rank0
 `srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
 
     2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
-    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3
+    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3,
+                                                     Go's logrus on a terminal (INFO[2026-11-20T...])
     W1120 17:54:26.123000 12345 torch/...]           glog as torch writes it, klog; in brackets: torch's C++ side
     time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
     Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
@@ -36,6 +37,23 @@ EARLIEST_NS: Final = 946_684_800 * NS_PER_S
 LATEST_NS: Final = 4_102_444_800 * NS_PER_S
 """2100-01-01: a later one is a misread number."""
 
+_UNITS = (1_000, 1_000_000, NS_PER_S)
+
+
+def plausible(wall_ns: int) -> bool:
+    """Whether a job can have run then."""
+    return EARLIEST_NS <= wall_ns < LATEST_NS
+
+
+def other_unit(wall_ns: int, mono_ns: int) -> bool:
+    """Whether an event gives its times in µs, ms or s: a clock that was never set shows about the monotonic time."""
+    return (
+        not plausible(wall_ns)
+        and any(plausible(wall_ns * unit) for unit in _UNITS)
+        and (mono_ns == wall_ns or mono_ns * 100 < wall_ns)
+    )
+
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MAX_OFFSET_MINUTES = 14 * 60
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -50,7 +68,7 @@ _LABELS = re.compile(
     | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [pod/name/container] [INFO|trainer.py:1]
     | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
     | \d{1,6}:(?=\s)                                       # srun --label
-    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=\s))
+    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=[\s\[]))
     ){0,16}""",
     re.VERBOSE | re.ASCII,
 )

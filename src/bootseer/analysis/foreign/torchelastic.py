@@ -9,7 +9,8 @@ and the JSON events of `--event-log-handler=console`. These have neither a usabl
 a log prefix: unless a log collector stamped them, the rendezvous in them is a fact, and the agent's lines are preferred
 to them. `SUCCEEDED` of an AGENT is written for failed workers too, so no outcome is read from it. Rendezvous' own
 events (`RdzvEvent`) go to a null handler and are in no log. At the default level only failures and the warning about
-OMP_NUM_THREADS are printed: the launcher's start, and each failed worker.
+OMP_NUM_THREADS are printed: the launcher's start, and each failed worker. An agent prints one failure for each restart,
+so that a second one tells that the workers were started again behind the first.
 
 Decides and touches nothing.
 """
@@ -19,12 +20,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from bootseer.analysis.foreign import builder as make
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line
+from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 
 STAGE = "model_initialization.launcher_rendezvous"
@@ -82,8 +85,12 @@ class TorchElasticParser:
 
     name = "torchelastic"
     # The first holds in every line of torch's launcher and agent, among them the lines of a message of many lines; the
-    # second in the events and in the lines of older versions.
-    needles: tuple[bytes, ...] = (b"torch/distributed/", b"elastic.")
+    # second in the lines of older versions, the third in the events.
+    clues = (
+        Clue(b"distributed/", rb"(?<=torch/distributed/)[\w./]{1,120}\.py:\d+\]"),
+        Clue(b"distributed.", rb"(?<=torch\.distributed\.)[\w.]{1,120}:"),
+        Clue(b'"torchelastic.worker.status.', rb"[A-Z]"),
+    )
 
     def __init__(self) -> None:
         self._agents: dict[tuple[str, str], _Agent] = {}
@@ -116,7 +123,8 @@ class TorchElasticParser:
             self._agent_line(agent, line, message)
         if failed := _FAILED.search(message):
             attrs = {"exit_code": int(failed[1]), "local_rank": int(failed[2]), "worker_pid": int(failed[3])}
-            agent.failures.append((line, max(agent.restart, self._recorded_restart), attrs))
+            before = agent.failures[-1][1] + 1 if agent.failures else 0
+            agent.failures.append((line, max(agent.restart, self._recorded_restart, before), attrs))
 
     def _agent_line(self, agent: _Agent, line: Line, message: str) -> None:
         current = agent.rendezvous
@@ -208,6 +216,10 @@ class TorchElasticParser:
                 place=Place(restart=began.restart if began else agent.restart),
                 attrs=began.attrs if began else None,
             )
+        known = {rendezvous.restart for rendezvous in agent.all}
+        for (line, _, _), (_, restart, _) in pairwise(agent.failures):
+            if restart not in known:
+                builder.instant(line, "launcher_start", line.wall_ns, place=Place(restart=restart))
         for line, restart, attrs in agent.failures:
             builder.instant(line, "worker_failed", line.wall_ns, place=Place(restart=restart), attrs=attrs)
         for line, restart, signal in agent.signals:

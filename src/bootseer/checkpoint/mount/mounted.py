@@ -19,6 +19,7 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, Waiting, start_daemon
+from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
 
 END_S = 600.0
@@ -27,6 +28,8 @@ _START_S = 60.0
 _WINDOW_S = 1800.0
 """A start reads its checkpoint for so long at most; `began` says earlier that it is over."""
 _FOLDER = "checkpoints"
+PLAIN = "plain"
+"""How a folder is accessed that is shown as it is: by no daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class MountedCheckpoint:
 
     def _daemon(self) -> Daemon | None:
         process = self.state.daemon
-        return None if process is None or not process.alive else Daemon(self.runtime.folder(self.state), process)
+        has_daemon = process is not None and process.alive and self.state.details.get("access") != PLAIN
+        return Daemon(self.runtime.folder(self.state), process) if process and has_daemon else None
 
     def close(self) -> None:
         """Take it away. Raises `TransientError` while its files are in use."""
@@ -178,6 +182,32 @@ def mount_checkpoint(
         daemon.end(timeout_s=END_S)
         raise
     return MountedCheckpoint(record, state)
+
+
+def show_plainly(folder: Path, target: Path, *, runtime: Path) -> MountedCheckpoint:
+    """Show a folder of this machine on `target` too, until it is unmounted. One that a killed process has left there is
+    taken away first. Only root may. Raises as `mount_checkpoint` does."""
+    record = runtime_of(runtime)
+    record.clean()
+    _make_room(record, MountRequest(uri=str(folder)), target)
+    mount = kernel.clone(folder, recursive=True)
+    state = MountState(
+        id=record.new_folder().name,
+        target=str(target),
+        what=str(folder),
+        boot=record.boot,
+        daemon=ProcessId.of(os.getpid()),  # which takes it away
+        made_s=time.time(),
+        details={"access": PLAIN, "cache": ""},
+    )
+    shown = MountedCheckpoint(record, state)
+    try:
+        record.write(state)
+        kernel.move(mount, target)
+    except BaseException:
+        shown.unmount()
+        raise
+    return shown
 
 
 def _make_room(record: Runtime, request: MountRequest, target: Path) -> None:

@@ -49,18 +49,22 @@ def unaccounted(
     base: Sequence[str] = (),
     homes: Sequence[str] = (),
     inside: Sequence[str] = (),
+    *,
+    host: bool = True,
 ) -> tuple[str, ...]:
     """The reads that nobody accounts for, sorted.
 
     `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed: what
     was there before is in the manifest, and a restore looks at it; `base` the folders that the base covers besides the
     system's (prefixes of Python, BootSeer's own code); `homes` folders of users besides /root and those in /home;
-    `inside` folders that are captured although they lie in scratch space. All paths are absolute, without symbolic
-    links.
+    `inside` folders that are captured although they lie in scratch space. Not `host`: the setup ran in an image, and
+    these are files of this machine that were mounted into it; the base is no part of it. All paths are absolute,
+    without symbolic links.
     """
-    covered = {*SYSTEM, *(posixpath.normpath(path) for path in (*accounted, *base))}
+    covered = {*(SYSTEM if host else ()), *(posixpath.normpath(path) for path in (*accounted, *base))}
     homes = [*homes, "/root", *{found[0] for path in reads if (found := _HOME.match(path)) is not None}]
-    covered.update(posixpath.join(home, name) for home in homes for name in (*AT_HOME, *CREDENTIALS_AT_HOME))
+    at_home = (*(AT_HOME if host else ()), *CREDENTIALS_AT_HOME)
+    covered.update(posixpath.join(home, name) for home in homes for name in at_home)
     # A base of "/" would cover everything.
     covered.discard("/")
     made = captured if isinstance(captured, (set, frozenset, dict)) else frozenset(captured)
@@ -70,7 +74,7 @@ def unaccounted(
             for path in reads
             if path not in made
             and not _is_covered(path, covered)
-            and (_below(path, inside) or not _below(path, PASSING))
+            and (not host or _below(path, inside) or not _below(path, PASSING))
         )
     )
 

@@ -49,12 +49,13 @@ def unobserved(why: str) -> Reads:
 class Watch:
     """A running watch. Always `end` it."""
 
-    def __init__(self, pid: int, answers: int, stop: int, why: str = "") -> None:
+    def __init__(self, pid: int, answers: int, stop: int) -> None:
         self.pid = pid
         """The watching process, in the capture's namespace but not of the setup; 0 if there is none."""
         self._answers = answers
         self._stop = stop
-        self._why = why
+        self._why: str | None = None
+        """Why it does not watch; None: it has not said yet."""
         self._reads: Reads | None = None
 
     @classmethod
@@ -64,6 +65,8 @@ class Watch:
         *,
         real: Sequence[str] = (),
         enter: Callable[[], None],
+        below: str = "",
+        ready: Callable[[], object] | None = None,
         deadline_s: float = READY_S,
     ) -> Watch:
         """Watch from now on all mounts that are there after `enter`, which runs in the watching process.
@@ -72,6 +75,10 @@ class Watch:
         holds (`Capture.real`): there only what is written to scratch folders is of interest. Where `enter` leads to no
         other mounts than ours, nobody watches: everybody's accesses would be seen. Forks: call it while this process
         has one thread. Never raises: `end` tells why nobody watched.
+
+        `below` is where a container's root is being made: only mounts below it are watched, and paths are the
+        container's. `ready` runs in the watching process once it watches, or cannot; with it nothing waits for that
+        here, as `enter` may wait for the container.
         """
         parent = os.getpid()
         answers, report = os.pipe2(os.O_CLOEXEC)
@@ -80,7 +87,7 @@ class Watch:
         try:
             watch.pid = os.fork()
             if watch.pid == 0:
-                watching.run(parent, captured, real, enter, report, order)
+                watching.run(parent, captured, real, enter, report, order, below=below, ready=ready)
         except OSError as error:
             watch._why = f"the watching process could not be started: {error.strerror}"
             watch._kill()
@@ -88,17 +95,22 @@ class Watch:
         finally:
             os.close(report)
             os.close(order)
-        try:
-            ready = watch._line(time.monotonic() + deadline_s)
-            watch._why = str(json.loads(ready)["why"])
-        except (OSError, ValueError) as error:
-            watch._why = f"the watching process could not begin: {error}"
-        if watch._why:
-            watch._kill()
+        if ready is None:
+            watch._begun(deadline_s)
         return watch
+
+    def _begun(self, deadline_s: float) -> None:
+        try:
+            self._why = str(json.loads(self._line(time.monotonic() + deadline_s))["why"])
+        except (OSError, ValueError) as error:
+            self._why = f"the watching process could not begin: {error}"
+        if self._why:
+            self._kill()
 
     def end(self, *, deadline_s: float = END_S) -> Reads:
         """What the setup has read and written until now, or until the first call. Raises nothing."""
+        if self._why is None:
+            self._begun(0.0)  # what it was to watch has ended
         if self._reads is None:
             self._reads = unobserved(self._why) if self._why else self._asked(deadline_s)
         return self._reads

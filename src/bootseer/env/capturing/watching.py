@@ -15,6 +15,7 @@ import select
 import signal
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from bootseer.env.capturing.fanotify import OPENED, WRITTEN, Group, Overflow
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.process import die_with
-from bootseer.mounts.table import Mount, mount_table, visible
+from bootseer.mounts.table import Mount, is_below, mount_table, visible
 
 # What these file systems show are no files that a setup could install or depend on.
 # fmt: off
@@ -49,7 +50,15 @@ _DELETED = " (deleted)"
 
 
 def run(
-    parent: int, captured: Sequence[str], real: Sequence[str], enter: Callable[[], None], report: int, order: int
+    parent: int,
+    captured: Sequence[str],
+    real: Sequence[str],
+    enter: Callable[[], None],
+    report: int,
+    order: int,
+    *,
+    below: str = "",
+    ready: Callable[[], object] | None = None,
 ) -> NoReturn:
     """Be the watching process. `report` and `order` are ends of pipes to the parent; for the rest see `Watch.begin`."""
     try:
@@ -57,14 +66,19 @@ def run(
         os.setsid()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         gc.freeze()
+        die_with(parent)  # `enter` may wait for long
         try:
-            group, table = _begin(parent, captured, real, enter)
-        except (BootseerError, OSError) as error:
+            group, table = _begin(parent, captured, real, enter, below)
+        except (BootseerError, OSError, ValueError) as error:
             _say(report, {"why": str(error)})
+            if ready is not None:
+                ready()
             os._exit(1)
         _keep_only({group.fileno(), report, order})
         _say(report, {"why": ""})
         seen = _Seen(group)
+        if ready is not None:
+            ready()
         while not select.select([order], [], [], _PAUSE_S)[0]:
             select.select([group.fileno(), order], [], [])
             seen.take()
@@ -75,7 +89,7 @@ def run(
 
 
 def _begin(
-    parent: int, captured: Sequence[str], real: Sequence[str], enter: Callable[[], None]
+    parent: int, captured: Sequence[str], real: Sequence[str], enter: Callable[[], None], below: str
 ) -> tuple[Group, list[Mount]]:
     ours = Path(_NAMESPACE).readlink()
     enter()
@@ -89,6 +103,8 @@ def _begin(
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     group = Group()
     table = [mount for mount in visible(mount_table()) if mount.kind not in _STATE]
+    if below:
+        table = [mount for mount in table if is_below(mount.path, below)]
     for mount in table:
         mask = OPENED if mount.path in captured else OPENED | WRITTEN
         if mount.path in real:
@@ -99,7 +115,8 @@ def _begin(
         except BootseerError:
             if os.access(mount.path, os.R_OK):  # not another user's FUSE mount, which not even root can enter
                 raise
-    return group, table
+    # The watched process makes its root ours, too, when it changes to it.
+    return group, [replace(mount, path=mount.path.removeprefix(below)) for mount in table]
 
 
 def _keep_only(files: set[int]) -> None:

@@ -2,7 +2,8 @@
 
 uv is an order of magnitude faster and resolves to the same versions for all that was tried (docs/adr/0019). It is
 taken when it is at hand and each of pip's settings in force can be told to it; when it fails, pip has the last word.
-Neither makes bytecode: `bytecode_compile` does, on all cores. Called by the launcher.
+Neither makes bytecode: `bytecode_compile` does, on all cores. Other files than pip's are for uv alone, or for conda.
+Called by the launcher.
 """
 
 from __future__ import annotations
@@ -15,16 +16,33 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from bootseer.env.installing.interpreter import Interpreter, module_command
+from bootseer.env.installing.interpreter import Interpreter, ask, module_command
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.pip_settings import Read, requirement_files, settings
-from bootseer.env.installing.running import Run
+from bootseer.env.installing.pip_settings import Read, Setting, requirement_files, settings
+from bootseer.env.installing.running import Run, runner
 from bootseer.env.installing.uv_settings import Translation, translate
+from bootseer.env.keys.lock import own_uv
+from bootseer.env.keys.projects import Kind
+from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
 """The first one that knows all the names that `uv_settings` uses; an older one would overlook an index."""
+_OLDEST_FOR_LOCKS = (0, 7, 0)
+"""The first one that reads and writes `pylock.toml`."""
 _OLDEST_PIP = (20, 3)
 """Older ones install what they meet first, without resolving."""
+_CONDAS = ("micromamba", "mamba", "conda")
+_FOR_LOCKS = {"UV_PREVIEW_FEATURES": "pylock", "UV_PYTHON_DOWNLOADS": "never"}
+# A lock has its versions; uv stops where it is given others besides.
+_LOCKED = {"UV_CONSTRAINT": "", "UV_OVERRIDE": "", "UV_EXCLUDE": ""}
+# A lock with addresses and digests, which a file for pip cannot hold, in a folder that is gone afterwards.
+_EXPORT = """
+d=$(mktemp -d) && trap 'rm -rf "$d"' EXIT && p=$1 t=$2 && shift 2 &&
+"$@" export -q --frozen --no-emit-project --format pylock.toml --python "$t" --project "$p" -o "$d/pylock.toml" &&
+"$@" pip install --python "$t" -r "$d/pylock.toml"
+"""
+_QUIET = {"root-user-action": "ignore", "disable-pip-version-check": "1"}
+"""Settings of pip where nothing else sets them: it would warn at each start of what no job can mend."""
 _PROBE_DEADLINE_S = 10.0
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -33,7 +51,7 @@ _MAX_TEXT_BYTES = 16 << 20
 class Command:
     """One way to install the requirements."""
 
-    installer: Literal["uv", "pip"]
+    installer: Literal["uv", "pip", "conda"]
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """What is added to the job's environment; may hold passwords."""
@@ -45,7 +63,7 @@ class Installation:
 
     commands: tuple[Command, ...]
     why_pip: str = ""
-    """Why uv is not among them, for people; empty when it is."""
+    """Why uv is not among them, for people; empty when it is. Without commands: why nothing can install."""
 
 
 def choose(
@@ -58,21 +76,45 @@ def choose(
     constraints: Sequence[str] = (),
     root: str = "/",
     at: Callable[[str], Path] | None = None,
+    kind: Kind = "requirements",
+    own_uv: str = "",
 ) -> Installation:
-    """How to install these files for this Python.
+    """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where pip
+    cannot, `own_uv` is one more place where uv may be.
 
     `constraints` are further constraint files. `root` is where the job's `/` can be read, `cwd` its working folder,
     `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
     """
     at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
+    if kind == "conda":
+        prefix = env.get("CONDA_PREFIX") or (python.prefix if at(f"{python.prefix}/conda-meta").is_dir() else "")
+        return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
+    read = _reader(at)
+    found = settings(env, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
+    if kind != "requirements":
+        program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
+        if not program:
+            return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
+        texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
+        translation = _translated(texts, env, python, cwd, root, at, found, read)
+        told, more = _FOR_LOCKS | translation.environment | _LOCKED, []
+        if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
+            told = _FOR_LOCKS | translation.environment
+            more = [word for word in translation.arguments if word not in ("--no-sources", "--no-config")]
+        words = (*program, "pip", "install", "--python", python.executable, *more, *files)
+        if kind == "uv.lock":
+            words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
+        return Installation((Command("uv", words, told),))
     files += [word for path in constraints for word in ("-c", path)]
-    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), {})
-    translation = _translated((*requirements, *constraints), env, python, cwd, root, at)
+    names = {setting.name for setting in found}
+    quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
+    pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
+    translation = _translated((*requirements, *constraints), env, python, cwd, root, at, found, read)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
-        uv, reason = _uv(env, python, run)
+        uv, reason = _uv(env, python, run, _OLDEST_UV, "" if python.pip else own_uv)
     if reason:
         return Installation((pip,), reason)
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
@@ -87,10 +129,9 @@ def _translated(
     cwd: str,
     root: str,
     at: Callable[[str], Path],
+    found: Sequence[Setting],
+    read: Read,
 ) -> Translation:
-    read = _reader(at)
-    home = env.get("HOME") or str(Path("~").expanduser())
-    found = settings(env, python.prefix, home, read)
 
     def exists(path: str) -> bool:
         return at(os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
@@ -109,17 +150,40 @@ def _translated(
     return translation
 
 
-def _uv(env: Mapping[str, str], python: Interpreter, run: Run) -> tuple[tuple[str, ...], str]:
+def plain_command(kind: Kind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:
+    """How to install them on this machine, without a snapshot. Raises `PermanentError`."""
+    run = runner()
+    asked = ask(python, env, run)
+    way = choose(files, env, asked, run, cwd=str(Path.cwd()), kind=kind, own_uv=own_uv() or "")
+    if not way.commands:
+        raise PermanentError(way.why_pip)
+    return way.commands[0]
+
+
+def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:
+    if not prefix:
+        why = "no environment of conda is active, and it is installed into that (conda activate NAME; CONDA_PREFIX)"
+        return Installation((), f"{file}: {why}")
+    tool = next((tool for tool in _CONDAS if is_there(tool)), "")
+    if not tool:
+        return Installation((), f"{file}: needs {' or '.join(_CONDAS)} on PATH; install one of them")
+    words = ("install", "--yes") if tool == "micromamba" else ("env", "update")
+    return Installation((Command("conda", (tool, *words, "--prefix", prefix, "--file", file), {}),))
+
+
+def _uv(
+    env: Mapping[str, str], python: Interpreter, run: Run, oldest: tuple[int, ...], own: str = ""
+) -> tuple[tuple[str, ...], str]:
     """The words that start a uv that works, or why there is none."""
     beside = str(PurePosixPath(python.scripts) / "uv")
     on_path = shutil.which("uv", path=env.get("PATH"))
     reason = "there is no uv"
-    ways = [(place,) for place in dict.fromkeys((on_path, beside)) if place]
+    ways = [(place,) for place in dict.fromkeys((on_path, beside, own)) if place]
     for words in [*ways, *([module_command(python.executable, "uv")] if python.uv else [])]:
         ran = run([*words, "--version"], env, deadline_s=_PROBE_DEADLINE_S)
         found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.output)
         if ran.code == 0 and found:
-            if tuple(map(int, found.groups())) >= _OLDEST_UV:
+            if tuple(map(int, found.groups())) >= oldest:
                 return words, ""
             reason = f"uv {'.'.join(found.groups())} is too old"
     return (), reason

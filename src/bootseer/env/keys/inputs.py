@@ -34,7 +34,8 @@ def gather(
     """What the script and the files depend on. What cannot be read is among its problems, never an exception."""
     inputs = Inputs()
     for path in requirements:
-        inputs.requirement_files[posixpath.normpath(posixpath.join(cwd, path))] = False
+        inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False
+        inputs.requirements.given.add(whole)
     for name, constraint in _FILE_VARIABLES.items():
         for word in env.get(name, "").split():
             inputs.requirement_files.setdefault(posixpath.normpath(posixpath.join(cwd, word)), constraint)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-SCHEMA = "bootseer.request-key/1"
-"""Goes first into every digest: other rules, other keys."""
+SCHEMA = "bootseer.request-key/2"
+"""Goes first into every digest: other rules, other keys. 1 took requirement files by their bytes."""
 _SHOWN = 72
 _MAX_NAMED = 5
 
@@ -122,6 +122,8 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _changed(old: str, new: str) -> str:
+    if old.endswith(" bytes") and new.endswith(" lines"):
+        return "its lines count since this version, before it was its bytes"
     if old.startswith("sha256:") or new.startswith("sha256:"):
         return "its content changed"
     return f"{_short(old)} -> {_short(new)}"

@@ -20,10 +20,20 @@ _NETWORK = ("error sending request", "failed to fetch", "connection", "timed out
 
 
 def find_uv(env: Mapping[str, str], python: str | None = None) -> str | None:
-    """uv on PATH, or beside the job's Python; None when there is none."""
+    """uv on PATH, beside the job's Python, or the one that was installed with BootSeer; None when there is none."""
     beside = Path(python).parent / "uv" if python is not None and "/" in python else None
     found = shutil.which("uv", path=env.get("PATH"))
-    return found or (str(beside) if beside is not None and os.access(beside, os.X_OK) else None)
+    return found or (str(beside) if beside is not None and os.access(beside, os.X_OK) else own_uv())
+
+
+def own_uv() -> str | None:
+    """The uv that BootSeer depends on, wherever its package was installed."""
+    try:
+        from uv import find_uv_bin
+
+        return str(find_uv_bin())
+    except (ImportError, OSError):  # removed by hand, or a package of the distribution without the program
+        return None
 
 
 def resolve(
@@ -42,7 +52,10 @@ def resolve(
     """
     program = uv or find_uv(env, python)
     if program is None:
-        raise UsageError("uv is not on PATH, and locking needs it", hint="pip install uv, or give it with --uv")
+        raise UsageError(
+            "locking needs uv, which is neither on PATH nor beside BootSeer",
+            hint="pip install uv, or give it with --uv",
+        )
     for path in requirements:
         if not Path(path).is_file():
             raise UsageError(f"{path}: no such file", hint="name the requirement files to lock")

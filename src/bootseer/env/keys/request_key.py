@@ -210,14 +210,19 @@ class _Collector:
     def _inputs(self, inputs: Inputs) -> None:
         asked = inputs.requirements
         setup = self._absolute(self._ask.setup) if self._ask.setup is not None else ""
-        requirement_files = set(asked.files)
         if setup:
             self._try(partial(self._file, "setup", setup, ""))
-        for path in asked.files:
-            self._try(partial(self._file, "requirements", path))
+        for path, lines in asked.files.items():
+            if lines and path not in inputs.files:  # the script may do more with it than install
+                self._add(
+                    f"requirements {self._called(path)}", f"sha256:{digest_of(lines)} {len(lines):,} lines", [path]
+                )
+                self._accounted.add(path)
+            else:
+                self._try(partial(self._file, "requirements", path))
         self._accounted.update(path for path in (*inputs.files, *inputs.folders) if self._is_secret(path))
         for path in inputs.files:
-            if path != setup and path not in requirement_files and not self._is_secret(path):
+            if path != setup and path not in asked.files and not self._is_secret(path):
                 self._try(partial(self._file, "file", path))
         for local in asked.locals.values():
             self._place("package", local.path, [f"{'editable, ' if local.editable else ''}installed from here"])
@@ -310,8 +315,12 @@ class _Collector:
                 self._place("find-links", path)
 
     def _variables(self, inputs: Inputs) -> None:
+        env = self._ask.env
+        if self._ask.setup is None:  # installers find and write the same in all languages
+            language = variables.LANGUAGE.difference(inputs.variables, self._ask.variables)
+            env = {name: value for name, value in env.items() if name not in language}
         chosen = variables.choose(
-            self._ask.env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
+            env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
         )
         for name, value in chosen.values.items():
             self._add(f"variable {name}", value)

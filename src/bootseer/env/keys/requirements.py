@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from bootseer.env.keys import requirement
+from bootseer.env.keys import projects, requirement
 from bootseer.env.keys.requirement import Requirement
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
@@ -35,6 +35,10 @@ _WITH_VALUE = {
     "-i": "--index-url",
     "-f": "--find-links",
 }
+_SOURCES = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links")
+_FORMATS = ("--no-binary", "--only-binary")
+_CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
+_ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _SETTINGS = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links", "--pre", "--trusted-host")
 
 
@@ -60,7 +64,8 @@ class Local:
 class Requirements:
     """What the files ask for, in the order in which it was found. Later files add to it."""
 
-    files: list[str] = field(default_factory=list)
+    files: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """With what counts of each (`counted`); nothing: all of its bytes."""
     locals: dict[str, Local] = field(default_factory=dict)
     repositories: dict[tuple[str, str], Requirement] = field(default_factory=dict)
     """By address and reference."""
@@ -71,6 +76,8 @@ class Requirements:
     variables: set[str] = field(default_factory=set)
     unpinned: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
+    """Files of `--requirements` itself, which may be others than pip's."""
     uses_cwd: bool = False
     """Whether something is installed relative to the working folder."""
 
@@ -100,7 +107,7 @@ class Requirements:
             except BootseerError as error:
                 self.problems.append(str(error))
                 continue
-            self.files.append(path)
+            self.files[path] = ()
             waiting += self._file(path, data, constraint, files, cwd)
 
     def add(self, wanted: Requirement | None, files: Files, folders: Sequence[str], *, no_deps: bool = False) -> None:
@@ -123,6 +130,7 @@ class Requirements:
 
     def close(self) -> None:
         """All files are read: settle what is open after all of them."""
+        self.settings.sort(key=_group)
         for name, wanted in self._named.items():
             if name not in self._pins:
                 self.unpinned[wanted.words] = None
@@ -133,6 +141,14 @@ class Requirements:
 
     def _file(self, path: str, data: bytes, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
         name = posixpath.basename(path)
+        if path in self.given:
+            try:
+                kind = projects.kind_of(path, data)
+                if kind != "requirements":
+                    return self._other(kind, path, data, files)
+            except BootseerError as error:
+                self.problems.append(str(error))
+                return []
         if name in LOCKS or _LOCK_NAME.fullmatch(name):
             self._covered = True
             return []
@@ -143,8 +159,11 @@ class Requirements:
             self.problems.append(f"{path}: not a text file")
             return []
         text = data.decode("utf-8-sig", "replace")
+        self.files[path] = counted(data)
         self._covered |= bool(_COMPILED.search(text[:4000]))
-        folder = posixpath.dirname(path)
+        return self._text(text, posixpath.dirname(path), constraint, files, cwd)
+
+    def _text(self, text: str, folder: str, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []
         for line in _lines(text):
             self.variables.update(_VARIABLE.findall(line))
@@ -166,6 +185,21 @@ class Requirements:
                 continue
             self.add(wanted, files, (cwd, folder))
         return found
+
+    def _other(self, kind: projects.Kind, path: str, data: bytes, files: Files) -> list[tuple[str, bool]]:
+        """A file of `--requirements` that is none of pip's."""
+        folder = posixpath.dirname(path)
+        self.files[path] = projects.counted(kind, path, data)
+        for wanted in projects.asked(kind, path, data):
+            self.add(wanted, files, (folder,))
+        beside = posixpath.join(folder, "pyproject.toml")
+        if kind == "uv.lock" and files.kind(beside) == "file":
+            self.files[beside] = projects.counted("pyproject", beside, files.read(beside))
+        if kind in ("uv.lock", "pylock"):
+            self._covered = True
+        else:
+            self._dependencies(posixpath.basename(path))
+        return self._text(projects.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
 
     def _setting(self, option: str, value: str, folders: Sequence[str], files: Files) -> None:
         self.settings.append(f"{option} {without_credentials(value)}".rstrip())
@@ -214,12 +248,44 @@ def is_requirements_name(path: str) -> bool:
     )
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Logical lines, without comments: a backslash at the end joins lines."""
+def counted(data: bytes) -> tuple[str, ...]:
+    """What installers take from a requirement file: its lines without comments, blank lines and space at their ends.
+
+    Options stand before requirements, each kind in its own order, and hashes are sorted, unless files are included:
+    where these stand may matter. Nothing for a file that is not certain to mean only that.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return ()
+    if any(_CODING.match(line) for line in text.split("\n", 2)[:2]) or _ODD_ENDS.search(text):
+        return ()  # pip reads it in another encoding, or ends lines here, uv does not
+    lines = []
+    for line in _lines(text, between="\\\n"):
+        if any(part.count(quote) % 2 for part in line.split("\\\n")[:-1] for quote in "'\""):
+            return ()
+        # pip joins the two halves of a word that is cut, uv does not.
+        body, *hashes = re.sub(r"\s+\\\n\s*|\\\n\s+", " ", line).split(" --hash")
+        lines.append(" --hash".join([body.rstrip(), *sorted(word.strip() for word in hashes)]))
+    if not any(_WITH_VALUE.get(line[:2], line).startswith(("--requirement", "--constraint")) for line in lines):
+        lines.sort(key=_group)
+    return (*(["autogenerated"] if _COMPILED.search(text[:4000]) else []), *lines)
+
+
+def _group(line: str) -> str:
+    """Lines of other groups may stand before or behind it, those of its own keep their order."""
+    if not line.startswith("-") or line.startswith(("-e", "--editable")):
+        return "requirement"
+    option = re.split(r"[\s=]", _WITH_VALUE.get(line[:2], line), maxsplit=1)[0]
+    return "-sources" if option in _SOURCES else "-formats" if option in _FORMATS else option
+
+
+def _lines(text: str, *, between: str = " ") -> Iterator[str]:
+    """Logical lines, without comments: a backslash at the end joins lines, with `between` in its place."""
     whole = ""
     for line in text.splitlines():
         if line.endswith("\\") and not line.lstrip().startswith("#"):
-            whole += line[:-1] + " "
+            whole += line[:-1] + between
             continue
         stripped = _COMMENT.sub("", whole + line).strip()
         whole = ""

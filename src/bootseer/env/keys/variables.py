@@ -25,6 +25,8 @@ ALLOWED = frozenset(
     TORCH_NVCC_FLAGS TZ USE_CUDA USE_ROCM VIRTUAL_ENV
     """.split()  # noqa: SIM905 - a list of this length reads better as text
 )
+LANGUAGE = frozenset({"LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"})
+"""How programs talk and sort: of those that are allowed, what matters to scripts alone."""
 ALLOWED_PREFIXES = (
     *(
         "PIP_",

@@ -51,7 +51,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "hit": "the snapshot of this request key is used",
         "hit-on-node": "the store does not answer; the snapshot is used as this node knows it from an earlier start",
         "hit-after-wait": "another start built the snapshot while this one waited for it",
-        "no-snapshot": "nobody has built this environment yet: this start does",
+        "no-snapshot": "there is no snapshot of this environment yet",
         "expired": "the snapshot is older than its age limit: it is built anew",
         "quarantined": "a job died while it imported, right after it got this snapshot: it is built anew, once",
         "unsigned": "signatures are required, and no trusted key has signed the snapshot",

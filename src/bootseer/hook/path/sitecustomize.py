@@ -31,7 +31,7 @@ def _watch_imports() -> None:
 
         @classmethod
         def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-            if name not in ("torch", "safetensors"):
+            if name not in ("torch", "jax", "safetensors"):
                 return None
             try:
                 sys.meta_path.remove(cls)  # another thread may have come first: its import watches for both

@@ -22,10 +22,12 @@ from typing import Any, Literal
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import edits_for, gpu_names
+from bootseer.image.containers.cgroup import make_cgroups, remove_cgroups
 from bootseer.image.containers.inroot import is_executable
+from bootseer.image.containers.limits import Limits
 from bootseer.image.containers.process import Process, Words, process_of
 from bootseer.image.containers.rootless import is_renamed, node_binds, without_root
-from bootseer.image.containers.runtime_config import Bind, Limits, runtime_config
+from bootseer.image.containers.runtime_config import Bind, runtime_config
 from bootseer.image.containers.users import User
 from bootseer.machine.surroundings import CDI_FOLDERS
 from bootseer.mounts.user_namespace import is_host, num_owners
@@ -75,6 +77,8 @@ class Container:
         names = [*(gpu_names(options.gpus) if options.gpus else ()), *(name for name in options.devices if "=" in name)]
         edits = edits_for(names, cdi_folders)
         self.process = process_of(image, options.words, root, host_env)
+        if options.words.groups and not is_host() and max(self.process.user.groups, default=0) >= num_owners():
+            raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
         renamed = not is_host() and is_renamed(self.process.user, num_owners())
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
         self._own_pids = options.own_pids
@@ -87,7 +91,7 @@ class Container:
         self._guard: subprocess.Popen[bytes] | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            binds = [*self._name_files(), *options.binds]
+            binds = [*self._name_files(options.limits.hostname), *options.binds]
             if not is_host():
                 binds += node_binds(edits.nodes, nodes)
                 edits, nodes = replace(edits, nodes=[]), []
@@ -95,6 +99,8 @@ class Container:
             if not is_host():
                 config = without_root(config, num_owners(), self.process.user)
             (folder / "config.json").write_text(json.dumps(config))
+            self._cgroups = make_cgroups(self._id, options.limits)
+            (folder / "cgroups").write_text("".join(f"{path}/cgroup.procs\n" for path in self._cgroups))
         except OSError as error:
             raise PermanentError(f"{folder}: the container cannot be prepared: {error.strerror}") from error
 
@@ -110,7 +116,8 @@ class Container:
 
     def start_guard(self, then: Sequence[Sequence[str]] = ()) -> None:
         """From now on the container, and whatever `then` undoes, goes when this process is killed."""
-        commands = json.dumps([self._delete(), *map(list, then)])
+        cgroups = [["rmdir", str(path)] for path in self._cgroups]
+        commands = json.dumps([self._delete(), *cgroups, *map(list, then)])
         words = [sys.executable, "-I", "-S", str(_SCRIPTS / "guard.py"), commands]
         try:
             self._guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
@@ -127,6 +134,7 @@ class Container:
                 subprocess.run(self._delete(), capture_output=True, timeout=_END_S, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise TransientError(f"{self.runtime} did not remove the container {self._id}: {error}") from error
+        remove_cgroups(self._cgroups)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def dismiss_guard(self) -> None:
@@ -138,12 +146,13 @@ class Container:
 
     @property
     def _program(self) -> tuple[str, ...]:
-        return (self.runtime, *_WITHOUT_CGROUPS[self.runtime], "--root", str(self._state))
+        log = str(self._folder / "log")  # else its warnings stand among what the program says
+        return (self.runtime, *_WITHOUT_CGROUPS[self.runtime], "--log", log, "--root", str(self._state))
 
     def _delete(self) -> list[str]:
         return [*self._program, "delete", "--force", self._id]
 
-    def _name_files(self) -> list[Bind]:
+    def _name_files(self, hostname: str) -> list[Bind]:
         """Copies of the files that tell the network's names: the container may write into them."""
         binds = []
         for name in _OF_HOST:
@@ -152,7 +161,7 @@ class Container:
             except OSError:
                 continue
             path = self._folder / name
-            path.write_bytes(data)
+            path.write_bytes(f"{hostname}\n".encode() if hostname and name == "hostname" else data)
             path.chmod(0o644)
             binds.append(Bind(str(path), f"/etc/{name}"))
         return binds

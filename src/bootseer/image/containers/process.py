@@ -23,21 +23,13 @@ _PASSED = ("TRACEPARENT", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "L
 _PASSED_FAMILIES = ("BOOTSEER_", "SLURM_", "PET_", "TORCHELASTIC_", "TORCHX_", "SKYPILOT_", "OMPI_", "PMI_", "PMIX_",
                     "NCCL_", "OTEL_EXPORTER_OTLP_")  # fmt: skip
 # Logins of schedulers and collectors; a user who wants one in the container names it.
-_SECRET = re.compile(r"JWT|TOKEN|HEADERS|SECRET|PASSW|CREDENTIAL|APIKEY|API_KEY")
+_SECRET = re.compile(
+    r"JWT|TOKEN|HEADERS|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|COOKIE|(?:^|_)(?:AUTH|PASS|CREDS?|KEYS?|PAT)(?:_|$)"
+)
 # Of this machine, or of how the image came here: no business of the program in it.
 _KEPT_BACK = frozenset(
-    {
-        "BOOTSEER_SPOOL",
-        "BOOTSEER_CACHE",
-        "BOOTSEER_RUNTIME",
-        "BOOTSEER_STORE",
-        "BOOTSEER_PLAIN_HTTP",
-        "BOOTSEER_AUTH_HOSTS",
-        "BOOTSEER_SIGNING_KEY",
-        "BOOTSEER_TRUSTED_KEYS",
-        "BOOTSEER_REQUIRE_SIGNATURE",
-        "BOOTSEER_PODINFO",
-    }
+    f"BOOTSEER_{name}"
+    for name in ("SPOOL", "CACHE", "RUNTIME", "STORE", "PLAIN_HTTP", "AUTH_HOSTS", "REQUIRE_SIGNATURE", "PODINFO")
 )
 
 
@@ -52,6 +44,8 @@ class Words:
     """`NAME=VALUE`, or `NAME` to pass the host's value on."""
     workdir: str | None = None
     user: str | None = None
+    groups: tuple[str, ...] = ()
+    """Further ones, by the image's names or numbers."""
     unset: tuple[str, ...] = ()
     """Variables that the process is not to have, whoever set them."""
     prepend: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +71,7 @@ def process_of(image: Mapping[str, Any], words: Words, root: Path, host_env: Map
     config = image.get("config") or {}
     if not isinstance(config, dict):
         raise CorruptError("the image's configuration is not what OCI describes: config is no object")
-    user = resolve_user(root, words.user if words.user is not None else _text(config, "User"))
+    user = resolve_user(root, words.user if words.user is not None else _text(config, "User"), words.groups)
     cwd = words.workdir or _text(config, "WorkingDir") or "/"
     if not cwd.startswith("/"):
         raise UsageError(f"working directory {cwd!r} is not absolute", hint="give --workdir a path that begins with /")

@@ -1,17 +1,15 @@
 """The `config.json` of a container, as the OCI runtime specification wants it; runc and crun read it.
 
 What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
-network and the host name are the host's, limits are inherited, and mounts, System V IPC and process ids (which `shim`
-adds) are its own: through `/proc/PID/root` of a process of the host it would reach the host's files. It is no sandbox;
-it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount of an image or a folder
-of the host has any. Called by `image.containers.container`.
+network is the host's, the host name and limits are too unless the user says otherwise, and mounts, System V IPC and
+process ids (which `shim` adds) are its own: through `/proc/PID/root` of a process of the host it would reach the host's
+files. It is no sandbox; it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount
+of an image or a folder of the host has any. Called by `image.containers.container`.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import resource
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +18,9 @@ from typing import Any
 
 from bootseer.errors import UsageError
 from bootseer.image.containers.cdi import Edits
+from bootseer.image.containers.limits import Limits, capabilities_of, rlimits_of
 from bootseer.image.containers.process import Process
 
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
-                "NET_BIND_SERVICE", "SYS_CHROOT", "KILL")  # fmt: skip
-"""Podman's default. Docker adds MKNOD, NET_RAW and AUDIT_WRITE: here the network is the host's, and device rules depend
-on cgroups, which often cannot be changed."""
 _MASKED = ("/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
            "/proc/sched_debug", "/proc/scsi", "/sys/firmware")  # fmt: skip
 _READ_ONLY = ("/proc/asound", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
@@ -39,17 +34,6 @@ class Bind:
     source: str
     target: str
     read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the user said about the container around the process."""
-
-    read_only: bool = False
-    shm_bytes: int | None = None
-    """Size of /dev/shm; None is the kernel's default, half of the memory."""
-    capabilities: tuple[str, ...] = ()
-    """On top of the usual ones, without `CAP_`."""
 
 
 def parse_bind(words: str) -> Bind:
@@ -68,11 +52,14 @@ def runtime_config(
     process: Process, root: Path, binds: Sequence[Bind], edits: Edits, limits: Limits, devices: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The whole document. `devices` are nodes of the host (`/dev/infiniband/uverbs0`) beside those of `edits`."""
-    capabilities = _capabilities(limits)
+    capabilities = capabilities_of(limits)
     nodes = [_node(node) for node in [*edits.nodes, *({"path": path} for path in devices)]]
     env = {**process.env, **dict(word.split("=", 1) for word in edits.env)}
+    own = [*map(_tmpfs, limits.tmpfs), *map(_bind, binds)]
+    own.sort(key=lambda mount: mount["destination"].rstrip("/").count("/"))  # none hides one that was asked for
     return {
         "ociVersion": "1.0.2",
+        **({"hostname": limits.hostname} if limits.hostname else {}),
         "process": {
             "terminal": False,  # the standard streams are passed on as they are, a terminal's included
             "user": {
@@ -84,39 +71,19 @@ def runtime_config(
             "env": [f"{name}={value}" for name, value in env.items()],
             "cwd": process.cwd,
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
-            # Named one by one: runc's own language raises the limit of open files for itself.
-            "rlimits": [{"type": name, "soft": soft, "hard": hard} for name, soft, hard in _rlimits()],
+            "rlimits": rlimits_of(limits),
         },
         "root": {"path": str(root), "readonly": limits.read_only},
-        "mounts": [*_system_mounts(limits), *(_device_mount(mount) for mount in edits.mounts), *map(_bind, binds)],
+        "mounts": [*_system_mounts(limits), *(_device_mount(mount) for mount in edits.mounts), *own],
         "hooks": _hooks(edits),
         "linux": {
-            "namespaces": [{"type": "mount"}, {"type": "ipc"}],
+            "namespaces": [{"type": "mount"}, {"type": "ipc"}, *([{"type": "uts"}] if limits.hostname else [])],
             "devices": nodes,
             "resources": {"devices": [{"allow": False, "access": "rwm"}, *map(_rule, nodes)]},
             "maskedPaths": list(_MASKED),
             "readonlyPaths": list(_READ_ONLY),
         },
     }
-
-
-def _capabilities(limits: Limits) -> list[str]:
-    extra = [name.upper().removeprefix("CAP_") for name in limits.capabilities]
-    for name in extra:
-        if not re.fullmatch("[A-Z_]{2,32}", name):
-            raise UsageError(f"--cap-add {name!r} is no capability", hint="for example --cap-add SYS_PTRACE")
-    return [f"CAP_{name}" for name in dict.fromkeys((*CAPABILITIES, *extra))]
-
-
-def _rlimits() -> list[tuple[str, int, int]]:
-    """Our own limits; unlimited is the largest number."""
-    found = []
-    for name in sorted(name for name in vars(resource) if re.fullmatch("RLIMIT_[A-Z]+", name)):
-        if name == "RLIMIT_OFILE":  # the same as NOFILE
-            continue
-        soft, hard = (value % (1 << 64) for value in resource.getrlimit(getattr(resource, name)))
-        found.append((name, soft, hard))
-    return found
 
 
 def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
@@ -136,6 +103,10 @@ def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
         {"destination": place, "type": kind, "source": source, "options": options}
         for place, kind, source, options in mounts
     ]
+
+
+def _tmpfs(mount: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
+    return {"destination": mount[0], "type": "tmpfs", "source": "tmpfs", "options": list(mount[1])}
 
 
 def _bind(bind: Bind) -> dict[str, Any]:

@@ -13,7 +13,8 @@ orphans, has an empty root, no rights and no open files, and is killed when this
 `try` the container has the host's process ids where that fails: without root the kernel refuses a view of new processes
 where parts of the present one are covered, as in most containers.
 
-The exit code is the runtime's when that fails, else the program's: 128 + N after signal N.
+The exit code is the program's, 128 + N after signal N; 127 when it is not there, 126 when it cannot be executed, and
+the runtime's when that fails otherwise.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
@@ -58,9 +59,14 @@ def main() -> int:
             return _say(f"the container cannot have process ids of its own: {why}\nhint: --pid host")
         else:
             _say(f"the container sees the processes of this machine: {why}")
-    started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid()))
+    try:
+        with open(f"{folder}/cgroups") as file:  # noqa: PTH123
+            cgroups = file.read().splitlines()
+        started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid(), cgroups))
+    except subprocess.SubprocessError:
+        return _say(f"the container cannot be put into its cgroup {cgroups}")
     if started.returncode:
-        return started.returncode
+        return _why_not_started(f"{folder}/log") or started.returncode
     with open(f"{folder}/pid") as file:  # noqa: PTH123
         pid = int(file.read())
     while (code := _reap(pid)) is None:
@@ -70,9 +76,22 @@ def main() -> int:
     return code
 
 
-def _as_found(parent: int) -> Callable[[], None]:
+def _why_not_started(log: str) -> int:
+    """A shell's exit code for a program that is not there or cannot be executed, by the runtime's last words; else
+    0."""
+    with contextlib.suppress(OSError), open(log, errors="replace") as file:  # noqa: PTH123
+        last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
+        if "exec: " in last or "executable" in last:
+            return 127 if "not found" in last or "no such file" in last else 126
+    return 0
+
+
+def _as_found(parent: int, cgroups: Sequence[str]) -> Callable[[], None]:
     def become() -> None:
         """In the runtime: no signal is blocked, those that Python ignores are not ignored, and it ends with us."""
+        for path in cgroups:
+            with open(path, "w") as file:  # noqa: PTH123
+                file.write("0")
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -5,7 +5,7 @@ Names are looked up in the image's own `/etc/passwd` and `/etc/group`, not in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,9 @@ class User:
     home: str = "/"
 
 
-def resolve_user(root: Path, words: str) -> User:
-    """The user that `words` names in the tree at `root`. Empty is root. Raises `UsageError` for unknown names."""
+def resolve_user(root: Path, words: str, more_groups: Iterable[str] = ()) -> User:
+    """The user that `words` names in the tree at `root`, in further groups. Empty is root. Raises `UsageError` for
+    unknown names."""
     user_word, colon, group_word = words.partition(":")
     row = _find(root, "/etc/passwd", user_word or "0", columns=7)
     uid = _number(user_word or "0")
@@ -40,12 +41,12 @@ def resolve_user(root: Path, words: str) -> User:
     if uid is None or uid > _MAX_ID:
         raise UsageError(f"user {user_word!r} has no usable number", hint="give one, as in --user 1000:1000")
     gid = (_number(row[3]) if row else None) or 0
-    groups: tuple[int, ...] = ()
+    groups = {_group(root, word) for word in more_groups}
     if colon and group_word:
         gid = _group(root, group_word)
     elif row is not None:
-        groups = tuple(sorted(_groups_of(root, row[0]) - {gid}))
-    return User(uid, gid, groups, (row[5] if row else "") or "/")
+        groups |= _groups_of(root, row[0])
+    return User(uid, gid, tuple(sorted(groups - {gid})), (row[5] if row else "") or "/")
 
 
 def _group(root: Path, word: str) -> int:

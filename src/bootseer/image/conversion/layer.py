@@ -140,7 +140,8 @@ class _LayerRun:
         if self._text_bytes > self._limits.text_bytes:
             limit = format_bytes(self._limits.text_bytes)
             raise PermanentError(
-                f"names, links and attributes are longer than {limit}; raise the limit `text_bytes` if that is right"
+                f"names, links and attributes are longer than {limit};"
+                f" if that is right: --layer-limit text_bytes={2 * self._limits.text_bytes}"
             )
 
     def _store_content(self, reader: TarReader, member: Member) -> Extent:
@@ -164,11 +165,15 @@ class _LayerRun:
             yield piece
 
     def _too_many(self) -> PermanentError:
-        return PermanentError(f"more than {self._limits.members} files; raise the limit `members` if that is right")
+        most = self._limits.members
+        return PermanentError(f"more than {most} files; if that is right: --layer-limit members={2 * most}")
 
     def _too_large(self) -> PermanentError:
-        limit = format_bytes(self._unpacked_limit)
-        return PermanentError(f"unpacked it is larger than {limit}; raise the limit `unpacked_bytes` if that is right")
+        limit = self._unpacked_limit
+        return PermanentError(
+            f"unpacked it is larger than {format_bytes(limit)};"
+            f" if that is right: --layer-limit unpacked_bytes={2 * limit}"
+        )
 
 
 def _shown(name: bytes) -> str:

@@ -8,7 +8,7 @@ named by its digest, because then all that comes is compared with what the user 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,8 @@ class Wanted(Protocol):
     def signatures(self) -> Signatures: ...
     @property
     def platform(self) -> Platform | None: ...
+    @property
+    def layer_limits(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +162,16 @@ def _stored(wanted: Wanted, metadata: Metadata, local_uri: str, digest: str) -> 
 
 def _converted(wanted: Wanted, local_uri: str, show: Show) -> ImageDocument:
     from bootseer.image.conversion.convert import all_layers, convert  # few starts need it
+    from bootseer.image.conversion.layer import LayerLimits
+    from bootseer.image.conversion.layer_job import ConvertOptions
 
     with (
         _Opener(wanted) as opener,
         closing(open_store(local_uri)) as store,
         show(f"converting {wanted.reference}", "bytes") as heard,
     ):
-        return convert(opener.source(), store, progress=all_layers(opener.source(), heard))
+        options = ConvertOptions(limits=LayerLimits(**wanted.layer_limits))
+        return convert(opener.source(), store, progress=all_layers(opener.source(), heard), options=options)
 
 
 class _Opener:

@@ -192,6 +192,7 @@ class _Mounting:
                 return choice
             except _WayFailed as error:
                 show.undo(self.layers.folder, self.target)
+                self.layers.check_origin()
                 self.layers.stop_daemon()
                 facts = ways.after_failure(facts, choice.way, str(error), private=private)
 

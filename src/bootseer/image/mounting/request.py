@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,5 +35,7 @@ class Request:
     """Which hot set; empty: none is used, and none is recorded under a name."""
     platform: Platform | None = None
     signatures: Signatures = UNSIGNED
+    layer_limits: Mapping[str, int] = field(default_factory=dict)
+    """What a layer may cost when it is converted here: fields of `LayerLimits`."""
     publish: bool = True
     """Whether what was recorded goes to the store."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import MAX_MANIFEST_BYTES, archive_digest, read_config, read_diff_ids
-from bootseer.image.sources.source import Source, SourceLayer
+from bootseer.image.sources.source import Source, SourceLayer, open_plain
 
 _MAX_MEMBERS = 100_000
 _PIECE = 1 << 20
@@ -45,7 +45,7 @@ def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
     """Everything in the archive, by name. Only headers are read."""
     members: dict[str, tarfile.TarInfo] = {}
     try:
-        with tarfile.open(path, "r:") as archive:
+        with open_plain(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 members[member.name.removeprefix("./")] = member
                 if len(members) > _MAX_MEMBERS:
@@ -109,7 +109,7 @@ def _small(path: Path, members: dict[str, tarfile.TarInfo], name: str, where: st
 def _read_range(path: Path, begin: int, size: int, start: int) -> Generator[bytes, None, None]:
     left = size - start
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(begin + start)
             while left > 0 and (piece := file.read(min(_PIECE, left))):
                 left -= len(piece)

@@ -1,16 +1,17 @@
-"""The bytes of a layer as they were before compression: gzip, zstd, or as they stand.
+"""The bytes of a layer as they were before compression: gzip, zstd, xz, bzip2, or as they stand.
 
-The first bytes tell which, as for runtimes, not the media type. Several gzip members and several zstd frames may follow
-each other (`zstd:chunked` has frames that hold no data at all). Output comes in pieces of bounded size, whatever the
-ratio, so that a bomb costs time until somebody's limit is reached, and never memory.
+The first bytes tell which, as for runtimes, not the media type. Several gzip members, zstd frames and xz streams may
+follow each other (`zstd:chunked` has frames that hold no data at all). Output comes in pieces of bounded size, whatever
+the ratio, so that a bomb costs time until a limit is reached, and never memory.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import zlib
-from collections.abc import Iterator
-from typing import IO, cast
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -21,8 +22,10 @@ _INPUT = 1 << 16
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(bytes([number]) + b"\x2a\x4d\x18" for number in range(0x50, 0x60))
-_OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x04\x22\x4d\x18": "lz4"}
-_MAX_WINDOW = 1 << 27  # what the zstd program takes without being asked
+_XZ = b"\xfd7zXZ\0"
+_BZIP2 = b"BZh"
+_LZ4 = b"\x04\x22\x4d\x18"
+_MAX_WINDOW = 1 << 27  # what the zstd program takes without being asked; xz -9 takes half of it
 
 
 def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -33,14 +36,18 @@ def decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
         start += piece
         if len(start) >= 6:
             break
-    for magic, name in _OTHERS.items():
-        if start.startswith(magic):
-            raise PermanentError(f"compressed with {name}; gzip, zstd and no compression are known")
+    if start.startswith(_LZ4):
+        raise PermanentError("compressed with lz4; gzip, zstd, xz, bzip2 and no compression are known")
     everything = itertools.chain([start], pieces)
     if start.startswith(_GZIP):
         return _gunzip(everything)
     if start.startswith((_ZSTD, *_SKIPPABLE)):
         return _unzstd(everything)
+    if start.startswith(_XZ):
+        lzma = _module("lzma")
+        return _streams(everything, "xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _MAX_WINDOW), lzma.LZMAError)
+    if start.startswith(_BZIP2):
+        return _streams(everything, "bzip2", _module("bz2").BZ2Decompressor, OSError)
     return (piece for piece in everything if piece)
 
 
@@ -79,6 +86,40 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
                 yield data
     except zstandard.ZstdError as error:
         raise CorruptError(f"damaged zstd data: {error}") from error
+
+
+def _module(name: str) -> Any:
+    """A part of the standard library that a Python which was built without the library behind it does not have."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PermanentError(f"this Python was built without {name}, with which the layer is compressed") from error
+
+
+def _streams(pieces: Iterator[bytes], name: str, new: Callable[[], Any], damaged: type[Exception]) -> Iterator[bytes]:
+    """What `lzma` and `bz2` have in common."""
+    stream: Any = None
+    for piece in pieces:
+        data = piece
+        while True:
+            if stream is None:
+                data = data.lstrip(b"\0")  # padding between streams and behind the last one
+                if not data:
+                    break
+                stream = new()
+            try:
+                output = stream.decompress(data, _PIECE)
+            except damaged as error:
+                raise CorruptError(f"damaged {name} data: {error}") from error
+            if output:
+                yield output
+            data = b""
+            if stream.eof:
+                data, stream = stream.unused_data, None
+            elif stream.needs_input:
+                break
+    if stream is not None:
+        raise CorruptError(f"the {name} data ends too early")
 
 
 class _Readable:

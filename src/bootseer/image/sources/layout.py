@@ -19,7 +19,7 @@ from bootseer.image.sources.manifest import (
     read_diff_ids,
     resolve_manifest,
 )
-from bootseer.image.sources.source import Source, SourceLayer
+from bootseer.image.sources.source import Source, SourceLayer, open_plain
 
 _TAG = "org.opencontainers.image.ref.name"
 _PIECE = 1 << 20
@@ -52,7 +52,7 @@ def open_layout(reference: Reference, platform: Platform) -> Source:
 def read_file_from(path: Path, start: int) -> Generator[bytes, None, None]:
     """A file from an offset on."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(start)
             while piece := file.read(_PIECE):
                 yield piece
@@ -89,7 +89,7 @@ def _blob(folder: Path, digest: str) -> Path:
 
 def _read_file(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise PermanentError(f"{path}: {error.strerror}") from error

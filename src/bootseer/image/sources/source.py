@@ -6,10 +6,12 @@ verifies while they pass. The kinds of sources are in modules of their own.
 
 from __future__ import annotations
 
+import os
 import platform
+import stat
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from bootseer.errors import UsageError
 from bootseer.image.reference import Place, Reference
@@ -59,6 +61,16 @@ def this_platform() -> Platform:
     """What this machine runs."""
     machine = platform.machine()
     return Platform("linux", _MACHINES.get(machine, machine))
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """A file for reading, of which every part can be read again. Raises `UsageError` for a FIFO or a device, which
+    could keep the reader waiting, and `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise UsageError(f"{path}: not a regular file", hint="write what comes from a pipe into a file first")
 
 
 def open_source(reference: Reference, *, platform: Platform | None = None, plain_http: bool = False) -> Source:

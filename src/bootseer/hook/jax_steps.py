@@ -1,0 +1,118 @@
+"""Mark JAX: the first step is the first compiled function with a gradient in it, until its results are there.
+
+Nothing tells a training step from the initialisation of parameters, which is compiled as well, but that a gradient is
+taken while it is traced. JAX hands results out before they are computed: of this one step they are waited for.
+Compiled calls run in C++ from the second one on; only the first comes by the Python object that is marked here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from bootseer.hook.state import STAGE, active, guarded, keep_undo, stop
+from bootseer.hook.wrap import replace, spanned
+from bootseer.trace.event import BEGIN, END, INSTANT, OK
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def mark_jax(jax: ModuleType) -> None:
+    """Mark what leads to the first step, once jax is imported as a whole."""
+    # JAX writes into each operation where the user's program made it: not here.
+    exclude = getattr(sys.modules.get("jax._src.source_info_util"), "register_exclusion", None)
+    if exclude is not None:
+        exclude(__file__)
+    for name in ("grad", "value_and_grad"):
+        keep_undo(replace(jax, name, _differentiating))
+    keep_undo(replace(jax, "vjp", _telling_first))
+    execution = sys.modules.get("jax._src.interpreters.pxla")
+    keep_undo(replace(getattr(execution, "ExecuteReplicated", None), "__call__", _executing))
+    keep_undo(replace(sys.modules.get("jax.distributed"), "initialize", _initializing))
+    jax.monitoring.register_event_duration_secs_listener(_compiled)
+
+
+def _differentiating(original: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        gradient = original(*args, **kwargs)
+        return functools.wraps(gradient)(_telling_first(gradient))
+
+    return transform
+
+
+def _telling_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        _gradient()
+        return original(*args, **kwargs)
+
+    return marked
+
+
+@guarded
+def _gradient() -> None:
+    state = active()
+    if state is not None and not state.step_span:
+        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "gradient"})
+
+
+@guarded
+def _compiled(event: str, duration_s: float, **_: Any) -> None:
+    state = active()
+    if state is not None and state.step_span and not state.began and event == _COMPILED and _at_top():
+        now_ns = time.monotonic_ns()
+        stage = "first_step.compile"
+        begin_ns = now_ns - int(duration_s * 1e9)
+        span = state.tracer.emit(stage, BEGIN, mono_ns=begin_ns, attrs={"backend": "jax"})
+        state.tracer.emit(stage, END, span=span, outcome=OK, mono_ns=now_ns)
+
+
+def _executing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        _executed(results)
+        return results
+
+    return execute
+
+
+@guarded
+def _executed(results: Any) -> None:
+    state = active()
+    if state is not None and state.step_span and not state.began and _at_top():
+        sys.modules["jax"].block_until_ready(results)
+        state.first_step_ended(time.monotonic_ns(), by="compiled_step")
+        stop()  # the steps that follow cannot be seen
+
+
+def _at_top() -> bool:
+    """Whether no function is being traced: what runs then are its constants."""
+    probe = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
+    return probe is None or bool(probe())
+
+
+def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"barrier": "process_group", "backend": "jax"}
+
+    marked = spanned(STAGE + "process_group", describe)(original)
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        result = marked(*args, **kwargs)
+        _rank_known()
+        return result
+
+    return initialize
+
+
+@guarded
+def _rank_known() -> None:
+    state = active()
+    known = sys.modules["jax._src.distributed"].global_state
+    if state is not None and known.process_id is not None:
+        rank, world_size = int(known.process_id), int(known.num_processes)
+        state.tracer.identity = state.tracer.identity._replace(rank=rank, world_size=world_size)
+        state.tracer.emit("rank_known", INSTANT, attrs={"world_size": world_size})

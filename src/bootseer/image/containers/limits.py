@@ -1,0 +1,171 @@
+"""What the user says about a container in docker's words: rights, limits, variables from a file, mounts in memory.
+
+The command line reads it all before anything is fetched; `runtime_config` and `cgroup` carry it out. Called by
+`cli.image_options`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.errors import UsageError
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
+                "NET_BIND_SERVICE", "SYS_CHROOT", "KILL")  # fmt: skip
+"""Podman's default. Docker adds MKNOD, NET_RAW and AUDIT_WRITE: here the network is the host's, and device rules depend
+on cgroups, which often cannot be changed."""
+_ALL = ("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
+        "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
+        "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
+        "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
+        "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
+        "CHECKPOINT_RESTORE")  # fmt: skip
+"""In the kernel's order: the place is the number."""
+_RLIMITS = {name.removeprefix("RLIMIT_").lower(): getattr(resource, name)
+            for name in vars(resource) if re.fullmatch("RLIMIT_(?!OFILE)[A-Z]+", name)}  # fmt: skip
+_TMPFS_OPTION = re.compile(
+    r"ro|rw|exec|noexec|suid|nosuid|nodev|size=\d{1,15}[kmgKMG%]?|mode=[0-7]{3,4}|(?:uid|gid|nr_inodes)=\d{1,10}"
+)
+_MAX_ENV_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user said about the container around the process."""
+
+    read_only: bool = False
+    shm_bytes: int | None = None
+    """Size of /dev/shm; None is the kernel's default, half of the memory."""
+    capabilities: tuple[str, ...] = ()
+    """On top of the usual ones."""
+    dropped: tuple[str, ...] = ()
+    """Of the usual ones; ALL: only those of `capabilities` are left."""
+    rlimits: tuple[tuple[str, int, int], ...] = ()
+    """Instead of our own: `nofile`, soft and hard limit; unlimited is the largest number."""
+    tmpfs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """File systems in memory: where, and options of the mount."""
+    hostname: str = ""
+    """Empty: the host's."""
+    memory_bytes: int | None = None
+    cpus: float | None = None
+
+
+def capabilities_of(limits: Limits) -> list[str]:
+    """The rights that the container gets. Raises `UsageError` for names that are none, and for what it cannot get."""
+    added = _names("--cap-add", limits.capabilities)
+    dropped = _names("--cap-drop", limits.dropped)
+    ours = _bounding()
+    for name in added - {"ALL"}:
+        if not ours >> _ALL.index(name) & 1:
+            raise UsageError(f"--cap-add {name}: bootseer does not have it itself", hint="start it with that right")
+    if "ALL" in added:
+        usual: Collection[str] = [name for number, name in enumerate(_ALL) if ours >> number & 1]
+    else:
+        usual = () if "ALL" in dropped else CAPABILITIES
+    return [f"CAP_{name}" for name in _ALL if (name in usual or name in added) and name not in dropped]
+
+
+def _names(option: str, words: Collection[str]) -> set[str]:
+    names = {word.upper().removeprefix("CAP_") for word in words}
+    for name in sorted(names - {"ALL", *_ALL}):
+        raise UsageError(f"{option} {name!r} is no capability", hint=f"for example {option} SYS_PTRACE, or ALL")
+    return names
+
+
+def _bounding() -> int:
+    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1], 16) if match else -1
+
+
+def rlimits_of(limits: Limits) -> list[dict[str, object]]:
+    """All limits of the process: named ones, else our own. Complete, as runc raises that of open files for itself."""
+    named = {name: (soft, hard) for name, soft, hard in limits.rlimits}
+    found = []
+    for name, number in sorted(_RLIMITS.items()):
+        soft, hard = named.get(name) or (value % (1 << 64) for value in resource.getrlimit(number))
+        found.append({"type": f"RLIMIT_{name.upper()}", "soft": soft, "hard": hard})
+    return found
+
+
+def parse_ulimit(words: str) -> tuple[str, int, int]:
+    """`NAME=SOFT[:HARD]`. Raises `UsageError` also for a limit that this process may not set."""
+    match = re.fullmatch(r"([a-z]+)=(-1|unlimited|\d{1,19})(?::(-1|unlimited|\d{1,19}))?", words)
+    if match is None or match[1] not in _RLIMITS:
+        known = ", ".join(sorted(_RLIMITS))
+        raise UsageError(f"--ulimit {words!r} is not NAME=SOFT[:HARD]", hint=f"nofile=65536:65536; names: {known}")
+    soft, hard = (
+        -1 if text in ("-1", "unlimited") else min(int(text), (1 << 63) - 1)
+        for text in (match[2], match[3] or match[2])
+    )
+    if hard != -1 and (soft == -1 or soft > hard):
+        raise UsageError(f"--ulimit {words!r}: the soft limit is above the hard one", hint="give SOFT:HARD")
+    number = _RLIMITS[match[1]]
+    now = resource.getrlimit(number)
+    if now[1] != -1 and (hard == -1 or hard > now[1]):
+        try:
+            resource.setrlimit(number, (now[0], hard))
+            resource.setrlimit(number, now)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--ulimit {words!r}: the hard limit here is {now[1]}, and this user may not raise it",
+                hint=f"--ulimit {match[1]}={now[1]}, or raise it where bootseer is started",
+            ) from error
+    return match[1], soft % (1 << 64), hard % (1 << 64)
+
+
+def parse_tmpfs(words: str) -> tuple[str, tuple[str, ...]]:
+    """`TARGET[:OPTION,...]`. Raises `UsageError`."""
+    target, _, rest = words.partition(":")
+    options = tuple(rest.split(",")) if rest else ()
+    if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):
+        raise UsageError(f"--tmpfs {words!r}: no folder of a container", hint="for example --tmpfs /scratch:size=8g")
+    for option in options:
+        if not _TMPFS_OPTION.fullmatch(option):
+            known = "size=8g, mode=1777, uid=N, gid=N, nr_inodes=N, ro, exec, suid"
+            raise UsageError(f"--tmpfs {words!r}: {option!r} is no option of it", hint=f"options: {known}")
+    usual = ("nosuid", "nodev", "noexec")
+    return target, (*(word for word in usual if word.removeprefix("no") not in options), *options)
+
+
+def parse_hostname(name: str) -> str:
+    """The name itself. Raises `UsageError`."""
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?", name):
+        raise UsageError(f"--hostname {name!r} is no name of a host", hint="use letters, digits, - and ., at most 63")
+    return name
+
+
+def parse_cpus(text: str) -> float:
+    """Processors, in hundredths. Raises `UsageError`."""
+    most = os.cpu_count() or 1
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not 0.01 <= float(text) <= most:
+        raise UsageError(f"--cpus {text!r}: not between 0.01 and {most}", hint="for example --cpus 1.5")
+    return float(text)
+
+
+def read_env_file(path: str) -> tuple[str, ...]:
+    """The lines `NAME=VALUE` or `NAME` of a file, as docker reads them: no quotes, `#` begins a comment in front of a
+    name alone. Raises `UsageError`."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_ENV_BYTES + 1)
+        lines = data.decode("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"--env-file {path}: {why}", hint="name a file with lines NAME=VALUE") from error
+    if len(data) > _MAX_ENV_BYTES:
+        raise UsageError(f"--env-file {path}: more than 1 MiB", hint="name a file with lines NAME=VALUE")
+    found = []
+    for number, line in enumerate(map(str.lstrip, lines), 1):
+        name = line.partition("=")[0]
+        if not line or line.startswith("#"):
+            continue
+        if not name or re.search(r"[\s\0]", name) or "\0" in line:
+            # The line itself may hold a secret.
+            raise UsageError(f"--env-file {path}: line {number} is not NAME=VALUE", hint="one variable in each line")
+        found.append(line)
+    return tuple(found)

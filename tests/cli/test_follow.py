@@ -1,0 +1,192 @@
+"""`bootseer report --follow`: who is missing at the barrier now, from files that grow while they are read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.analysis.inputs import sources
+from bootseer.analysis.live import Live
+from bootseer.analysis.scan import Growing
+from bootseer.trace.event import Event, encode
+from conftest_launch import BOOTSEER
+from fleet import EPOCH_NS, INSTALL, NS, Fleet
+
+SLOW = 3
+
+
+def started(**more: object) -> list[Event]:
+    """A start whose node 3 takes until now to install, while the others wait for it."""
+    fleet = Fleet(8, work_of={(SLOW, INSTALL): 100.0}, begin_s=(time.time_ns() - EPOCH_NS) / NS - 130, **more)  # type: ignore[arg-type]
+    return sorted(fleet.events(), key=lambda event: event.wall_ns)
+
+
+def written(events: list[Event], path: Path) -> None:
+    with path.open("ab") as file:
+        file.writelines(encode(event) for event in events)
+
+
+def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Before and from the moment at which node 3 has installed."""
+    at = next(i for i, e in enumerate(events) if e.node == "node-0003" and e.stage == INSTALL and e.phase == "end")
+    return events[:at], events[at:]
+
+
+@pytest.fixture
+def follow(env, tmp_path) -> Callable[..., subprocess.Popen[str]]:
+    def start(*words: str, **more: object) -> subprocess.Popen[str]:
+        words = (*BOOTSEER, "report", "--follow", *words)
+        return subprocess.Popen(
+            words,
+            env=env,
+            cwd=tmp_path,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more},  # type: ignore[call-overload]
+        )
+
+    return start
+
+
+def test_the_missing_node_is_named_and_the_report_follows(follow, tmp_path, alarm):
+    before, after = split(started())
+    log = tmp_path / "job.log"
+    written(before, log)
+    with follow("job.log") as process:
+        line = process.stdout.readline()
+        assert re.fullmatch(
+            r"7 of 8 nodes at process_group; missing: node-0003 \(environment_setup.install, \d\d\.\d s\)\n", line
+        )
+        written(after, log)
+        out, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert out.startswith("8 of 8 nodes began to train\nStartup took ")
+
+
+def test_json_lines_and_an_interrupt(follow, tmp_path, alarm):
+    written(split(started(silent=frozenset({5})))[0], tmp_path / "job.log")
+    with follow("job.log", "--json") as process:
+        lines = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read().strip() == "bootseer: interrupted"
+    assert process.returncode == 130
+    for line in lines:
+        assert line["schema"] == "bootseer.follow/1"
+        assert (line["arrived"], line["expected"], line["nodes_heard"], line["over"]) == (6, 8, 7, False)
+        assert [one["node"] for one in line["missing"]] == ["node-0003"]
+    assert lines[1]["missing"][0]["seconds"] > lines[0]["missing"][0]["seconds"]
+
+
+def test_a_terminal_shows_it_in_place_and_is_left_as_it_was(follow, tmp_path, alarm):
+    written(split(started())[0], tmp_path / "job.log")
+    above, below = pty.openpty()
+    with follow("job.log", stdout=below, stderr=below) as process:
+        os.close(below)
+        seen = b""
+        while seen.count(b"node-0003") < 2:
+            seen += os.read(above, 4096)
+        process.send_signal(signal.SIGINT)
+        while b"interrupted" not in seen:
+            seen += os.read(above, 4096)
+    os.close(above)
+    assert process.returncode == 130
+    assert b"\x1b[2K" in seen
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
+
+
+def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm):
+    events = started()
+    with follow("moe") as process:
+        assert process.stdout.readline() == "nothing was heard of yet\n"
+        folder = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
+        folder.mkdir(parents=True)
+        written(events, folder / "n.1.1.events")
+        assert "Startup took" in process.communicate()[0]
+    with follow("-", stdin=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "nothing was heard of yet\n"
+        text = b"".join(encode(event) for event in split(events)[0]).decode()
+        assert "missing: node-0003" in process.communicate(text)[0]
+    assert process.returncode == 0
+
+
+def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
+    (tmp_path / "late.py").write_text(
+        "import os, time, torch.distributed as dist\n"
+        "time.sleep(6 * int(os.environ['RANK']))\n"
+        "dist.init_process_group('gloo')\n"
+        "import bootseer; bootseer.training_began()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "late.py"]
+    with follow("late") as process:
+        assert run("run", "-q", "--job", "late", "--", *torchrun).returncode == 0
+        out, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert re.search(r"^1 of 2 ranks at process_group; missing: \S+ rank 1 \(after model_\S+, [\d.]+ s\)$", out, re.M)
+    assert "2 of 2 ranks began to train\nStartup took " in out
+
+
+def test_each_byte_is_read_once(tmp_path):
+    events = started()
+    log = tmp_path / "job.log"
+    growing = Growing()
+    log.write_bytes(b"")
+    found = []
+    for place in range(0, len(events), 10):
+        text = b"".join(encode(event) for event in events[place : place + 10])
+        for half in (text[:100], text[100:]):
+            with log.open("ab") as file:
+                file.write(half)
+            found += growing.look(sources([str(log)]))
+    assert found == events
+    assert growing.result.bytes == log.stat().st_size
+    log.unlink()
+    written(events[:1], log)  # rotated
+    assert growing.look(sources([str(log)])) == events[:1]
+    (tmp_path / "old.gz").write_bytes(gzip.compress(encode(events[0])))
+    assert [len(growing.look(sources([str(tmp_path / "old.gz")]))) for _ in range(2)] == [1, 0]
+
+
+def test_restarts_attempts_and_ends_replace_what_was_before():
+    def said(*batches: list[Event]) -> str:
+        live = Live(None, None, None)
+        for batch in batches:
+            live.feed(batch)
+        return live.moment(time.time_ns()).text()
+
+    before, after = split(started())
+    again = [event._replace(attempt=1) for event in before]
+    assert said(before, after, again).startswith("7 of 8 nodes at process_group; missing: node-0003 (")
+    assert said(again, after).startswith("7 of 8 nodes at process_group")
+    ranks = [event._replace(restart=1) for event in before if event.stage.startswith("model_") and event.rank != 4]
+    assert said(before, after, ranks).startswith("6 of 8 nodes at process_group; missing: node-0003")
+    run = next(event for event in before if event.stage == "run" and event.node == "node-0003")
+    ended = run._replace(phase="end", outcome="failed", attrs={"exit_code": 7})
+    assert "node-0003 (ended with exit code 7" in said(before, [ended])
+    assert "40 more: 40 in image_loading" in said(
+        [e for e in Fleet(44).events() if e.stage in ("run", "image_loading") and e.phase == "begin"]
+    )
+
+
+def test_hostile_events_neither_end_it_nor_reach_the_terminal(follow, tmp_path, alarm):
+    event = started()[0]._replace(job="j\x1b[2J", node="n\x1b]0;x\x07", phase="begin", stage="run", span="a" * 16)
+    odd = {"barrier": "\x1b[31mx#y", "world_size": 2**30, "num_nodes": True}
+    wait = event._replace(stage="model_initialization.x", span="b" * 16, rank=0, attrs=odd)
+    later = wait._replace(span="c" * 16, rank=1, wall_ns=-5, attrs={"barrier": 7})
+    ended = event._replace(phase="end", node="q", attrs={"exit_code": "\x1b[2J"})
+    written([event, wait, later, ended], tmp_path / "job.log")
+    with follow("job.log") as process:
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.communicate()[1]
+    assert " at \ufffd[31mx#y; missing: " in line
+    assert line.rstrip("\n").isprintable()

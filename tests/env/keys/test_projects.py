@@ -1,0 +1,114 @@
+"""Files besides pip's own that say what to install."""
+
+from __future__ import annotations
+
+import pytest
+
+from bootseer.env.keys.projects import asked, counted, grouped, kind_of, lines_of_pip
+from bootseer.errors import UsageError
+from setup_projects import Project
+
+PROJECT = '[project]\nname = "job"\nversion = "1"\ndependencies = ["click==8.1.7"]\n'
+PYLOCK = 'lock-version = "1.0"\n[[packages]]\nname = "click"\n'
+CONDA = "name: job\ndependencies:\n  - numpy\n  - pip:\n    - -r more.txt\n    - ./local\n    - click==8\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("requirements.txt", "click", "requirements"),
+        ("requirements.lock", "click==8 --hash=sha256:aa", "requirements"),
+        ("pyproject.toml", PROJECT, "pyproject"),
+        ("job.toml", PROJECT, "pyproject"),
+        ("pylock.toml", PYLOCK, "pylock"),
+        ("pylock.gpu.toml", PYLOCK, "pylock"),
+        ("a/uv.lock", "version = 1\n[[package]]\n", "uv.lock"),
+        ("environment.yml", CONDA, "conda"),
+        ("gpu.yaml", CONDA, "conda"),
+    ],
+)
+def test_a_file_is_known_by_name_and_content(name: str, text: str, kind: str) -> None:
+    assert kind_of(name, text.encode()) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "hint"),
+    [
+        ("poetry.lock", "", "nothing is installed", "poetry export"),
+        ("setup.py", "", "nothing is installed", "-e ."),
+        ("pyproject.toml", "[tool.ruff]", "no table [project]", "export"),
+        ("pyproject.toml", '[project]\ndynamic = ["dependencies"]', "its dependencies are dynamic", "uv lock"),
+        ("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{workspace = true}}", "workspace", "uv.lock"),
+        ("pyproject.toml", "[project", "no TOML", "written"),
+        ("pyproject.toml", f"x = {'[' * 50_000}", "no TOML", "written"),
+        ("my.lock", "version = 1\n[[package]]\n", "by another name", "uv.lock"),
+        ("values.yaml", "replicas: 3\n", "no environment for conda", "environment.yml"),
+    ],
+)
+def test_what_cannot_be_installed_from_is_an_error_with_what_to_do(name: str, text: str, words: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        kind_of(name, text.encode())
+    assert words in str(caught.value)
+    assert hint in caught.value.hint
+
+
+def test_of_a_project_only_what_decides_the_installation_counts() -> None:
+    def parts(text: str) -> tuple[str, ...]:
+        return counted("pyproject", "pyproject.toml", text.encode())
+
+    before = parts(PROJECT)
+    assert parts(f"# a comment\n{PROJECT}readme = 'x'\n[tool.ruff]\nline-length = 1\n") == before
+    assert parts(PROJECT.replace("8.1.7", "8.1.8")) != before
+    assert parts(f"{PROJECT}[tool.uv]\nno-binary-package = ['click']\n") != before
+    assert parts(f"{PROJECT}[build-system]\nrequires = ['hatchling']\n") != before
+
+
+def test_what_a_file_takes_from_this_machine_or_from_repositories_is_told() -> None:
+    sources = "a = {path = '../a', editable = true}\nb = {git = 'https://tok@h.test/b', branch = 'main'}\n"
+    found = list(asked("pyproject", "p", f"{PROJECT}[tool.uv.sources]\n{sources}".encode()))
+    assert [(one.kind, one.target, one.reference, one.editable) for one in found] == [
+        ("path", "../a", "", True),
+        ("vcs", "git+https://h.test/b", "main", False),
+    ]
+    lock = (
+        'version = 1\n[[package]]\nname = "a"\nsource = { editable = "../a" }\n[[package]]\nname = "me"\n'
+        'source = { virtual = "." }\n[[package]]\nname = "w"\nwheels = [{ path = "/w/w.whl" }, '
+        '{ path = "/w/known.whl", hash = "sha256:aa" }]\n'
+    )
+    assert {(one.target, one.editable) for one in asked("uv.lock", "uv.lock", lock.encode())} == {
+        ("../a", True),
+        ("/w/w.whl", False),
+    }
+    pylock = PYLOCK + 'directory = { path = "lib" }\nwheels = [{ path = "x.whl", hashes = {sha256 = "aa"} }]\n'
+    assert [one.target for one in asked("pylock", "pylock.toml", pylock.encode())] == ["lib"]
+    assert lines_of_pip(CONDA.encode()).split("\n") == ["-r more.txt", "./local"]
+
+
+def test_conda_comes_first_and_each_lock_is_installed_by_itself() -> None:
+    files = [("r.txt", "a"), ("pylock.toml", PYLOCK), ("pyproject.toml", PROJECT), ("environment.yml", CONDA)]
+    assert grouped([(name, text.encode()) for name, text in files]) == [
+        ("conda", ["environment.yml"]),
+        ("pylock", ["pylock.toml"]),
+        ("pyproject", ["r.txt", "pyproject.toml"]),
+    ]
+
+
+def test_such_files_are_in_the_key_with_all_that_they_name(empty: Project) -> None:
+    empty.write("a/pyproject.toml", "[project]\nname = 'a'\nversion = '1'\n")
+    empty.write("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{path = 'a'}}\n")
+    before = empty.key(requirements=("pyproject.toml",))
+    assert "dependencies of pyproject.toml" in before.unpinned
+    empty.write("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{path = 'a'}}\n[tool.ruff]\n")
+    assert empty.key(requirements=("pyproject.toml",)).digest == before.digest
+    empty.write("a/a.py", "")
+    assert empty.key(requirements=("pyproject.toml",)).digest != before.digest
+    empty.write("uv.lock", 'version = 1\n[[package]]\nname = "a"\nsource = { directory = "a" }\n')
+    locked = empty.key(requirements=("uv.lock",))
+    assert {"requirements uv.lock", "requirements pyproject.toml"} <= locked.components.keys()
+    assert f"package {empty.job / 'a'}" in locked.components
+    assert not locked.unpinned
+    empty.write("environment.yml", CONDA)
+    empty.write("more.txt", "six\n")
+    conda = empty.key(requirements=("environment.yml",))
+    assert "requirements more.txt" in conda.components
+    assert "six" in conda.unpinned
