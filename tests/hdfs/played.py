@@ -7,7 +7,7 @@ import random
 from bootseer.errors import BootseerError
 from bootseer.hdfs.errors import DataNodeError
 from bootseer.hdfs.located import Block, LocatedFile, Node
-from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Run, Source, Ticket
+from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 
 PIECE = 100
@@ -30,7 +30,7 @@ class Played:
     def __init__(self, *replicas: tuple[str, ...], options: ReadSettings = SMALL) -> None:
         self.now_s = 0.0
         self.schedule = Schedule(options)
-        self.source = Source(located(list(replicas)), "hdfs://nn/f")
+        self.source = HdfsSource(located(list(replicas)), "hdfs://nn/f")
         self.data = random.Random(1).randbytes(self.source.located.size_bytes)
         self.ended: list[Ticket] = []
         self.memory: dict[Ticket, bytearray] = {}

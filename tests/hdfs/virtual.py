@@ -18,7 +18,7 @@ from bootseer.errors import PermanentError
 from bootseer.hdfs.errors import SilentError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.reads import HdfsFile
-from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Run, Source
+from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Run
 from bootseer.hdfs.requests import Ticket as Asked
 from bootseer.hdfs.schedule import Schedule
 
@@ -186,7 +186,7 @@ class File:
         self.size_bytes = located.size_bytes
         self.version = located.version
         self._links = links
-        self._source = Source(located, located.path)
+        self._source = HdfsSource(located, located.path)
 
     nodes = HdfsFile.nodes
 

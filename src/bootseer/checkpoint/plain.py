@@ -1,4 +1,4 @@
-"""Whether a folder of checkpoints is better read as it lies there than through a mount. Called by `launch`.
+"""Whether a folder of checkpoints is better read as it lies there than through a mount.
 
 A mount pays off where something is far away: it asks many servers at once, begins before the program does, and keeps
 what it got. A local disk has one copy at hand, which the kernel brings faster than a daemon that reads it, compares it,

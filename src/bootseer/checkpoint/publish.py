@@ -148,7 +148,7 @@ def put_checkpoint(
     return Put(target, found.size_bytes, len(found.files), num_striped, latest, removed, kept_bytes)
 
 
-def _planned(files: Files, folder: str, name: str, source: _Source, policy: Policy, settings: PutSettings) -> Put:
+def _planned(files: Files, folder: str, name: str, source: _LocalSource, policy: Policy, settings: PutSettings) -> Put:
     """What would be done."""
     target = join(folder, name)
     _check_free(files, target, source, settings.replace)
@@ -172,7 +172,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _LocalSource:
     root: Path
     is_file: bool
     files: Sequence[_File]
@@ -200,7 +200,7 @@ def _check_apart(place: Place, source: Path) -> None:
         raise UsageError(f"{place.uri} lies in {source}", hint="put it into a folder outside")
 
 
-def _files_of(source: Path, name: str) -> _Source:
+def _files_of(source: Path, name: str) -> _LocalSource:
     """What is to be written; `name` is what a single file is to be called. Links to files are followed, as model hubs
     make them; other special things are refused.
     """
@@ -209,7 +209,7 @@ def _files_of(source: Path, name: str) -> _Source:
     except OSError as error:
         raise UsageError(f"{source}: {error.strerror}", hint="name a local folder or file") from error
     if stat.S_ISREG(status.st_mode):
-        return _Source(source, True, [_file(name, source)], [])
+        return _LocalSource(source, True, [_file(name, source)], [])
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{source} is neither a folder nor a file", hint="name a local folder or file")
     files: list[_File] = []
@@ -233,10 +233,10 @@ def _files_of(source: Path, name: str) -> _Source:
                 waiting.append(local)
     if not files:
         raise UsageError(f"{source} has no files", hint="name the folder of a checkpoint")
-    return _Source(source, False, files, folders)
+    return _LocalSource(source, False, files, folders)
 
 
-def _check_names(place: Place, name: str, source: _Source) -> None:
+def _check_names(place: Place, name: str, source: _LocalSource) -> None:
     """What a place cannot store, it would refuse after hours of writing."""
     paths = [name, *(file.name for file in source.files), *(folder for folder, _ in source.folders)]
     for one in sorted({one for path in paths for one in path.split("/")}):
@@ -265,7 +265,7 @@ def _file(name: str, local: Path) -> _File:
     return _File(name, local, status.st_size, stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
 
 
-def _check_free(files: Files, target: str, source: _Source, replace: bool) -> None:
+def _check_free(files: Files, target: str, source: _LocalSource, replace: bool) -> None:
     """Before hours of writing; what counts is the renaming at the end."""
     try:
         there = files.stat(target)
@@ -287,7 +287,7 @@ def _check_free(files: Files, target: str, source: _Source, replace: bool) -> No
 def _write_all(
     files: Files,
     attempt: Attempt,
-    source: _Source,
+    source: _LocalSource,
     policy: Policy,
     settings: PutSettings,
     progress: Callable[[int, int], None] | None,
@@ -375,7 +375,7 @@ def _moved(files: Files, rest: str, root: str, file: _File, source: FileSource) 
     return True
 
 
-def _compare(files: Files, root: str, source: _Source) -> int:
+def _compare(files: Files, root: str, source: _LocalSource) -> int:
     """What is there is what was to be written, as far as names and lengths tell. Returns how many are striped."""
     infos = {info.path[len(root) + 1 :]: info for info in walk(files, root)}
     there = {name: info.size_bytes for name, info in infos.items()}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from bootseer.errors import PermanentError
 from bootseer.hdfs.located import LocatedFile
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.requests import ReadOutcome, ReadSettings, Source, Ticket
+from bootseer.hdfs.requests import HdfsSource, ReadOutcome, ReadSettings, Ticket
 from bootseer.hdfs.rpc import UnsupportedError
 from bootseer.hdfs.serving import Serving
 
@@ -79,7 +79,7 @@ class HdfsFile:
 
     def __init__(self, serving: Serving, located: LocatedFile, named: str) -> None:
         self._serving = serving
-        self._source = Source(located, named)
+        self._source = HdfsSource(located, named)
         self.size_bytes = located.size_bytes
         self.version = located.version
 

@@ -74,7 +74,7 @@ class State(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Source:
+class HdfsSource:
     """A file that is read, and where it lies by the latest answer of the NameNode."""
 
     located: LocatedFile
@@ -93,7 +93,7 @@ class Source:
 class Ticket:
     """One read. `done` is called once, when no thread writes to its memory any more."""
 
-    source: Source
+    source: HdfsSource
     offset: int
     into: memoryview
     done: Callable[[ReadOutcome], None]

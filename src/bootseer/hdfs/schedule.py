@@ -23,11 +23,11 @@ from bootseer.hdfs.requests import (
     MAX_PACKETS,
     NOTHING,
     Deadlines,
+    HdfsSource,
     NodeQueue,
     Piece,
     ReadSettings,
     Run,
-    Source,
     State,
     Ticket,
     hopeless,
@@ -55,14 +55,14 @@ class Schedule:
             max_run_bytes=settings.max_run_bytes,
         )
         self.ended: deque[Ticket] = deque()
-        self.asking: deque[Source] = deque()
+        self.asking: deque[HdfsSource] = deque()
         self.wrong: list[tuple[Block, frozenset[str]]] = []
         self.runs: dict[Run, None] = {}
         self.counts: Counter[str] = Counter()
         self.num_pieces = 0
         self._deadlines = Deadlines()
         self._num_hedges = 0
-        self._parked: dict[Source, list[Piece]] = {}
+        self._parked: dict[HdfsSource, list[Piece]] = {}
 
     # What readers want
 
@@ -238,7 +238,7 @@ class Schedule:
             self._open_circuit(queue, now_s)
         self.queues.poke(queue)
 
-    def located(self, source: Source, answer: LocatedFile | BootseerError, now_s: float) -> None:
+    def located(self, source: HdfsSource, answer: LocatedFile | BootseerError, now_s: float) -> None:
         """The NameNode's new answer for a file, for the pieces that wait for it."""
         source.answered_s = now_s
         self.counts["refreshes"] += 1
@@ -267,7 +267,7 @@ class Schedule:
             if now_s - run.began_s >= self._settings.least_late_s and not run.stopped:
                 self._relieve(run, now_s)
 
-    def delay_s(self, source: Source, offset: int, length: int, now_s: float) -> float:
+    def delay_s(self, source: HdfsSource, offset: int, length: int, now_s: float) -> float:
         """Seconds until a range would be here if it was asked for now; infinity when no DataNode is expected to give
         it."""
         if not 0 <= offset < source.located.size_bytes:

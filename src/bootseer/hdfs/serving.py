@@ -24,7 +24,7 @@ from bootseer.hdfs.datanode import BlockRead, ConnectionPool, DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
 from bootseer.hdfs.located import Block, LocatedFile, Node
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.requests import NOTHING, ReadOutcome, ReadSettings, Run, Source, Ticket
+from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadOutcome, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
@@ -348,7 +348,7 @@ class Serving:
             alone = not self._schedule.silent(run, 0.0)
         return self.settings.reconnect_s if alone else self.settings.silent_s
 
-    def _locate(self, source: Source) -> None:
+    def _locate(self, source: HdfsSource) -> None:
         """Ask the NameNode again where a file is."""
         answer: LocatedFile | BootseerError
         try:

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from bootseer.checkpoint.files import FileInfo, Files
-from bootseer.checkpoint.mount.content import Content, Sources
+from bootseer.checkpoint.mount.content import Content, MountContext
 from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Entry
@@ -57,7 +57,7 @@ class Read:
         self.answers: list[Data | int] = []
         self.said: list[str] = []
         info = FileInfo(Entry("f", False, len(DATA), 0, 0o644, "o", "g", "1"), len(DATA), is_striped=False)
-        sources = Sources(
+        context = MountContext(
             files=Files(FolderPlace(folder)),
             open=self._open,
             begin=_refuse,
@@ -66,7 +66,7 @@ class Read:
             on_read=lambda path, offset, length: None,
         )
         nodes = Nodes(info)
-        self.content = Content(nodes.acquire("f", info), sources, nodes.detach)
+        self.content = Content(nodes.acquire("f", info), context, nodes.detach)
 
     def _open(self, path: str) -> Version:
         self.versions.append(Version(self._before))

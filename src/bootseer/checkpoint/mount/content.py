@@ -97,7 +97,7 @@ class HeldReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class MountContext:
     """Where content comes from and goes to."""
 
     files: Files
@@ -114,14 +114,14 @@ class Sources:
 class Content:
     """See the module. Made when a file is opened; over when the last one has closed it."""
 
-    def __init__(self, node: Node, sources: Sources, detach: Callable[[Node], None]) -> None:
+    def __init__(self, node: Node, context: MountContext, detach: Callable[[Node], None]) -> None:
         """`detach` lets the node's name lead to what the place has."""
         self.lock = threading.RLock()
         self._turn = threading.RLock()
         self.handles: set[int] = set()
         """The open files that lead here; kept by `open_files`."""
         self._node = node
-        self._sources = sources
+        self._context = context
         self._detach = detach
         self._read: HeldReader | None = None
         """The version that is read, once it is."""
@@ -243,14 +243,14 @@ class Content:
         if path is None:
             raise stale()
         try:
-            return HeldReader(self._sources.open(path), path)
+            return HeldReader(self._context.open(path), path)
         except NotFoundError:
             # It may just be getting another name.
             with self.changing():
                 moved = self._node.path
                 if moved is None or moved == path:
                     raise
-                return HeldReader(self._sources.open(moved), moved)
+                return HeldReader(self._context.open(moved), moved)
 
     def _is_right(self, reader: CheckpointFile) -> bool:
         """Whether this is the version that the node is of. The kernel would cut off what is longer than it knows."""
@@ -291,16 +291,16 @@ class Content:
         if wanted <= 0:
             reply(b"")
             return
-        self._sources.on_read(self._node.info.path, offset, wanted)
+        self._context.on_read(self._node.info.path, offset, wanted)
 
         def done(result: Data | BootseerError) -> None:
             if isinstance(result, BootseerError):
-                self._sources.on_error(f"reading {self._node.info.path}: {result}")
+                self._context.on_error(f"reading {self._node.info.path}: {result}")
                 reply(number_of(result))
             elif len(result) == wanted:
                 reply(result)
             else:  # which would tell the kernel that the file ends there
-                self._sources.on_error(f"reading {self._node.info.path}: {len(result)} bytes in place of {wanted}")
+                self._context.on_error(f"reading {self._node.info.path}: {len(result)} bytes in place of {wanted}")
                 reply(errno.EIO)
 
         reader.read_async(offset, wanted, done, room[:wanted])
@@ -430,7 +430,7 @@ class Content:
         path = self._node.info.path if self._is_removed else self._node.path
         if path is None:
             raise stale()
-        return self._sources.begin(path, stat.S_IMODE(self._node.info.entry.mode))
+        return self._context.begin(path, stat.S_IMODE(self._node.info.entry.mode))
 
     def _start(self, writer: FileWriter) -> FileWriter:
         with self.lock:
@@ -465,14 +465,14 @@ class Content:
         return self._start(writer)
 
     def _check_small(self, keep_bytes: int) -> None:
-        if keep_bytes > self._sources.rewrite_bytes:
-            self._sources.on_error(f"{self._node.info.path} is too large to be changed or appended to: write it anew")
+        if keep_bytes > self._context.rewrite_bytes:
+            self._context.on_error(f"{self._node.info.path} is too large to be changed or appended to: write it anew")
             raise refusal(errno.EOPNOTSUPP)
 
     def _settled(self, entry: Entry | None) -> FileInfo:
         """Give what was published the owner, the rights and the time that it should have: what it is then. `entry`:
         what is known of it."""
-        path, files = self._node.path, self._sources.files
+        path, files = self._node.path, self._context.files
         if path is None:
             raise stale()
         with self.lock:

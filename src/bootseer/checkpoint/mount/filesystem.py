@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
-from bootseer.checkpoint.mount.content import Check, Content, Node, Sources
+from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
 from bootseer.checkpoint.mount.nodes import Listings, Nodes, is_same
 from bootseer.checkpoint.mount.open_files import OpenFiles
 from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
@@ -48,13 +48,13 @@ class _Listing:
 class CheckpointFiles:
     """A `fuse.filesystem.FileSystem` over a place's visible tree."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, context: MountContext) -> None:
         """Asks for the root, so that a place that cannot be reached shows at once."""
-        self._sources = sources
-        self._files = sources.files
+        self._context = context
+        self._files = context.files
         self._nodes = Nodes(self._files.stat(""))
         self._listings = Listings(time.monotonic)
-        self._open = OpenFiles(self._nodes, sources)
+        self._open = OpenFiles(self._nodes, context)
         self._folders: dict[int, _Listing] = {}
         self._numbers = itertools.count(1)
         self._lost: deque[str] = deque(maxlen=_MAX_NAMES)
@@ -261,7 +261,7 @@ class CheckpointFiles:
             with self._publishing(opened):
                 self._open.close(handle)
         except OSError as error:
-            self._sources.on_error(f"{path} was not published: {error}")
+            self._context.on_error(f"{path} was not published: {error}")
             self._lost.append(path or "")
             raise
 
@@ -354,7 +354,7 @@ class CheckpointFiles:
             raise refusal(errno.EPERM)
         why = self._files.place.refusal(own_name)
         if why:  # told now, and not when all of a file was written
-            self._sources.on_error(f"{path}: {why}")
+            self._context.on_error(f"{path}: {why}")
             raise refusal(errno.EINVAL)
         return path
 
@@ -424,7 +424,7 @@ class CheckpointFiles:
                     if content.end_writing():
                         done.append(node.info.path)
                 except (BootseerError, OSError) as error:
-                    self._sources.on_error(f"{node.info.path} was not published: {error}")
+                    self._context.on_error(f"{node.info.path} was not published: {error}")
                     self._lost.append(node.info.path)
         return done[:_MAX_NAMES], self.lost()
 
@@ -433,7 +433,7 @@ class CheckpointFiles:
         return {"open_files": self._open.num_open(), "known_names": self._nodes.num_known()}
 
     def _logging_errors(self, what: str) -> AbstractContextManager[None]:
-        return logged_os_errors(what, self._sources.on_error)
+        return logged_os_errors(what, self._context.on_error)
 
 
 def _changed(info: FileInfo, changes: Changes) -> FileInfo:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bootseer.checkpoint.mount.content import Check, Content, Node, Sources, no_check
+from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node, no_check
 from bootseer.checkpoint.mount.nodes import Nodes
 from bootseer.checkpoint.os_errors import bad_handle
 from bootseer.errors import BootseerError
@@ -36,9 +36,9 @@ class _Handle:
 class OpenFiles:
     """All open files of a mount."""
 
-    def __init__(self, nodes: Nodes, sources: Sources) -> None:
+    def __init__(self, nodes: Nodes, context: MountContext) -> None:
         self._nodes = nodes
-        self._sources = sources
+        self._context = context
         self._lock = threading.Lock()
         self._handles: dict[int, _Handle] = {}
         self._numbers = itertools.count(1)
@@ -75,7 +75,7 @@ class OpenFiles:
         with self._lock:
             content = node.content
             if content is None:
-                content = node.content = Content(node, self._sources, self._nodes.detach)
+                content = node.content = Content(node, self._context, self._nodes.detach)
             content.handles.add(number)
             self._handles[number] = _Handle(node, content, writes, opener)
         return number

@@ -16,7 +16,7 @@ from typing import Any
 from bootseer.bring.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.mount.content import Sources
+from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
 from bootseer.checkpoint.mount.startup import Startup
 from bootseer.checkpoint.places.open import open_place
@@ -106,7 +106,7 @@ class Serving:
 
     def __call__(self, on_error: OnError) -> Served:
         keep_freed_memory()
-        source = _Source(self.request, on_error)
+        source = _MountedPlace(self.request, on_error)
 
         def show(target: Path, label: str, on_error: OnError) -> WritableSession:
             how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
@@ -122,7 +122,7 @@ def _ignore(path: str, offset: int, length: int) -> None:
     """Reads are not recorded."""
 
 
-class _Source:
+class _MountedPlace:
     """The parts of one mount, and their end."""
 
     def __init__(self, request: MountRequest, on_error: OnError) -> None:
@@ -150,7 +150,7 @@ class _Source:
             self._writing = Writing(files, policy_of=policy_of, spool=spool)
             opened.callback(self._writing.close)
             self.shown = CheckpointFiles(
-                Sources(
+                MountContext(
                     files=files,
                     open=self._reading.open,
                     begin=lambda path, mode: self._writing.open(path, mode=mode, is_checked=True),
