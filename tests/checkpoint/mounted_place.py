@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.mount.content import Sources
+from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Place
@@ -68,7 +68,7 @@ class MountedPlace:
             self.files, policy_of=lambda path: STRIPED, spool=target.parent / "spool", settings=settings
         )
         self.shown = CheckpointFiles(
-            Sources(
+            MountContext(
                 files=self.files,
                 open=self.reading.open,
                 begin=lambda path, mode: self.writing.open(path, mode=mode, is_checked=True),
