@@ -222,7 +222,7 @@ def test_help_has_an_example(ckpt: Run, verb: str) -> None:
 
 
 def test_a_mistyped_address_makes_no_folder(ckpt: Run, source: Path, tmp_path: Path) -> None:
-    assert "no place" in ckpt("put", str(source), "hdfs:/namenode/jobs", code=2).stderr
+    assert "not a place" in ckpt("put", str(source), "hdfs:/namenode/jobs", code=2).stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10"]
 
 
