@@ -80,10 +80,10 @@ def test_a_terminal_shows_a_bar_that_fits_and_goes() -> None:
     with screen(40) as seen:
         with shown("converting registry:5000/team/a-long-name-of-an-image:7", "bytes") as heard:
             heard(1 << 20, 2 << 20)
-        begin, line, end = seen().split("\r\x1b[K")
+        begin, *lines, end = seen().split("\r\x1b[K")
     assert (begin, end) == ("", "")
-    assert line.startswith("converting registry")
-    assert len(line) == 39
+    assert {line.startswith("converting registry") for line in lines} == {True}  # more than one on a slow machine
+    assert {len(line) for line in lines} == {39}
 
 
 @pytest.mark.usefixtures("long_at_once")
