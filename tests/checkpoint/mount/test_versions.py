@@ -44,12 +44,28 @@ def test_a_file_that_was_replaced_elsewhere_is_never_mixed_with_what_it_was(
 ) -> None:
     old, new = b"o" * LARGE, b"n" * LARGE
     (one.target / "f").write_bytes(old)
+    until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
     with (one.target / "f").open("rb", buffering=0) as reader:
         assert reader.read(MIB) == old[:MIB]
         (other.target / "f").write_bytes(new)
         assert (one.target / "f").read_bytes() == new, "opening asks"
         check_rest(reader, old[MIB:])
         assert (one.target / "f").read_bytes() == new
+
+
+def test_opening_asks_also_while_one_who_saw_the_file_grow_has_it_open(one: MountedPlace, other: MountedPlace) -> None:
+    old, new = b"o" * LARGE, b"n" * LARGE
+    with (one.target / "f").open("wb", buffering=0) as writer:
+        writer.write(old)
+        reader = (one.target / "f").open("rb", buffering=0)
+    with reader:
+        until(lambda: one.shown.facts()["open_files"] == 1, "the writer's end is told")
+        assert (one.target / "f").read_bytes() == old
+        (other.target / "f").write_bytes(new)
+        assert (one.target / "f").read_bytes() == new
+        check_rest(reader, old)
+        (one.target / "f").unlink()
+        assert not (other.target / "f").exists()
 
 
 def test_a_file_replaced_by_one_of_the_same_size_and_time_is_another_file(

@@ -120,6 +120,8 @@ class Content:
         self._turn = threading.RLock()
         self.handles: set[int] = set()
         """The open files that lead here; kept by `open_files`."""
+        self.num_writers = 0
+        """How many of them can write; kept by `open_files`."""
         self._node = node
         self._context = context
         self._detach = detach
@@ -139,7 +141,12 @@ class Content:
     @property
     def is_live(self) -> bool:
         """Whether this, and not the place, says what the file's name leads to."""
-        return self._writer is not None and not self._is_removed
+        return self._writer is not None and not self._is_removed and (self._is_dirty or self.num_writers > 0)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is left to readers, after it was published: the place may have another version by now."""
+        return self._writer is not None and not self._is_removed and not self.is_live
 
     @property
     def is_removed(self) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node, no_check
-from bootseer.checkpoint.mount.nodes import Nodes
-from bootseer.checkpoint.os_errors import bad_handle
-from bootseer.errors import BootseerError
+from bootseer.checkpoint.mount.nodes import Nodes, is_same
+from bootseer.checkpoint.os_errors import bad_handle, stale
+from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fuse.callers import num_writing, process_of, was_killed
 from bootseer.fuse.filesystem import Opened, Reply
 
@@ -53,6 +53,7 @@ class OpenFiles:
             # This handle adds nothing, and its close is not reported.
             with self.changing(node) as emptied:
                 emptied.begin_empty(check)
+        was_left = node.content is not None and node.content.is_left
         handle = self._new_handle(node, writes, thread)
         try:
             content = self._handles[handle].content
@@ -63,11 +64,23 @@ class OpenFiles:
                 if writes and flags & os.O_APPEND:
                     content.begin_appending()
                 is_read = flags & os.O_ACCMODE != os.O_WRONLY
+                if was_left:
+                    self._check_version(node)
                 keep_pages = content.begin_reading() if is_read else content.begin_writing()
         except BaseException:
             self.close(handle)
             raise
         return Opened(handle, keep_pages)
+
+    def _check_version(self, node: Node) -> None:
+        """Raise ESTALE when the node's name leads to another version by now: the kernel looks for the name again."""
+        try:
+            is_current = node.path is not None and is_same(self._context.files.stat(node.path), node.info)
+        except NotFoundError:
+            is_current = False
+        if not is_current:
+            self._nodes.detach(node)
+            raise stale()
 
     def _new_handle(self, node: Node, writes: bool, thread: int) -> int:
         opener = process_of(thread) if writes else 0
@@ -77,6 +90,7 @@ class OpenFiles:
             if content is None:
                 content = node.content = Content(node, self._context, self._nodes.detach)
             content.handles.add(number)
+            content.num_writers += writes
             self._handles[number] = _Handle(node, content, writes, opener)
         return number
 
@@ -167,6 +181,7 @@ class OpenFiles:
         with self._lock:
             del self._handles[handle]
             content.handles.discard(handle)
+            content.num_writers -= opened.writes
             is_last = not content.handles
         if not is_last:
             if opened.writes:
