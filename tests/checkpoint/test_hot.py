@@ -58,13 +58,13 @@ def test_all_that_was_read_is_in_the_list(reads: list[tuple[str, int, int]]) -> 
     ],
 )
 def test_forged_lists_are_refused(ranges: object) -> None:
-    with pytest.raises(CorruptError, match="no hot list"):
+    with pytest.raises(CorruptError, match="malformed hot list"):
         decode(json.dumps({"schema": SCHEMA, "ranges": ranges}).encode(), "s")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"schema": "other"}', b"[" * 100_000, b" " * (MAX_BYTES + 1)])
 def test_what_is_no_list_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptError, match="no hot list"):
+    with pytest.raises(CorruptError, match="malformed hot list"):
         decode(data, "s")
 
 
