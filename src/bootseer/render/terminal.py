@@ -151,7 +151,9 @@ def _print_facts(report: Report, console: Console) -> None:
         rows.append(("GPU time", hours))
     expected = coverage.nodes_expected or _UNOBSERVED
     ranks = (
-        f", ranks {coverage.ranks_heard} of {coverage.ranks_expected or _UNOBSERVED}" if coverage.ranks_heard else ""
+        f", ranks {coverage.ranks_heard}" + f" of {coverage.ranks_expected}" * bool(coverage.ranks_expected)
+        if coverage.ranks_heard
+        else ""
     )
     rows.append(("heard of", f"nodes {coverage.nodes_heard} of {expected}{ranks}"))
     if report.share is not None:
