@@ -6,7 +6,7 @@
 
 A module logs to `logger(__name__)`. Lines of the program go to standard error; those of a daemon to a file
 of its own, which always has what is worth knowing (`info`) and is bounded. Logins in addresses and values that are
-called secrets are removed from every line, whoever wrote it.
+called secrets are removed from every line.
 
 Imported only where something is logged: `logging` takes 4 ms, and a job's start waits for `bootseer run`.
 """

@@ -60,7 +60,7 @@ class Barrier:
 
     @property
     def passed(self) -> bool:
-        """Whether anybody can have passed: nobody passes `training_began` in a failed or abandoned startup."""
+        """Whether a node can have passed: none passes `training_began` in a failed or abandoned startup."""
         return self.name != TRAINING_BEGAN or any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
 
     @property

@@ -48,7 +48,7 @@ class Moment:
     nodes_heard: int
     nodes_expected: int | None
     barrier: str
-    """Where most wait, `training_began` when some are done; empty when nobody waits."""
+    """Where most wait, `training_began` when some are done; empty when no node waits."""
     unit: str
     """What is counted: `nodes`, or `ranks` of a single node."""
     arrived: int

@@ -233,7 +233,7 @@ def _unmarked(report: Report) -> list[str]:
 
 
 def _far(off_s: float) -> str:
-    """How far a clock is off: nobody counts years in hours."""
+    """How far a clock is off, in years where hours would be too many."""
     days = abs(off_s) / 86_400
     if days < 2:
         return format_seconds(abs(off_s))

@@ -175,7 +175,7 @@ class ImageSetUp(SettingUp):
         asked = telling(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
         if asked.folder is None:
             return replace(asked, env={})
-        folder.chmod(0o777)  # whoever the image's user is
+        folder.chmod(0o777)  # for any user of the image
         hook = folder / "hook.bash"
         if hook.exists():
             text = hook.read_text(errors="surrogateescape").replace(str(folder), _EXPORTS)

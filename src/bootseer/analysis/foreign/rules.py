@@ -25,7 +25,7 @@ from bootseer.trace.event import FAILED, OK
 BEGIN: Final = "begin"
 END: Final = "end"
 FAIL: Final = "fail"
-"""An end that is none: the stage failed."""
+"""The stage failed here, and did not end well."""
 TOOK: Final = "took"
 """Tells a duration: it ended when the line was written, or at the moment of the rule's `label`."""
 MARK: Final = "mark"

@@ -187,7 +187,7 @@ class Requirements:
         return found
 
     def _other(self, kind: projects.Kind, path: str, data: bytes, files: Files) -> list[tuple[str, bool]]:
-        """A file of `--requirements` that is none of pip's."""
+        """A file of `--requirements` in another form than that of pip."""
         folder = posixpath.dirname(path)
         self.files[path] = projects.counted(kind, path, data)
         for wanted in projects.asked(kind, path, data):

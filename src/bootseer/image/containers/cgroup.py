@@ -1,8 +1,8 @@
 """A cgroup for a container with `--memory` or `--cpus`: below our own, so that the job stays within what its scheduler
 has allotted.
 
-The runtimes are told to leave cgroups alone, because most users may not change them; whoever asks for a limit gets it
-from here, with runc and with crun, in both versions of cgroups, or hears why not. Called by `container`, and by
+The runtimes are told to leave cgroups alone, because most users may not change them; a limit is set here, for runc and
+crun and in both versions of cgroups, or refused with the reason. Called by `container`, and by
 `cli.image_options` to find out before anything is fetched.
 """
 

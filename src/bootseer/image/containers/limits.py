@@ -56,7 +56,7 @@ class Limits:
 
 
 def capabilities_of(limits: Limits) -> list[str]:
-    """The rights that the container gets. Raises `UsageError` for names that are none, and for what it cannot get."""
+    """The rights that the container gets. Raises `UsageError` for unknown names, and for what it cannot get."""
     added = _names("--cap-add", limits.capabilities)
     dropped = _names("--cap-drop", limits.dropped)
     ours = _bounding()
