@@ -52,3 +52,8 @@ def format_bytes(count: int | float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 node`, `1,440 nodes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

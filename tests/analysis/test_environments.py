@@ -69,7 +69,7 @@ def test_facts_of_a_wrong_type_are_unknown_and_not_believed() -> None:
     odd = {"seconds": -1, "age_s": "old", "num_files": True, "size_bytes": -5, "mode": None, "coverage": []}
     (row,) = rows(event("n0", **odd))
     assert (row.seconds, row.age_s, row.num_files, row.size_bytes, row.mode) == (None, None, 0, 0, "")
-    assert summary([row]) == ["n0 in an unknown way: no reason was told"]
+    assert summary([row]) == ["n0 in an unknown way: no reason was given"]
 
 
 def test_nodes_are_summed_up_by_the_way_in_which_their_environments_came() -> None:

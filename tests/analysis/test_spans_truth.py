@@ -215,6 +215,21 @@ def test_what_the_user_marks_outranks_the_hook(marks, end_s):
     assert result.overhead.startup_s == pytest.approx(end_s)
 
 
+def test_a_command_that_fails_behind_other_stages_is_where_the_node_stopped():
+    """Not the image, which was loaded: one GPU and one node are told as one."""
+    parts = [span(0, 10, "image_loading"), span(10, 40, "command", outcome="failed")]
+    result = report(span(0, 40, "run", outcome="failed", attrs={"gpus": 1}), *parts)
+    assert result.nodes[0].last_stage == "model_initialization"
+    assert "on 1 node, 1 GPU, and training" in result.verdict
+
+
+def test_a_command_whose_first_step_was_told_is_initialization_until_then():
+    """As of one that failed, and not time that no stage covers: the program has no hook."""
+    parts = [span(0, 10, INSTALL), span(10, 3600, "command")]
+    result = report(span(0, 3600, "run"), *parts, began(40, by="pattern"))
+    assert row(result, "model_initialization").max_s == pytest.approx(30)
+
+
 def test_only_one_rank_marks_the_first_step():
     """`if rank == 0: bootseer.training_began()`: the others are not lost, and their GPUs cost as much."""
     parts = [span(0, 100, "run", node=node, attrs={"gpus": 8}) for node in node_names(5)]
@@ -225,7 +240,7 @@ def test_only_one_rank_marks_the_first_step():
     assert result.overhead.gpu_hours == pytest.approx(5 * 8 * 40 / 3600)
     assert result.overhead.wait_gpu_hours == 0
     (line,) = result.headlines
-    assert "4 nodes said nothing of a first step" in line
+    assert "4 nodes showed no first step" in line
 
 
 def test_queue_and_allocation_are_the_jobs_and_not_the_nodes():

@@ -84,7 +84,7 @@ def test_what_cannot_be_mounted_or_unmounted_is_said_in_a_line(tmp_path: Path, c
         (("mount", "s3://bucket", tmp_path / "m"), "not a place for checkpoints"),
         (("mount", tmp_path / "none", tmp_path / "m"), "there is no file"),
         (("mount", tmp_path / "file", tmp_path / "m"), "a directory"),
-        (("mount", tmp_path / "place", tmp_path / "m", "--memory", "much"), "is no size"),
+        (("mount", tmp_path / "place", tmp_path / "m", "--memory", "much"), "is not a size"),
         (("umount", tmp_path / "m"), "no checkpoints are mounted there"),
     ):
         ended = ckpt(*words)

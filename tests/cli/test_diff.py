@@ -63,7 +63,7 @@ def test_json_and_widths(run, logs):
         (str(GOLDEN / "uv" / "plain.log"), 1, "nothing in it has a time"),
         (str(GOLDEN / "uv" / "plain.log@0"), 1, "nothing in it has a time"),
         ("fast.log@7", 2, "no such attempt"),
-        ("runs.log@7..99999999999999999", 2, "it holds attempts 0, 1, 2, 3, 4, 5"),
+        ("runs.log@7..99999999999999999", 2, "its attempts: 0, 1, 2, 3, 4, 5"),
         ("runs.log@3..1", 2, "no such attempt"),
         ("fast.log@0..", 2, "no such file"),
         ("fast.log@" + "1" * 5000, 2, "no such file"),

@@ -105,11 +105,11 @@ def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) ->
         (("key",), "--setup SCRIPT or --requirements FILE"),
         (("key", "-r", "nothing.txt"), "no such file"),
         (("show", "abcd"), "no snapshot begins with abcd"),
-        (("show", "xyz"), "is no key"),
+        (("show", "xyz"), "is not a key"),
         (("remove",), "nothing to remove"),
         (("restore", "abcd"), "what shall be done with it"),
         (("verify", "abcd", "--tier", "oracle"), "no setup to run"),
-        (("list", "--store", "gopher://x"), "is no kind of store"),
+        (("list", "--store", "gopher://x"), "is not a store"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Any, run: Any, words: tuple[str, ...], said: str) -> None:
@@ -128,7 +128,7 @@ def test_times_are_read(text: str, value_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1y", "none", "1e9", "9999999999"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time"):
+    with pytest.raises(UsageError, match="is not a duration"):
         parse_duration(text, "--env-wait")
 
 

@@ -107,13 +107,13 @@ def test_a_terminal_shows_it_in_place_and_is_left_as_it_was(follow, tmp_path, al
 def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm):
     events = started()
     with follow("moe") as process:
-        assert process.stdout.readline() == "nothing was heard of yet\n"
+        assert process.stdout.readline() == "no node was seen yet\n"
         folder = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
         folder.mkdir(parents=True)
         written(events, folder / "n.1.1.events")
         assert "Startup took" in process.communicate()[0]
     with follow("-", stdin=subprocess.PIPE) as process:
-        assert process.stdout.readline() == "nothing was heard of yet\n"
+        assert process.stdout.readline() == "no node was seen yet\n"
         text = b"".join(encode(event) for event in split(events)[0]).decode()
         assert "missing: node-0003" in process.communicate(text)[0]
     assert process.returncode == 0

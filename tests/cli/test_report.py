@@ -54,11 +54,11 @@ def test_a_log_gives_a_report(run, log):
     ("content", "words"),
     [
         (b"", "0 lines"),
-        (os.urandom(5 << 20).replace(b"@", b"a"), "no event and nothing that BootSeer knows"),
-        (b"all is well\n" * 9, "9 lines: no event"),
-        (b"@bootseer1 {broken}\n", "not_json"),
+        (os.urandom(5 << 20).replace(b"@", b"a"), "no events, and no lines that BootSeer knows"),
+        (b"all is well\n" * 9, "9 lines: no events"),
+        (b"@bootseer1 {broken}\n", "not json"),
         (LOG.replace(b"@bootseer1", b"@bootseer9"), "newer BootSeer"),
-        (gzip.compress(LOG)[:30], "1 archive_cut"),
+        (gzip.compress(LOG)[:30], "1 archive cut"),
     ],
     ids=["empty", "binary", "other", "broken", "future", "cut"],
 )
@@ -286,7 +286,7 @@ def test_usage_errors(run, log):
     ):
         result = run("report", name, *words)
         assert (result.returncode, result.stdout) == (2, ""), words
-    assert "holds attempts 0" in run("report", name, "--attempt", "7").stderr
+    assert "its attempts: 0" in run("report", name, "--attempt", "7").stderr
     assert "no such attempt or restart" in run("report", name, "--restart", "7").stderr
     assert run("report", name, "--began-pattern", os.fsdecode(b"\xff")).returncode == 0
     assert run("report", "nowhere", preexec_fn=lambda: os.close(2)).returncode == 2

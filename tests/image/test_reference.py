@@ -88,6 +88,13 @@ def test_a_password_in_a_name_is_not_repeated(text: str) -> None:
     assert "secret" not in str(caught.value) + caught.value.hint
 
 
+@pytest.mark.parametrize("text", ["https://registry.example/a:1", "HTTP://registry.example/a:1"])
+def test_an_address_as_in_a_browser_is_told_what_to_leave_out(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_reference(text)
+    assert caught.value.hint.startswith(f"leave out {text.partition('registry')[0]}; ")
+
+
 @pytest.mark.parametrize("text", ["docker://team/name:1", "team/name:1"])
 def test_an_image_without_a_registry_is_shown_with_one(text: str) -> None:
     with pytest.raises(UsageError, match="names no registry") as caught:

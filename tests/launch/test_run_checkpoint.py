@@ -112,7 +112,7 @@ def test_options_of_a_checkpoint_need_one(run: Run) -> None:
     assert ran.returncode == 2
     assert "give --checkpoint URI too" in ran.stderr
     ran = run("run", "--checkpoint", "/x", "--checkpoint-memory", "much", "--", "true")
-    assert (ran.returncode, "is no size" in ran.stderr) == (2, True)
+    assert (ran.returncode, "is not a size" in ran.stderr) == (2, True)
 
 
 def test_unmeasured_it_is_mounted_all_the_same(run: Run, job: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_file_that_nothing_installs_from_starts_nothing(place: Place) -> None:
     assert "poetry export -o requirements.txt" in ran.stderr
     place.write("environment.yml", "dependencies:\n  - numpy\n")
     ran = place.run("-r", "environment.yml", "--", "touch", "started", code=127)
-    assert "environment.yml: no environment of conda is active" in ran.stderr
+    assert "environment.yml: no conda environment is active" in ran.stderr
     if not any(map(shutil.which, CONDAS)):
         more = {"CONDA_PREFIX": str(place.venv)}
         ran = place.run("-r", "environment.yml", "--", "touch", "started", code=127, more=more)

@@ -319,7 +319,7 @@ def test_endpoint_url(endpoint: str | None, env: dict[str, str], url: str) -> No
     "endpoint", ["c:4318", "ftp://c", "http://", "http://c:port", "//u:secret@c", "http://[", "x y"]
 )
 def test_what_is_no_endpoint_is_refused_without_its_secrets(endpoint: str) -> None:
-    with pytest.raises(UsageError, match="no OTLP/HTTP endpoint") as caught:
+    with pytest.raises(UsageError, match="not an OTLP/HTTP endpoint") as caught:
         OtlpExporter(endpoint)
     assert "secret" not in str(caught.value)
     assert caught.value.hint

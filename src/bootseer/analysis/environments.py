@@ -127,7 +127,7 @@ _LINES: Mapping[str, Callable[[Sequence[EnvironmentStart]], list[str]]] = {
 
 
 def _first_reason(group: Sequence[EnvironmentStart]) -> str:
-    return next((one.reason for one in group if one.reason), "no reason was told")
+    return next((one.reason for one in group if one.reason), "no reason was given")
 
 
 def _nodes(group: Sequence[EnvironmentStart]) -> str:

@@ -144,7 +144,7 @@ def _lane(
         end_ns=end_ns,
         outcome=outcome,
         ended_by=ended_by,
-        last_stage=max(lane_spans or derived, key=lambda s: (s.begin_ns, len(s.stage))).stage if spans else "",
+        last_stage=max(spans, key=lambda s: (s.begin_ns, len(s.stage))).stage if spans else "",
         spans=spans,
         background=[span for span in background if span.begin_ns < end_ns],
     )
@@ -202,7 +202,7 @@ def _model_initialization(
     commands = [span.begin_ns for span in structure if span.stage == COMMAND]
     inner = [span.begin_ns for span in spans if span.stage.startswith(MODEL_INITIALIZATION + ".")]
     cut_short = outcome in (FAILED, TRUNCATED)
-    if not inner and not (cut_short and commands):
+    if not inner and not (commands and outcome != UNOBSERVED):
         return []
     begin_ns = max(commands) if commands else min(inner)
     steps = [span.begin_ns for span in spans if span.stage == FIRST_STEP]

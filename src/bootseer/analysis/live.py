@@ -54,7 +54,7 @@ class Moment:
     arrived: int
     expected: int
     missing: list[Missing]
-    """Those that were heard of, longest in their stage first."""
+    """Those that were seen, longest in their stage first."""
     over: bool
     """Training began, or the command ended, on all nodes."""
 
@@ -65,8 +65,8 @@ class Moment:
     def text(self) -> str:
         """The same in a line or two."""
         if not self.job:
-            return "nothing was heard of yet"
-        where = f"at {self.barrier}" if self.barrier else "heard of"
+            return "no node was seen yet"
+        where = f"at {self.barrier}" if self.barrier else "seen"
         where = "began to train" if self.barrier == TRAINING_BEGAN else where
         parts = [f"{self.arrived:,} of {self.expected:,} {self.unit} {where}"]
         parts += [str(one) for one in self.missing[:_SHOWN]]
@@ -77,7 +77,7 @@ class Moment:
             )
             parts.append(f"{len(self.missing) - _SHOWN:,} more: {told}")
         unheard = self.expected - self.arrived - len(self.missing) if self.barrier else self.expected - self.arrived
-        parts += [f"{unheard:,} not heard of"] * (unheard > 0)
+        parts += [f"{unheard:,} not seen"] * (unheard > 0)
         word = "missing: " if self.barrier else "slowest: "
         return parts[0] + (f"; {word}{', '.join(parts[1:])}" if len(parts) > 1 else "")
 

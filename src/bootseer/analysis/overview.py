@@ -49,9 +49,7 @@ def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
         there = sorted({(startup.key.attempt, startup.key.restart) for startup in found})
         told = ", ".join(f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10])
         more = ", ..." if len(there) > 10 else ""
-        raise UsageError(
-            f"no such attempt or restart of job {found[0].key.job!r}", hint=f"the input holds attempts {told}{more}"
-        )
+        raise UsageError(f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {told}{more}")
     return fitting[-1]
 
 

@@ -205,7 +205,7 @@ class _Builder:
                 facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
                 what = mark.stage.replace("_", " ")
                 if mark.stage == COMMAND:
-                    what += " failed" if mark.outcome == FAILED else " ended well"
+                    what += " failed" if mark.outcome == FAILED else " succeeded"
                 told.append(
                     f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
                     + f" ({', '.join(facts)})" * bool(facts)

@@ -14,7 +14,7 @@ from bootseer.analysis.lanes import RESTART
 from bootseer.analysis.model import Report, Stage, StragglerGroup
 from bootseer.analysis.scale import paper_median_s
 from bootseer.analysis.stragglers import LATE_START, NAME
-from bootseer.units import format_hours, format_money, format_seconds
+from bootseer.units import format_hours, format_money, format_seconds, plural
 
 _STAGE_WORDS = {
     "queue": "waiting in the queue",
@@ -69,9 +69,9 @@ def with_words(
 def verdict(report: Report, *, ended: bool) -> str:
     """What happened, in one sentence. `ended`: the command, or its workers, without any training that was seen."""
     startup, overhead = report.startup, report.overhead
-    size = f"{startup.num_nodes} node{'s' if startup.num_nodes != 1 else ''}"
+    size = plural(startup.num_nodes, "node")
     if startup.num_gpus:
-        size += f", {startup.num_gpus} GPUs"
+        size += f", {plural(startup.num_gpus, 'GPU')}"
     took = format_seconds(overhead.startup_s or 0.0)
     if startup.outcome == "training_began":
         parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
@@ -83,7 +83,7 @@ def verdict(report: Report, *, ended: bool) -> str:
         )
         parts = [f"Abandoned startup: {took} on {size} until {until}"]
     elif ended:
-        seen = f"the stages before took {took}" if overhead.startup_s else "no stage of a startup either"
+        seen = f"the stages before took {took}" if overhead.startup_s else "nor any stage of a startup"
         parts = [f"Training was not seen to begin on {size}, {seen}"]
     elif overhead.startup_s:
         parts = [f"The logs cover {took} on {size} and do not show training begin"]
@@ -135,7 +135,7 @@ def located(group: StragglerGroup) -> str:
     """Where a group's nodes stand, if that explains them: `rack r3: 7 of 8 nodes`."""
     return ", ".join(
         f"{'' if place.kind == NAME else place.kind + ' '}{place.value}{'*' * (place.kind == NAME)}: "
-        f"{place.num_slow} of {_nodes(place.num_nodes)}"
+        f"{place.num_slow} of {plural(place.num_nodes, 'node')}"
         for place in group.places
     )
 
@@ -153,11 +153,11 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
         missing = coverage.nodes_expected - coverage.nodes_heard
         share = coverage.nodes_heard / coverage.nodes_expected
         lines.append(
-            f"Only {coverage.nodes_heard} of {coverage.nodes_expected} nodes were heard of ({share:.1%}): "
-            f"the {missing} missing may be the stragglers."
+            f"Only {coverage.nodes_heard} of {coverage.nodes_expected} nodes were seen ({share:.1%}): "
+            f"{plural(missing, 'missing node')} may be the straggler{'' if missing == 1 else 's'}."
         )
     if coverage.ranks_expected and 0 < coverage.ranks_heard < coverage.ranks_expected:
-        lines.append(f"Only {coverage.ranks_heard} of {coverage.ranks_expected} ranks were heard of.")
+        lines.append(f"Only {coverage.ranks_heard} of {coverage.ranks_expected} ranks were seen.")
     lines += _stuck(report, waiting)
     if clock.steps:
         lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
@@ -173,11 +173,10 @@ def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> l
     if coverage.events_lost:
         lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
     if reused_runs > 1:
-        lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is told.")
+        lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is shown.")
     unreadable = report.input.skipped.get("unreadable", 0)
     if unreadable:
-        files = f"{unreadable} file{'s' if unreadable != 1 else ''}"
-        lines.append(f"{files} of the folder could not be read; what they tell is missing here.")
+        lines.append(f"{plural(unreadable, 'file')} of the folder could not be read; what they tell is missing here.")
     unit = report.input.skipped.get("unit", 0)
     if unit:
         lines.append(f"{unit} events give their times in s, ms or µs, not in ns, and were not read.")
@@ -196,7 +195,7 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         told = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         lines.append(
-            f"{_nodes(len(missing))} stopped before training: {told}{more}; "
+            f"{plural(len(missing), 'node')} stopped before training: {told}{more}; "
             "what was cut short there is kept out of medians."
         )
     silent = [node for node in report.nodes if node.outcome == "unobserved"]
@@ -204,14 +203,14 @@ def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
         told = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         lines.append(
-            f"{_nodes(len(silent))} said nothing of a first step: {told}{more}; "
+            f"{plural(len(silent), 'node')} showed no first step: {told}{more}; "
             "what they did from then on until training began is untracked."
         )
     stand = [waiting[node.node] for node in stuck if node.node in waiting]
     if stand:
         what = Counter(stand).most_common(1)[0][0]
-        why = "" if missing else ": somebody who was not heard of is missing there, or the network is"
-        lines.append(f"{_nodes(len(stand))} still waited at {what} when the logs end{why}.")
+        why = "" if missing else ": the cause is a node that was not seen, or the network"
+        lines.append(f"{plural(len(stand), 'node')} still waited at {what} when the logs end{why}.")
     return lines
 
 
@@ -228,8 +227,8 @@ def _unmarked(report: Report) -> list[str]:
     else:
         return []
     return [
-        f"Nothing marks the beginning of training, and {bill}: --began-pattern, "
-        "bootseer.training_began() or `bootseer stage` tell more."
+        f"Nothing marks the beginning of training, and {bill}: mark it with --began-pattern, "
+        "bootseer.training_began() or `bootseer stage`."
     ]
 
 
@@ -239,7 +238,3 @@ def _far(off_s: float) -> str:
     if days < 2:
         return format_seconds(abs(off_s))
     return f"{days:.0f} days" if days < 730 else f"{days / 365.25:.1f} years"
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"

@@ -62,7 +62,7 @@ class Signatures:
         own = {key_id(_private_key(path).public_key()) for path in self.signing}
         if trusted and own and own.isdisjoint(trusted):
             raise UsageError(
-                f"{self.signing[0]}: what it signs would not be accepted, it is none of the keys in {self.trusted}",
+                f"{self.signing[0]}: what it signs would not be accepted, it is not among the keys in {self.trusted}",
                 hint=f"openssl pkey -in {self.signing[0]} -pubout prints its public key",
             )
 

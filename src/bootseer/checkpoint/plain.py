@@ -31,7 +31,7 @@ def plain_folder(uri: str, way: Way) -> tuple[Path | None, str]:
     is_far = not uri or (":" in uri.partition("/")[0] and not uri.startswith("file:///"))
     if is_far or not os.path.isdir(folder):  # noqa: PTH112 - pathlib raises for one that may not be looked at
         # The mount knows what to say of a folder that is not there.
-        needed, why = f"{uri} is no folder of this machine", ""
+        needed, why = f"{uri} is not a folder of this machine", ""
     else:
         needed = why = _needs_mount(folder)
     if way == "plain":

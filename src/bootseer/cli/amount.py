@@ -18,5 +18,5 @@ class Amount(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not number <= _MOST:  # nan is not
-            self.fail(f"{value} is no number from 0 to {_MOST:,.0f}.", param, ctx)
+            self.fail(f"{value} is not a number from 0 to {_MOST:,.0f}.", param, ctx)
         return number

@@ -18,7 +18,7 @@ class _Verbs(Group):
     verbs: ClassVar = {
         "show": Verb("cache", "What is kept, the most recently used first.", "show"),
         "verify": Verb("cache", "Compare everything with its digests.", "verify"),
-        "prune": Verb("cache", "Make room: what nobody reads goes first.", "prune"),
+        "prune": Verb("cache", "Make room: what was never read goes first.", "prune"),
     }
 
 

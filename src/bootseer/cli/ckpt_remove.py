@@ -32,7 +32,7 @@ def command(names: tuple[str, ...], force: bool, as_json: bool) -> None:
     for uri in names:
         folder, name = split(uri)
         if name == LATEST:
-            raise UsageError(f"{uri} is no checkpoint", hint="name the checkpoint itself")
+            raise UsageError(f"{uri} is not a checkpoint", hint="name the checkpoint itself")
         with files_at(folder) as files:
             freed = remove(files, "", name, force=force)
         removed.append({"checkpoint": uri, "size_bytes": freed})

@@ -64,7 +64,7 @@ def full_key(catalog: Catalog, digits: str) -> str:
         return digits
     if len(digits) < _LEAST_DIGITS or not set(digits) <= set("0123456789abcdef"):
         raise UsageError(
-            f"{digits!r} is no key", hint=f"give at least its first {_LEAST_DIGITS} digits: bootseer env list"
+            f"{digits!r} is not a key", hint=f"give at least its first {_LEAST_DIGITS} digits: bootseer env list"
         )
     found = sorted(key for key in catalog.keys("document") if key.startswith(digits))
     if len(found) > 1:

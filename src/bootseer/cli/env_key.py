@@ -114,7 +114,7 @@ def _old(old: str, store: str | None, plain_http: bool) -> tuple[dict[str, str],
         components = {str(name): str(part) for name, part in value["components"].items()}
         return components, {str(name): list(map(str, lines)) for name, lines in value["details"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{old}: is no key", hint="give what bootseer env key --json printed, or a key") from error
+        raise UsageError(f"{old}: is not a key", hint="give what bootseer env key --json printed, or a key") from error
 
 
 def _print(key: RequestKey, changed: list[Difference] | None, limit: int | None) -> None:

@@ -31,6 +31,7 @@ def command(requirements: tuple[str, ...], output: Path, python: str | None, uv:
 
     from bootseer.cli.printing import print_json, terminal
     from bootseer.env.keys.lock import resolve
+    from bootseer.units import plural
 
     program = python or shutil.which("python3") or shutil.which("python")
     path = resolve(requirements, program, output, env=os.environ, uv=uv)
@@ -40,4 +41,4 @@ def command(requirements: tuple[str, ...], output: Path, python: str | None, uv:
         print_json({"schema": SCHEMA, "file": str(path.absolute()), "packages": pins})
     else:
         with terminal() as console:
-            console.print(f"{path}: {len(pins)} packages", soft_wrap=True)
+            console.print(f"{path}: {plural(len(pins), 'package')}", soft_wrap=True)

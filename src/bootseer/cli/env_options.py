@@ -196,5 +196,5 @@ def parse_duration(text: str, option: str, *, endless: bool = False) -> float:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw]?)", text.strip().lower(), re.ASCII)
     value_s = float(match[1]) * _UNITS[match[2]] if match is not None else 0.0
     if not 0 < value_s <= _MAX_S:
-        raise UsageError(f"{option} {text!r} is no time", hint="for example 90s, 10m, 12h or 7d")
+        raise UsageError(f"{option} {text!r} is not a duration", hint="for example 90s, 10m, 12h or 7d")
     return value_s

@@ -265,5 +265,5 @@ def parse_size(text: str, option: str) -> int:
 
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if match is None:
-        raise UsageError(f"{option} {text!r} is no size", hint="for example 512m or 8g")
+        raise UsageError(f"{option} {text!r} is not a size", hint="for example 512m or 8g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))

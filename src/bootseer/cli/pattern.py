@@ -21,7 +21,7 @@ def of_stage(text: str) -> tuple[str, re.Pattern[bytes]]:
     pattern = compiled(regex, re.MULTILINE, option="--pattern")
     if not _GROUPS & pattern.groupindex.keys():
         raise UsageError(
-            f"--pattern {text[:200]!r}: nothing in it says what a line tells",
+            f"--pattern {text[:200]!r}: it names no group",
             hint="name a group: (?P<begin>...) and (?P<end>...) for lines, (?P<s>...) or (?P<ms>...) for a duration",
         )
     return stage, pattern

@@ -78,7 +78,9 @@ def parse_reference(text: str) -> Reference:
         or "\0" in text
         or any(letter.isspace() and letter != " " for letter in text)
     ):
-        raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=_FORMS)
+        scheme = re.match(r"https?://", text, re.IGNORECASE)
+        hint = f"leave out {scheme[0]}; {_FORMS}" if scheme else _FORMS
+        raise UsageError(f"{shown(text)[:80]!r} is not the name of an image", hint=hint)
     return _in_registry(text) if in_registry else _of_any_place(text)
 
 

@@ -116,7 +116,7 @@ class Keeping:
         writable = self._mounted.root.parent
         layer = self._task.folder.path / "layer"
         if not (writable / UPPER).is_dir():
-            raise PermanentError("without an overlay nobody can tell what the setup changed in the image")
+            raise PermanentError("without an overlay it is not known what the setup changed in the image")
         kernel.unmount(self._mounted.root)
         try:
             (writable / UPPER).rename(layer)

@@ -118,6 +118,8 @@ def _run(
             start.ended(code, time.monotonic() - began_s)
     except (BootseerError, Interrupted) as error:
         code = error.exit_code
+        if session is not None and isinstance(error, UsageError):
+            session.quiet = True  # nothing ran that a report could tell of
         raise
     finally:
         start.close(code)

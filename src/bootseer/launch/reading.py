@@ -22,6 +22,7 @@ from bootseer.analysis.scan import Growing, Scanned, scan
 from bootseer.errors import UsageError
 from bootseer.launch import spools
 from bootseer.store import addresses
+from bootseer.units import plural
 
 _PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
@@ -58,7 +59,7 @@ def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
         runs = [[e for e in found.events if e.attempt == one] for one in attempts if first <= one <= last]
         if not runs:
             there = ", ".join(map(str, attempts[:10])) + (", ..." if len(attempts) > 10 else "")
-            raise UsageError(f"{place}: no such attempt", hint=f"it holds attempts {there}")
+            raise UsageError(f"{place}: no such attempt", hint=f"its attempts: {there}")
     reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
     if not reports[0].nodes:
         raise UsageError(
@@ -158,10 +159,10 @@ def _nothing(found: Scanned) -> UsageError:
             hint="upgrade: pip install -U bootseer",
             exit_code=1,
         )
-    read = f"{found.files} file{'s' if found.files != 1 else ''}, {found.lines:,} lines"
-    damaged = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items()))
+    read = f"{plural(found.files, 'file')}, {plural(found.lines, 'line')}"
+    damaged = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(found.skipped.items()))
     return UsageError(
-        f"read {read}: no event and nothing that BootSeer knows{f' ({damaged})' if damaged else ''}",
+        f"read {read}: no events, and no lines that BootSeer knows{f' ({damaged})' if damaged else ''}",
         hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",
         exit_code=1,
     )

@@ -30,7 +30,7 @@ _TIMEX_BYTES = 256
 def check_terminal() -> Check:
     opens = ("progress while a job starts", "colours in reports")
     if not sys.stderr.isatty():
-        why = "stderr is no terminal: output is plain text"
+        why = "stderr is not a terminal: output is plain text"
         return Check("terminal", "limited", "none", why, "", opens)
     size = shutil.get_terminal_size()
     found = f"{size.columns} x {size.lines}"

@@ -19,7 +19,6 @@ from bootseer.render.html_text import (
     esc,
     head,
     num,
-    plural,
     rank_cell,
     seconds,
     section,
@@ -27,6 +26,7 @@ from bootseer.render.html_text import (
     term,
     word_cell,
 )
+from bootseer.units import plural
 
 _MAX_LISTED = 60
 _MAX_SHADES = 8
@@ -35,7 +35,7 @@ _MAX_SHADES = 8
 def timeline(report: Report, scale: Scale, palette: Palette) -> str:
     """The section with legend, controls, axis and rows."""
     if not report.nodes:
-        return section("timeline", "Timeline", '<p class="empty">No node was heard: there is nothing to draw.</p>')
+        return section("timeline", "Timeline", '<p class="empty">No node was seen: there is nothing to draw.</p>')
     folded = len(report.nodes) > FOLD_ABOVE
     if folded:
         chosen = outliers(report)
@@ -53,7 +53,7 @@ def timeline(report: Report, scale: Scale, palette: Palette) -> str:
             report.ranks if by_rank else report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node)
         )
         body = _group("", "".join(_node_row(node, report, scale, palette) for node in ordered))
-        row = "rank" if by_rank else "node, told by the rank that came last"
+        row = "rank" if by_rank else "node, as its last rank saw it"
         note = f"One row per {row}. Open a row for its segments."
     top = (
         f'<div class="row top" aria-hidden="true"><span></span><div class="plot">{axis(scale)}</div><span></span></div>'

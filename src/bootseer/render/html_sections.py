@@ -23,7 +23,6 @@ from bootseer.render.html_text import (
     money,
     num,
     percent,
-    plural,
     rank_cell,
     ratio,
     seconds,
@@ -32,6 +31,7 @@ from bootseer.render.html_text import (
     term,
     word_cell,
 )
+from bootseer.units import plural
 
 _OUTCOMES = {
     "training_began": ("ok", "training began"),
@@ -89,7 +89,7 @@ def figures(report: Report) -> str:
 
     expected = num(heard.nodes_expected, count, "coverage.nodes_expected")
     nodes = f"{num(heard.nodes_heard, count, 'coverage.nodes_heard')} / {expected}"
-    ranks = f"nodes heard; ranks {num(heard.ranks_heard, count, 'coverage.ranks_heard')}"
+    ranks = f"nodes seen; ranks {num(heard.ranks_heard, count, 'coverage.ranks_heard')}"
     if heard.ranks_expected:
         ranks += f" / {num(heard.ranks_expected, count, 'coverage.ranks_expected')}"
     low = "low" if heard.nodes_expected is not None and heard.nodes_heard < heard.nodes_expected else ""
@@ -109,7 +109,7 @@ def figures(report: Report) -> str:
         _tile("gpuh", "GPU-hours", of("gpu_hours", hours), f"{of('wait_gpu_hours', hours) or 'none'} of them waiting"),
         _tile("", f"Cost, {over.currency}", of("cost", money), cost),
         _tile("wait", "Work / wait", shares, _share_bar(over.work_share or 0.0, over.wait_share or 0.0)),
-        _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes heard", low),
+        _tile("coverage", "Coverage", nodes if many else "", ranks if heard.ranks_heard else "nodes seen", low),
         _tile(
             *("straggler", "Stragglers"),
             num(len(report.stragglers), count, "stragglers.length") if told else "",
@@ -134,7 +134,7 @@ def _share_bar(work: float, wait: float) -> str:
 def chain(report: Report, palette: Palette) -> str:
     """The critical chain as a sequence of barriers."""
     note = (
-        f"At each {term('barrier', 'barrier')}: who came last, where it lost the time, and what the others paid for it."
+        f"At each {term('barrier', 'barrier')}: the last node, where it lost the time, and how long the others waited."
     )
     links = shared_links(report)
     if not links:

@@ -22,7 +22,6 @@ from bootseer.render.html_text import (
     money,
     num,
     percent,
-    plural,
     ratio,
     seconds,
     section,
@@ -31,6 +30,7 @@ from bootseer.render.html_text import (
     term,
     word_cell,
 )
+from bootseer.units import plural
 
 _MIN_RATIO = 1.1
 _MIN_SPREAD_S = 0.5
@@ -138,10 +138,10 @@ def _coverage(report: Report) -> str:
     heard = report.coverage
     lines = [
         (
-            "nodes heard of / expected",
+            "nodes seen / expected",
             _of(heard.nodes_heard, heard.nodes_expected),
         ),
-        ("ranks heard of / expected", _of(heard.ranks_heard, heard.ranks_expected)),
+        ("ranks seen / expected", _of(heard.ranks_heard, heard.ranks_expected)),
         (f"{term('truncated', 'truncated')} nodes", num(heard.nodes_truncated, count, "coverage.nodes_truncated")),
         ("events that writers lost", num(heard.events_lost, count, "coverage.events_lost")),
     ]

@@ -36,7 +36,7 @@ GLOSSARY = {
     ),
     "work": ("Work", "Time in which a node was busy with its own startup."),
     "wait": ("Wait", "Time in which a node was done and stood at a barrier until the last node came."),
-    "untracked": ("Untracked", "Time that no event covers: something ran, nobody said what."),
+    "untracked": ("Untracked", "Time that no event covers: something ran that sent no events."),
     "truncated": (
         "Truncated",
         "No end was seen: the process died or the log stops. Counted, and kept out of medians.",
@@ -58,7 +58,7 @@ GLOSSARY = {
     ),
     "ratio": ("Max/Median", "Slowest node over the median node in one stage. 1.0 means that all are equally fast."),
     "gpuh": ("GPU-hours", "GPUs of a node times the hours that they were held during the startup."),
-    "coverage": ("Coverage", "Nodes heard of over nodes expected. A node that is missing may be the straggler."),
+    "coverage": ("Coverage", "Nodes seen over nodes expected. A node that is missing may be the straggler."),
     "clock": (
         "Clock offset",
         "What a node's clock reads less the middle of all. Nodes are ordered after correction; durations come "
@@ -195,8 +195,3 @@ def ratio(value: float) -> str:
 
 def size(value: float) -> str:
     return format_bytes(value)
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 node`, `1,440 nodes`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

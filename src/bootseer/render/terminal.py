@@ -22,7 +22,7 @@ from bootseer.analysis.model import UNTRACKED, WAIT, Node, Report, Segment, Stra
 from bootseer.analysis.words import is_about_clocks, located
 from bootseer.render.clean import clean
 from bootseer.render.fold import top
-from bootseer.units import format_bytes, format_hours, format_money, format_seconds
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds, plural
 
 _COLOURS = {
     "queue": "magenta",
@@ -100,7 +100,11 @@ def _job_level(report: Report) -> str:
     if value is not None:
         return f"{format_seconds(value)} (submission to first step's end)"
     began = report.startup.outcome == "training_began"
-    return f"{_UNOBSERVED}: {'nobody told when the job was submitted' if began else 'training did not begin'}"
+    return f"{_UNOBSERVED}: {'the time of submission is not known' if began else 'training did not begin'}"
+
+
+def _seen(number: int, expected: int | None, what: str) -> str:
+    return f"{number:,} of {plural(expected, what)}" if expected else plural(number, what)
 
 
 def _short(value: float | None) -> str:
@@ -149,13 +153,9 @@ def _print_facts(report: Report, console: Console) -> None:
         wait_hours = format_hours(overhead.wait_gpu_hours or 0)
         hours = f"{format_hours(overhead.gpu_hours)} GPU-hours, {wait_hours} of them waiting{money}"
         rows.append(("GPU time", hours))
-    expected = coverage.nodes_expected or _UNOBSERVED
-    ranks = (
-        f", ranks {coverage.ranks_heard}" + f" of {coverage.ranks_expected}" * bool(coverage.ranks_expected)
-        if coverage.ranks_heard
-        else ""
-    )
-    rows.append(("heard of", f"nodes {coverage.nodes_heard} of {expected}{ranks}"))
+    seen = [_seen(coverage.nodes_heard, coverage.nodes_expected, "node")]
+    seen += [_seen(coverage.ranks_heard, coverage.ranks_expected, "rank")] * bool(coverage.ranks_heard)
+    rows.append(("seen", ", ".join(seen)))
     if report.share is not None:
         share = report.share
         rows.append(
@@ -301,7 +301,7 @@ def _print_chain(report: Report, console: Console) -> None:
     links = [link for link in report.critical_chain if link.num_participants > 1]
     if not links:
         return
-    console.print(Text("Critical chain: who came last, and where it lost the time", style="bold"))
+    console.print(Text("Critical chain: the last node at each barrier, and where it lost the time", style="bold"))
     table = _table("barrier", "at", "last to come", "stage", "there", "excess")
     # Of very many barriers the last ones and the training are told.
     for link in links[-_MAX_LINKS:]:
@@ -381,12 +381,15 @@ def print_rest(count: int, console: Console) -> None:
 
 def _print_foot(report: Report, console: Console) -> None:
     read, clock = report.input, report.clock
-    parts = [f"read {read.files} files, {format_bytes(read.bytes)}, {read.lines:,} lines, {read.events:,} events"]
+    parts = [
+        f"read {plural(read.files, 'file')}, {format_bytes(read.bytes)}, {plural(read.lines, 'line')}, "
+        f"{plural(read.events, 'event')}"
+    ]
     if read.duplicates:
         parts.append(f"{read.duplicates:,} of them twice")
     if read.skipped:
         parts.append("skipped " + ", ".join(f"{count:,} {reason}" for reason, count in read.skipped.items()))
     if len(report.nodes) > 1:
         error = "unknown" if clock.max_error_s is None else f"within {clock.max_error_s:.3f} s"
-        parts.append(f"clocks agree {error}")
+        parts.append(f"clocks agree: {error}")
     console.print(Text("; ".join(parts), style="dim"))

@@ -35,7 +35,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         if not uri:
-            raise UsageError("an empty text is no place for objects", hint=f"use {_SCHEMES}")
+            raise UsageError("the address of a store is empty", hint=f"use {_SCHEMES}")
         scheme, rest = "file", uri
     if scheme == "file":
         return _open_file(uri, rest)
@@ -59,7 +59,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         return _open_object_store(uri, plain_http)
     if scheme == "hdfs":
         return _open_hdfs(uri)
-    raise UsageError(f"{shown(uri)!r} is no kind of store", hint=f"use {_SCHEMES}")
+    raise UsageError(f"{shown(uri)!r} is not a store", hint=f"use {_SCHEMES}")
 
 
 def open_registry(host: str, repository: str, *, plain_http: bool = False) -> Registry:

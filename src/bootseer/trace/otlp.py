@@ -53,7 +53,7 @@ def endpoint_url(endpoint: str | None, env: Mapping[str, str]) -> str:
         good = False
     if not good:
         shown = url.rpartition("@")[2]
-        raise UsageError(f"{shown!r} is no OTLP/HTTP endpoint", hint="give a URL such as http://collector:4318")
+        raise UsageError(f"{shown!r} is not an OTLP/HTTP endpoint", hint="give a URL such as http://collector:4318")
     return url
 
 

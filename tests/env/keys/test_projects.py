@@ -34,13 +34,13 @@ def test_a_file_is_known_by_name_and_content(name: str, text: str, kind: str) ->
 @pytest.mark.parametrize(
     ("name", "text", "words", "hint"),
     [
-        ("poetry.lock", "", "nothing is installed", "poetry export"),
-        ("setup.py", "", "nothing is installed", "-e ."),
+        ("poetry.lock", "", "cannot be installed from", "poetry export"),
+        ("setup.py", "", "cannot be installed from", "-e ."),
         ("pyproject.toml", "[tool.ruff]", "no table [project]", "export"),
         ("pyproject.toml", '[project]\ndynamic = ["dependencies"]', "its dependencies are dynamic", "uv lock"),
         ("pyproject.toml", f"{PROJECT}[tool.uv.sources]\na = {{workspace = true}}", "workspace", "uv.lock"),
-        ("pyproject.toml", "[project", "no TOML", "written"),
-        ("pyproject.toml", f"x = {'[' * 50_000}", "no TOML", "written"),
+        ("pyproject.toml", "[project", "not TOML", "wrote"),
+        ("pyproject.toml", f"x = {'[' * 50_000}", "not TOML", "wrote"),
         ("my.lock", "version = 1\n[[package]]\n", "by another name", "uv.lock"),
         ("values.yaml", "replicas: 3\n", "no environment for conda", "environment.yml"),
     ],

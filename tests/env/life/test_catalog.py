@@ -159,7 +159,7 @@ def test_another_version_is_left_alone(catalog: Catalog, store: Store) -> None:
 @pytest.mark.parametrize("key", ["", "trash", "../x", "AB" * 32, KEY + "/x"])
 def test_what_is_no_key_is_refused(catalog: Catalog, key: str) -> None:
     for call in (catalog.find, lambda bad: catalog.remove(bad, 0)):
-        with pytest.raises(UsageError, match="no request key"):
+        with pytest.raises(UsageError, match="not a request key"):
             call(key)
 
 

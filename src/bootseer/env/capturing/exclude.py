@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "generated cache",
-        "is made anew by whoever needs it and differs each time",
+        "is made anew when it is needed and differs each time",
         paths=("/var/cache/ldconfig", "/var/cache/man", "/var/cache/debconf/templates.dat-old"),
         pattern=r"/var/cache/debconf/.*-old|/var/cache/apt/.*\.bin",
     ),
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     Rule("found by fsck", "belongs to a file system", pattern=r".*/lost\+found"),
     Rule(
         "history",
-        "is what somebody typed",
+        "is a history of typed commands",
         pattern=r"~/(\.(bash|zsh|python|node_repl|sqlite|psql|mysql|ash|sh)_history|\.lesshst|\.viminfo|\.wget-hsts"
         r"|\.local/share/fish/fish_history|\.bash_sessions|\.zsh_sessions)",
     ),

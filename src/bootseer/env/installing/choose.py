@@ -162,7 +162,7 @@ def plain_command(kind: Kind, files: Sequence[str], python: str, env: Mapping[st
 
 def _conda(file: str, prefix: str, is_there: Callable[[str], bool]) -> Installation:
     if not prefix:
-        why = "no environment of conda is active, and it is installed into that (conda activate NAME; CONDA_PREFIX)"
+        why = "no conda environment is active to install it into (conda activate NAME, or set CONDA_PREFIX)"
         return Installation((), f"{file}: {why}")
     tool = next((tool for tool in _CONDAS if is_there(tool)), "")
     if not tool:

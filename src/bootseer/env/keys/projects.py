@@ -45,7 +45,7 @@ def kind_of(path: str, data: bytes) -> Kind:
     """What a file of `--requirements` is, by its name and its content. Raises `UsageError` for what cannot be used."""
     name = posixpath.basename(path)
     if name in _OTHERS:
-        raise UsageError(f"{path}: nothing is installed from such a file", hint=_OTHERS[name])
+        raise UsageError(f"{path}: files of this kind cannot be installed from", hint=_OTHERS[name])
     if name.endswith((".yml", ".yaml")):
         if not _DEPENDENCIES.search(data):
             raise UsageError(f"{path}: no environment for conda: it has no dependencies", hint="give environment.yml")
@@ -67,7 +67,9 @@ def _table(path: str, data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: no TOML: {error}", hint="give a file that its program has written") from error
+        raise UsageError(
+            f"{path}: not TOML: {error}", hint="is the file complete? it must be as its tool wrote it"
+        ) from error
 
 
 def _check_project(path: str, table: dict[str, Any]) -> None:

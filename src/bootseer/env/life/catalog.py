@@ -238,7 +238,7 @@ def put(store: Store, name: str, data: bytes, refs: Iterable[Stored] = (), *, ti
 def _checked(key: str) -> str:
     if not is_key(key):
         raise UsageError(
-            f"{key[:80]!r} is no request key", hint="a key has 64 hexadecimal digits; see bootseer env list"
+            f"{key[:80]!r} is not a request key", hint="a key has 64 hexadecimal digits; see bootseer env list"
         )
     return key
 

@@ -115,7 +115,7 @@ class Waited:
 def lease_name(key: str) -> str:
     """Where a store keeps the lease of a request key."""
     if not is_key(key):
-        raise UsageError(f"{key[:80]!r} is no request key", hint="a key has 64 hexadecimal digits")
+        raise UsageError(f"{key[:80]!r} is not a request key", hint="a key has 64 hexadecimal digits")
     return f"environments/{key}/lease"
 
 
@@ -281,4 +281,4 @@ def _made(document: EnvironmentDocument) -> tuple[str, str, float]:
 def _as_held(sight: Sight, now_s: float) -> Held | NoLease:
     if sight.kind == "unknown":
         return NoLease(sight.why)
-    return Held(sight.record.words(now_s) if sight.record is not None else "by somebody whose lease cannot be read")
+    return Held(sight.record.words(now_s) if sight.record is not None else "by a node whose lease cannot be read")

@@ -73,7 +73,7 @@ def capabilities_of(limits: Limits) -> list[str]:
 def _names(option: str, words: Collection[str]) -> set[str]:
     names = {word.upper().removeprefix("CAP_") for word in words}
     for name in sorted(names - {"ALL", *_ALL}):
-        raise UsageError(f"{option} {name!r} is no capability", hint=f"for example {option} SYS_PTRACE, or ALL")
+        raise UsageError(f"{option} {name!r} is not a capability", hint=f"for example {option} SYS_PTRACE, or ALL")
     return names
 
 
@@ -127,7 +127,7 @@ def parse_tmpfs(words: str) -> tuple[str, tuple[str, ...]]:
     for option in options:
         if not _TMPFS_OPTION.fullmatch(option):
             known = "size=8g, mode=1777, uid=N, gid=N, nr_inodes=N, ro, exec, suid"
-            raise UsageError(f"--tmpfs {words!r}: {option!r} is no option of it", hint=f"options: {known}")
+            raise UsageError(f"--tmpfs {words!r}: {option!r} is not an option of it", hint=f"options: {known}")
     usual = ("nosuid", "nodev", "noexec")
     return target, (*(word for word in usual if word.removeprefix("no") not in options), *options)
 
@@ -135,7 +135,7 @@ def parse_tmpfs(words: str) -> tuple[str, tuple[str, ...]]:
 def parse_hostname(name: str) -> str:
     """The name itself. Raises `UsageError`."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?", name):
-        raise UsageError(f"--hostname {name!r} is no name of a host", hint="use letters, digits, - and ., at most 63")
+        raise UsageError(f"--hostname {name!r} is not a host name", hint="use letters, digits, - and ., at most 63")
     return name
 
 

@@ -135,7 +135,7 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"device {host} is not there", hint="is the driver loaded?") from error
     if not stat.S_ISCHR(status.st_mode) and not stat.S_ISBLK(status.st_mode):
-        raise UsageError(f"{host} is no device", hint="--device takes a device node or VENDOR/CLASS=NAME")
+        raise UsageError(f"{host} is not a device", hint="--device takes a device node or VENDOR/CLASS=NAME")
     found = {
         "path": path,
         "type": "b" if stat.S_ISBLK(status.st_mode) else "c",

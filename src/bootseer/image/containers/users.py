@@ -55,7 +55,7 @@ def _group(root: Path, word: str) -> int:
         row = _find(root, "/etc/group", word, columns=3)
         number = _number(row[2]) if row else None
     if number is None or number > _MAX_ID:
-        raise UsageError(f"group {word!r} is not in the image's /etc/group", hint="give a number, as in --user 0:0")
+        raise UsageError(f"group {word!r} is not in the image's /etc/group", hint="give its number, such as 44")
     return number
 
 

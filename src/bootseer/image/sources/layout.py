@@ -30,7 +30,7 @@ def open_layout(reference: Reference, platform: Platform) -> Source:
     where = str(reference)
     folder = Path(reference.path)
     if not (folder / "index.json").is_file():
-        raise UsageError(f"{where}: {folder} is no OCI layout", hint="name a folder with index.json in it")
+        raise UsageError(f"{where}: {folder} is not an OCI layout", hint="name a folder with index.json in it")
     index = parse_json(_read_file(folder / "index.json", MAX_MANIFEST_BYTES), where, MAX_MANIFEST_BYTES)
     entry = _entry(index, reference, platform, where)
 
