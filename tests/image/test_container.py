@@ -380,7 +380,7 @@ def test_a_container_goes_with_the_program_that_was_killed(tmp_path: Path, root:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        assert len(running(f"sleep {time_s}")) == 2
+        wait_until(lambda: len(running(f"sleep {time_s}")) == 2)  # "up" comes before the second has begun
         (shim,) = children(process.pid, "shim.py")
         process.send_signal(signal.SIGKILL)
         os.kill(shim, signal.SIGKILL)  # as it is where `supervise` has started it
