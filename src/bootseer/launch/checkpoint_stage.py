@@ -28,8 +28,7 @@ from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.mount.mounted import MountedCheckpoint
-    from bootseer.checkpoint.plain import Way
+    from bootseer.checkpoint.mount.mounted import MountedCheckpoint, Way
 
 STAGE = "model_initialization.checkpoint_mount"
 VARIABLE = "BOOTSEER_CHECKPOINT"
@@ -75,7 +74,7 @@ class CheckpointStart:
             heard = stage.enter_context(self._show(f"waiting for {self._wanted.uri}", ""))
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
-            from bootseer.checkpoint.plain import plain_folder
+            from bootseer.checkpoint.mount.mounted import plain_folder
 
             self._plain, self._reason = plain_folder(self._wanted.uri, self._wanted.way)
             if self._plain is not None:
