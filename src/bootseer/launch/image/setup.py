@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,19 +28,90 @@ from bootseer.env.installing.choose import Installation
 from bootseer.env.installing.interpreter import Interpreter
 from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
 from bootseer.env.installing.validate import conflicts, validate
+from bootseer.env.keys.facts import Facts
+from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.inputs import gather
 from bootseer.env.keys.projects import Kind
 from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.inroot import is_executable
+from bootseer.image.containers.process import passed_on
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment_install import EXPORTS, SettingUp, SetUp
-from bootseer.launch.environment_script import Telling, telling
-from bootseer.launch.environment_task import Task
-from bootseer.launch.image_ask import is_below, passed_settings
+from bootseer.launch.environment.plain import Telling, telling
+from bootseer.launch.environment.setup import EXPORTS, SettingUp, SetUp
+from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
+
+_SETTINGS = ("PIP_", "UV_")
+_PLACE = re.compile(r"(^|[\s=,])(/|~|file:)")
+
+
+def passed_settings(env: Mapping[str, str], declared: Sequence[str]) -> tuple[str, ...]:
+    """Names of this machine's variables that a setup gets in a container besides those that every program gets.
+
+    Settings of installers, but none that names a place: the image has other files there. And what the user declares.
+    """
+    settings = (name for name, value in env.items() if name.startswith(_SETTINGS) and not _PLACE.search(value))
+    return tuple(dict.fromkeys([*settings, *(name for name in declared if name in env)]))
+
+
+def variables_of(words: Sequence[str], env: Mapping[str, str], declared: Sequence[str]) -> dict[str, str]:
+    """What a setup finds in its environment on top of the image's own variables, which belong to the image's digest.
+
+    `words` are the user's, `NAME=VALUE` or `NAME`.
+    """
+    found = passed_on(env) | {name: env[name] for name in passed_settings(env, declared)}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if sign or name in env:
+            found[name] = value if sign else env[name]
+    return found
+
+
+def named_mounts(
+    setup: str | None,
+    requirements: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str],
+    binds: Sequence[Bind],
+    declared: Sequence[str] = (),
+) -> tuple[Bind, ...]:
+    """The mounts that the setup names. Left out are those of which the user has declared a part: that is what counts.
+
+    `env` is the setup's environment in the container.
+    """
+    parts = [posixpath.normpath(posixpath.join(cwd, path)) for path in declared]
+    left = [bind for bind in binds if not any(is_below(part, bind.source) for part in parts)]
+    if not left:
+        return ()
+    texts = list(_texts(setup, requirements, cwd, env))
+    return tuple(bind for bind in left if any(_names(text, bind.target) for text in texts))
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether the path is the folder or in it; both absolute and normal."""
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
+def _texts(setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str]) -> Iterator[str]:
+    """All that says what the setup does."""
+    yield from env.values()
+    files = NodeFiles(Facts(None))
+    inputs = gather(setup, requirements, cwd, env, files)
+    for path in dict.fromkeys([*inputs.files, *inputs.requirement_files, *inputs.requirements.files]):
+        try:
+            yield files.read(path).decode("utf-8", "replace")
+        except BootseerError:
+            continue  # the key says what is wrong with it
+
+
+def _names(text: str, place: str) -> bool:
+    place = place.rstrip("/")
+    return bool(place) and re.search(rf"(?<![\w-]){re.escape(place)}(?![\w-])", text) is not None
+
 
 _SETUP = "/run/bootseer/setup"
 _FILES = "/run/bootseer/files"

@@ -8,23 +8,94 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from bootseer.env.capturing.any_capture import Capture, Way
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.changes import Change
+from bootseer.env.life.decide import REASONS, Decision, fell_back
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
+from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.items import look
 from bootseer.errors import BootseerError
-from bootseer.launch.environment_entries import loose_entries
-from bootseer.launch.environment_install import SetUp, say_failed
-from bootseer.launch.environment_shown import NotShown, Shown
-from bootseer.launch.environment_task import Task
+from bootseer.launch.environment.setup import SetUp, say_failed
+from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
+
+if TYPE_CHECKING:
+    from bootseer.env.restoring.layer import Layer
+
+
+Mode = Literal["restored", "captured", "installed"]
+
+
+@dataclass(slots=True)
+class Shown:
+    """Close it when the command has ended."""
+
+    mode: Mode
+    decision: Decision
+    """Why it came this way."""
+    env: dict[str, str]
+    """The command's environment."""
+    facts: dict[str, object] = field(default_factory=dict)
+    """For the report."""
+    enter: Callable[[], None] | None = None
+    """For the command's process, before it becomes the command; None: it needs nothing."""
+    layer: Layer | None = None
+    """What is served while the command runs."""
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+class NotShown(Exception):  # noqa: N818 - it is no end: the setup runs on the machine itself
+    """The snapshot cannot be used, or the setup not be captured; `code` is one of `decide.FALLBACKS`."""
+
+    def __init__(self, code: str, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+def given_up(decision: Decision, error: Exception) -> Decision:
+    """What follows when a snapshot could not be used after all, or the setup not be captured."""
+    if isinstance(error, NotShown):
+        return fell_back(decision, error.code, str(error))
+    return fell_back(decision, "failed", f"{REASONS['failed']}: {type(error).__name__}: {error}")
+
+
+def loose_entries(changes: Iterable[Change]) -> list[Entry]:
+    """The changes as entries, for files that are still where the setup left them: without digests."""
+    items, _ = look(changes, None)
+    first: dict[tuple[int, int], str] = {}
+    found = []
+    for item in items:
+        link = first.setdefault(item.inode, item.change.path) if item.inode != (0, 0) else ""
+        found.append(
+            Entry(
+                path=item.change.path,
+                kind=item.kind,
+                mode=stat.S_IMODE(item.mode),
+                uid=item.uid,
+                gid=item.gid,
+                size=item.size,
+                target=os.fsdecode(item.target),
+                xattrs={os.fsdecode(name): value for name, value in item.xattrs.items()},
+                link=link if link != item.change.path else "",
+                opaque=item.change.opaque,
+                action=item.change.action,
+                before=item.change.before,
+                loose=True,
+            )
+        )
+    return found
+
 
 _SIGNALLED = 128
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from bootseer.bring.shown import Heard, Show
 from bootseer.errors import AccessError, Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
+from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
-from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 

@@ -32,9 +32,8 @@ from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Tell, start_background
-from bootseer.launch.environment_install import SetUp
-from bootseer.launch.environment_task import Task
-from bootseer.launch.environment_wanted import UNPINNED_AGE_S
+from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT

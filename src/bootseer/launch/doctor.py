@@ -1,7 +1,8 @@
-"""`bootseer doctor --bundle`: what a bug report needs of this machine in one file, without secrets.
+"""What `bootseer doctor` needs of several packages: the check of environments, and the bundle for a bug report.
 
-Logs and states of mounts, versions, settings. Every text passes `logs.without_secrets`, and variables and Hadoop
-properties that are called secrets are shown by name alone. Nothing of jobs is in it but names of mounted places.
+The bundle holds logs and states of mounts, versions and settings of this machine, without secrets: every text passes
+`logs.without_secrets`, and variables and Hadoop properties that are called secrets are shown by name alone. Nothing of
+jobs is in it but names of mounted places.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import re
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
@@ -22,11 +24,47 @@ from typing import Any
 
 from bootseer.bring.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
+from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.variables import looks_secret
 from bootseer.errors import BootseerError, UsageError
+from bootseer.launch.environment.view import private_ways
 from bootseer.logs import without_secrets
+from bootseer.machine.check import Check
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
+
+ENVIRONMENTS = "environments"
+_WORDS = {
+    "overlay": "captured by an overlay over /, restored by a mount",
+    "user": "captured and restored in a user namespace",
+}
+
+
+def check_environments(cache: Path) -> Check:
+    """Make a capture below the cache in each way, the best first, and take it away again. Nothing runs in it."""
+    opens = ("run --setup, --requirements: one mount instead of an installation",)
+    refused: list[str] = []
+    try:
+        # One that is not there yet is judged by the folder that it would be made in.
+        place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+        with tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder:
+            for way in private_ways():
+                try:
+                    open_capture(Path(folder), way=way, own=[cache]).close()
+                except BootseerError as error:
+                    refused.append(str(error))
+                    continue
+                why = "without root only folders of this user can be in a snapshot" if way == "user" else ""
+                return Check(
+                    ENVIRONMENTS, "limited" if why else "ok", _WORDS[way], why, "run as root" if why else "", opens
+                )
+    except OSError as error:
+        todo = "set BOOTSEER_CACHE to another folder"
+        return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
+    lacks = "; ".join(refused) or "root without the right to mount"
+    why = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
+    return Check(ENVIRONMENTS, "limited", "files are copied", why, "run as root, or allow user namespaces", opens)
+
 
 _LOG_BYTES = 256 << 10
 """Of each log, from its end."""

@@ -24,11 +24,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, Interrupted
-from bootseer.launch.environment_task import Task
+from bootseer.launch.command import Options, run_command
+from bootseer.launch.environment.plain import run_after_setup
+from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.run import Options, run_command, run_set_up
+from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
-from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
     from bootseer.env.modes import Mode
-    from bootseer.launch.environment_publish import Publishing
-    from bootseer.launch.environment_seek import Sought
-    from bootseer.launch.environment_shown import Shown
+    from bootseer.launch.environment.publish import Publishing
+    from bootseer.launch.environment.seek import Sought
+    from bootseer.launch.environment.view import Shown
 
 EVENT = "environment_start"
 _SIGNALLED = 128
@@ -74,7 +75,7 @@ def run_in_environment(
         )
     except BootseerError as error:
         came = _without_cache(wanted.mode, str(error))
-        return run_set_up(command, options, env, session, own_group=own_group, came=came)
+        return run_after_setup(command, options, env, session, own_group=own_group, came=came)
     start = EnvironmentStart(task, command)
     code = 1
     try:
@@ -128,8 +129,8 @@ class EnvironmentStart:
     def _prepare(self) -> int:
         # Its imports take longer than all else where the environment is here, and belong to the stage.
         from bootseer.env.life.decide import Action
-        from bootseer.launch.environment_private import set_up_here, set_up_privately
-        from bootseer.launch.environment_shown import given_up
+        from bootseer.launch.environment.capture import set_up_here, set_up_privately
+        from bootseer.launch.environment.view import given_up
 
         key, decision = self.bring()
         if self.shown is not None:
@@ -170,8 +171,7 @@ class EnvironmentStart:
         """The key, and what it leads to. Whatever fails here makes the setup run. `base` tells of an image."""
         from bootseer.env.keys.request_key import facts_folder_of, request_key
         from bootseer.env.life.decide import Action, Decision
-        from bootseer.launch.environment_ask import ask_for
-        from bootseer.launch.environment_seek import seek
+        from bootseer.launch.environment.seek import ask_for, seek
 
         task = self.task
         mode = task.wanted.mode
@@ -190,8 +190,8 @@ class EnvironmentStart:
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
         """Show the snapshot; the same decision, or what follows when it cannot be shown."""
-        from bootseer.launch.environment_restore import restore
-        from bootseer.launch.environment_shown import given_up
+        from bootseer.launch.environment.restore import restore
+        from bootseer.launch.environment.view import given_up
 
         try:
             with interruptible():
@@ -203,7 +203,7 @@ class EnvironmentStart:
     def _look_again(self, key: RequestKey, decision: Decision, *, on_host: bool) -> Decision:
         """The snapshot is damaged in the store, and stays so until it is made anew: by this start, or another."""
         from bootseer.env.life.decide import Action
-        from bootseer.launch.environment_seek import seek
+        from bootseer.launch.environment.seek import seek
 
         try:
             with interruptible():
@@ -220,7 +220,7 @@ class EnvironmentStart:
 
     def _capture(self, key: RequestKey, decision: Decision) -> int:
         """The setup's exit code."""
-        from bootseer.launch.environment_capture import capture
+        from bootseer.launch.environment.capture import capture
 
         try:
             captured = capture(self.task, key, decision, self.command)
@@ -278,7 +278,7 @@ class EnvironmentStart:
 
     def suspect(self, code: int, seconds: float) -> None:
         """The command died right behind a restore: the snapshot may be why."""
-        from bootseer.launch.environment_suspect import suspect
+        from bootseer.launch.environment.restore import suspect
 
         if self.shown is not None and self.shown.decision.document is not None:
             suspect(self.task, self.shown.decision.document, code, seconds)

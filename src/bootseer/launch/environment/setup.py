@@ -30,9 +30,8 @@ from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.projects import Kind
 from bootseer.errors import BootseerError
 from bootseer.launch import supervise
-from bootseer.launch.environment_script import Telling, telling
-from bootseer.launch.environment_setup import groups_of, steps
-from bootseer.launch.environment_task import Task
+from bootseer.launch.environment.plain import Telling, groups_of, steps, telling
+from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import CannotStart, say
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch.environment_check import CHECK, check
+from bootseer.launch.doctor import ENVIRONMENTS, check_environments
 from bootseer.mounts import kernel
 
 
 @pytest.mark.root
 def test_what_works_is_said_and_leaves_nothing(tmp_path: Path) -> None:
-    found = check(tmp_path / "cache")
-    assert (found.name, found.status) == (CHECK, "ok")
+    found = check_environments(tmp_path / "cache")
+    assert (found.name, found.status) == (ENVIRONMENTS, "ok")
     assert "overlay" in found.found
     assert not list(tmp_path.iterdir())
     assert not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]

@@ -12,13 +12,15 @@ import math
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys import gate
 from bootseer.env.keys.key import RequestKey
+from bootseer.env.keys.request_key import Ask, Base
 from bootseer.env.life import lease as leases
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Action, Decision, Lookup, decide, elected, waited
@@ -27,9 +29,47 @@ from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import BootseerError, TransientError
 from bootseer.launch.background import Background, Tell, start_background
-from bootseer.launch.environment_task import Task
+from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
+
+if TYPE_CHECKING:
+    from bootseer.image.mounting.request import Request
+
+
+HOST = Base("host", "", {})
+
+
+def ask_for(
+    setup: str | None,
+    requirements: Sequence[str],
+    wanted: EnvironmentWanted,
+    env: Mapping[str, str],
+    *,
+    base: Base | None = None,
+) -> Ask:
+    """The question; `base` None: the environment is on this machine."""
+    return Ask(
+        setup=setup,
+        requirements=tuple(requirements),
+        cwd=os.getcwd(),  # noqa: PTH109 - a name
+        env=env,
+        base=base or HOST,
+        inputs=wanted.inputs,
+        tenant=wanted.tenant,
+        kept=(*(f"left out {path}" for path in wanted.leave_out), *(f"kept {path}" for path in wanted.keep)),
+        variables=wanted.variables,
+        salt=wanted.place,
+    )
+
+
+def base_of_image(request: Request) -> Base:
+    """The image that a setup runs in. Raises what its registry or store raises."""
+    from bootseer.image.sources.source import open_source
+
+    with closing(open_source(request.reference, platform=request.platform, plain_http=request.plain_http)) as source:
+        return Base("image", source.digest, source.config)
+
 
 _LOOK_S = 60.0
 """More than all the child's own deadlines until it answers for the first time."""

@@ -1,7 +1,7 @@
 """The environment setup before the command, as a measured stage: a script, a requirements file, or both.
 
-It runs on this machine itself, by pip; with snapshots `environment_install` does it. What the setup writes to standard
-output goes to standard error, so that the job's own output stays clean. Called by `launch.run`.
+It runs on this machine itself, by pip; with snapshots `environment.setup` does it. What the setup writes to standard
+output goes to standard error, so that the job's own output stays clean.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bootseer.errors import PermanentError, UsageError
+from bootseer.launch.command import Options, run_command
+from bootseer.launch.session import Session
 from bootseer.launch.supervise import CannotStart, say, spawn, wait
+from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 if TYPE_CHECKING:
+    from bootseer.env.capturing.exports import Left
     from bootseer.env.keys.projects import Kind
 
 STAGE = "environment_setup"
@@ -92,8 +96,30 @@ def groups_of(requirements: Sequence[str]) -> list[tuple[Kind, list[str]]]:
     return grouped(found)
 
 
-def run(
-    steps: Sequence[Step], env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool, exports: bool
+def run_after_setup(
+    command: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    session: Session | None,
+    *,
+    own_group: bool,
+    came: Mapping[str, object],
+) -> int:
+    """Run the setup on this machine itself, then the command; returns the exit code. Signals must be blocked.
+
+    `came` is what the event `environment_start` says of how the environment came.
+    """
+    tracer = session.tracer if session is not None else None
+    ended = run_setup(options, env, tracer, own_group=own_group)
+    if ended.code:
+        return ended.code
+    if tracer is not None:
+        tracer.emit("environment_start", INSTANT, attrs=came)
+    return run_command(command, options, dict(ended.env), session, own_group=own_group)
+
+
+def run_setup(
+    options: Options, env: Mapping[str, str], tracer: Tracer | None, *, own_group: bool, exports: bool = True
 ) -> Ended:
     """Run the steps until one fails. `exports`: whether the command gets what the script exports.
 
@@ -102,7 +128,7 @@ def run(
 
     def all_steps() -> Ended:
         found = env
-        for step in steps:
+        for step in steps(options.setup, options.requirements):
             work = partial(_run_telling if step.script and exports else _run, step, env, tracer, own_group)
             ended = _staged(tracer, step.stage, {"file": Path(step.what).name}, work)
             if ended.code:
@@ -110,7 +136,10 @@ def run(
             found = ended.env if step.script else found
         return Ended(0, "", found)
 
-    return _staged(tracer, STAGE, {}, all_steps)
+    ended = _staged(tracer, STAGE, {}, all_steps)
+    if ended.code:
+        say(f"the environment setup failed ({ended.what}, exit code {ended.code}); the command was not started")
+    return ended
 
 
 def _staged(tracer: Tracer | None, stage: str, attrs: Mapping[str, object], work: Callable[[], Ended]) -> Ended:
@@ -127,7 +156,6 @@ def _staged(tracer: Tracer | None, stage: str, attrs: Mapping[str, object], work
 def _run_telling(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: bool) -> Ended:
     """Run the script so that it tells what it exports."""
     from bootseer.env.capturing import exports
-    from bootseer.launch.environment_script import telling
 
     try:
         folder = tempfile.TemporaryDirectory(prefix="bootseer-", ignore_cleanup_errors=True)
@@ -157,3 +185,35 @@ def _run(step: Step, env: Mapping[str, str], tracer: Tracer | None, own_group: b
     except CannotStart as error:
         return Ended(error.code, str(error), env)
     return Ended(wait(pid, own_group=own_group, tracer=tracer), step.what, env)
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How to run the script."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    """The script's whole environment."""
+    folder: Path | None
+    """Where it tells; None: it cannot."""
+
+    def left(self, node: str) -> Left:
+        """What the script left behind, once it has ended. `node` is what this machine is called."""
+        from bootseer.env.capturing import exports
+
+        if self.folder is None:
+            return exports.Left((), ("what it exports is not known",))
+        return exports.read(self.folder, self.env, node_words=[node])
+
+
+def telling(script: str, argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> Telling:
+    """The script with `env`. `argv` runs it as it is; `folder` is made if it is not there."""
+    from bootseer.env.capturing import exports
+
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        words, more = exports.command(script, folder, env)
+    except OSError as error:
+        say(f"what {script} exports does not reach the command: {folder}: {error.strerror}")
+        return Telling(argv, env, None)
+    return Telling(words, {**env, **more}, folder)

@@ -31,17 +31,16 @@ from bootseer.bring.places import CACHE, cache_root, containers_folder, own_fold
 from bootseer.bring.publish import publishes
 from bootseer.bring.shown import Show
 from bootseer.bring.workload import workload_key
-from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
+from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
 from bootseer.image.containers.process import Words
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.request import Request
-from bootseer.launch import supervise
+from bootseer.launch.command import Options, run_command
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.run import Options, checkpoint_of, run_command
+from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
-from bootseer.launch.start_end import ENDED, StartEnd, harmless
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
@@ -49,7 +48,7 @@ from bootseer.trace.tracer import new_span, spool_word
 
 if TYPE_CHECKING:
     from bootseer.image.mounting.mounted import MountedImage
-    from bootseer.launch.image_environment import ImageEnvironment
+    from bootseer.launch.image.environment import ImageEnvironment
 
 STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
@@ -69,34 +68,21 @@ class Wanted:
     """Without the command."""
 
 
-def run_in_image(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
-    """Run the command in the image; returns the exit code. Raises `BootseerError` before the command was started."""
-    wanted = options.image
-    if wanted is None:
-        raise UsageError("no image", hint="give --image REF")
-    supervise.block_signals()
-    session = Session.opened(command, options, env) if env.get("BOOTSEER_DISABLE") != "1" else None
-    code = 1
-    try:
-        with checkpoint_of(options, session) as where:
-            wanted = replace(wanted, container=_with_checkpoint(wanted.container, where))
-            code = _run(wanted, command, options, session, env)
-    except Interrupted as interrupted:
-        say(f"interrupted by {interrupted} before the command was started")
-        code = interrupted.exit_code
-    except BootseerError as error:
-        code = error.exit_code
-        raise
-    finally:
-        if session is not None:
-            session.close(code)
-    return code
-
-
-def _run(
-    wanted: Wanted, command: Sequence[str], options: Options, session: Session | None, env: Mapping[str, str]
+def run_in_image(
+    wanted: Wanted,
+    command: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    session: Session | None,
+    where: Mapping[str, str],
+    *,
+    own_group: bool,
 ) -> int:
-    own_group = not supervise.in_foreground()
+    """Run the command in the image; returns the exit code. Signals must be blocked.
+
+    `where` are variables that name folders of checkpoints. Raises `BootseerError` before the command was started.
+    """
+    wanted = replace(wanted, container=_with_checkpoint(wanted.container, where))
     child_env = session.child_env(env, hook=False) if session is not None else dict(env)
     start = _ImageStart(wanted, command, session, env, options.show)
     code = 1
@@ -118,8 +104,6 @@ def _run(
             start.ended(code, time.monotonic() - began_s)
     except (BootseerError, Interrupted) as error:
         code = error.exit_code
-        if session is not None and isinstance(error, UsageError):
-            session.quiet = True  # nothing ran that a report could tell of
         raise
     finally:
         start.close(code)
@@ -164,11 +148,10 @@ class _ImageStart:
         self, options: Options, env: dict[str, str], own_env: Mapping[str, str], *, own_group: bool, measured: bool
     ) -> None:
         """There is a setup to be run in the image, or its snapshot to be laid on top."""
-        from bootseer.launch.environment_stage import EnvironmentStart
-        from bootseer.launch.environment_task import Task
-        from bootseer.launch.image_ask import variables_of
-        from bootseer.launch.image_environment import ImageEnvironment
-        from bootseer.launch.image_setup import place_of
+        from bootseer.launch.environment.start import EnvironmentStart
+        from bootseer.launch.environment.task import Task
+        from bootseer.launch.image.environment import ImageEnvironment
+        from bootseer.launch.image.setup import place_of, variables_of
 
         wanted = options.environment
         if wanted is None:
@@ -200,7 +183,7 @@ class _ImageStart:
 
     def _named_mounts(self, options: Options, env: Mapping[str, str], declared: Sequence[str]) -> list[str]:
         """What the user mounts and the setup names; everything where nobody can tell."""
-        from bootseer.launch.image_ask import named_mounts
+        from bootseer.launch.image.setup import named_mounts
 
         binds = self._options.binds
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 
+from bootseer.bring.apart import breaks_forks, do_apart
 from bootseer.bring.places import environments_folder
 from bootseer.bring.publish import publishes
 from bootseer.bring.workload import workload_key
@@ -13,6 +16,7 @@ from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision
 from bootseer.env.life.local import Local
+from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
@@ -20,12 +24,14 @@ from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.entry import Entry
 from bootseer.env.snapshot.manifest import Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
-from bootseer.launch.environment_shown import NotShown, Shown
-from bootseer.launch.environment_task import Task
-from bootseer.launch.environment_view import writes_out
+from bootseer.launch.environment.task import Task
+from bootseer.launch.environment.view import NotShown, Shown, writes_out
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
+from bootseer.trace.event import INSTANT, Event
+from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds
 
 _MAX_NAMED = 3
@@ -144,3 +150,52 @@ def _let_go(layer: Layer) -> None:
         layer.close()
     except BootseerError as error:
         say(f"the environment was not unmounted: {error}")
+
+
+EVENT = "environment_quarantine"
+IMPORT_FAILED = "import_failed"
+_SOON_S = 60.0
+_FAULTS = {128 + number: number.name for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)}
+
+
+def suspect(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:
+    """Mark the snapshot, if there is evidence. The command had this exit code after so many seconds."""
+    session = task.session
+    if seconds > _SOON_S or session is None:
+        return
+    events = [event for event in SpoolTail(session.folder).poll(last=True) if session.owns(event)]
+    if any(event.stage == TRAINING_BEGAN for event in events):
+        return
+    why = _why(events, code)
+    if not why:
+        return
+    try:
+        _mark(task, document, why)
+    except BootseerError as error:
+        say(f"the environment's snapshot was not marked as suspected: {error}")
+        return
+    session.tracer.emit(EVENT, INSTANT, parent=session.span, attrs={"key": document.key, "why": why})
+
+
+def _why(events: list[Event], code: int) -> str:
+    for event in events:
+        if event.stage == IMPORT_FAILED:
+            module, message = (str(event.attrs.get(name) or "") for name in ("module", "message"))
+            return f"an import failed ({module or 'unknown'}: {message})" if message else f"import {module} failed"
+    return f"the command died by {_FAULTS[code]}" if code in _FAULTS else ""
+
+
+def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
+    def mark() -> None:
+        with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
+            quarantine = Quarantine(store, Local(task.wanted.cache, say).store, say)
+            if quarantine.mark(document, task.node, why, time.time()):
+                what = "is suspected, the next start makes it anew"
+            else:
+                what = "is not at fault: made anew it was the same"
+            say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
+
+    if breaks_forks(task.store_uri):
+        do_apart(mark)
+    else:
+        mark()
