@@ -11,9 +11,8 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
-from bootseer.env.keys.inputs import gather
+from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.script import gather
 from bootseer.errors import BootseerError
 from bootseer.image.containers.process import passed_on
 from bootseer.image.containers.runtime_config import Bind
