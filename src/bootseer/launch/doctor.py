@@ -25,7 +25,7 @@ from typing import Any
 from bootseer.bring.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
-from bootseer.env.keys.variables import looks_secret
+from bootseer.env.keys.settings import looks_secret
 from bootseer.errors import BootseerError, UsageError
 from bootseer.launch.environment.view import private_ways
 from bootseer.logs import without_secrets

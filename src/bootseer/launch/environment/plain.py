@@ -25,7 +25,7 @@ from bootseer.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from bootseer.env.capturing.exports import Left
-    from bootseer.env.keys.projects import Kind
+    from bootseer.env.keys.requirement import FileKind
 
 STAGE = "environment_setup"
 _CANNOT_START = 127
@@ -41,7 +41,7 @@ class Step:
     """For the user: the file it came from."""
     script: str = ""
     """The setup script, if it is one."""
-    kind: Kind = "requirements"
+    kind: FileKind = "requirements"
     """Of the files: for others than pip's, how to install is still to be found."""
     files: Sequence[str] = ()
 
@@ -82,9 +82,9 @@ def steps(script: str | None, requirements: Sequence[str]) -> list[Step]:
     return found
 
 
-def groups_of(requirements: Sequence[str]) -> list[tuple[Kind, list[str]]]:
+def groups_of(requirements: Sequence[str]) -> list[tuple[FileKind, list[str]]]:
     """The files of `--requirements`, as they are installed. Raises `UsageError` for those that cannot be."""
-    from bootseer.env.keys.projects import MAX_BYTES, grouped
+    from bootseer.env.keys.requirement import MAX_BYTES, grouped
 
     found = []
     for path in requirements:

@@ -27,7 +27,7 @@ from bootseer.env.installing.interpreter import Interpreter, module_command
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.running import CANNOT_START, Run, runner
 from bootseer.env.keys.lock import own_uv
-from bootseer.env.keys.projects import Kind
+from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
 from bootseer.launch import supervise
 from bootseer.launch.environment.plain import Telling, groups_of, steps, telling
@@ -205,7 +205,7 @@ class SettingUp:
                 done = replace(done, python=self._python)
         return done
 
-    def _installing(self, done: SetUp, python: Interpreter, kind: Kind, files: Sequence[str]) -> SetUp:
+    def _installing(self, done: SetUp, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetUp:
         what = ", ".join(files)
         way = self._chosen(python, kind, files)
         code = CANNOT_START
@@ -217,7 +217,7 @@ class SettingUp:
                 return replace(done, installer=command.installer)
         return replace(done, code=code, what=what)
 
-    def _chosen(self, python: Interpreter, kind: Kind, requirements: Sequence[str]) -> Installation:
+    def _chosen(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
         files = [self.inside(path) for path in requirements]
         try:
             with interruptible():

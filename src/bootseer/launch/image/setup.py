@@ -28,10 +28,9 @@ from bootseer.env.installing.choose import Installation
 from bootseer.env.installing.interpreter import Interpreter
 from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
 from bootseer.env.installing.validate import conflicts, validate
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
-from bootseer.env.keys.inputs import gather
-from bootseer.env.keys.projects import Kind
+from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.requirement import FileKind
+from bootseer.env.keys.script import gather
 from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
@@ -265,7 +264,7 @@ class ImageSetUp(SettingUp):
     def own_uv(self) -> str:
         return _UV if super().own_uv else ""
 
-    def _chosen(self, python: Interpreter, kind: Kind, requirements: Sequence[str]) -> Installation:
+    def _chosen(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
         way = super()._chosen(python, kind, requirements)
         if "PIP_CACHE_DIR" in self.found_env:
             return way

@@ -1,9 +1,11 @@
-"""The content of a folder as one digest: names, kinds, who may execute, link targets, bytes.
+"""What a setup takes from folders and repositories: a folder's content as one digest, the commit of a branch or tag.
 
-Not times, owners and other modes, which differ from one checkout to the next. Left out is what tools leave behind in a
-source tree and no build reads: version control's own files, bytecode, caches of tools, what an installation from the
-tree builds in it, virtual environments. Otherwise a setup would change its own key by its first run. Called by
-`request_key`.
+Of a folder count names, kinds, who may execute, link targets, bytes: not times, owners and other modes, which differ
+from one checkout to the next. Left out is what tools leave behind in a source tree and no build reads: version
+control's own files, bytecode, caches of tools, what an installation from the tree builds in it, virtual environments.
+Otherwise a setup would change its own key by its first run.
+
+A moved branch is another key: `git ls-remote` is asked, with a deadline, never for a password.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from bootseer.env.keys.files import MAX_FILES, NodeFiles
 from bootseer.env.keys.key import digest_of
+from bootseer.env.keys.requirement import Requirement
 from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
+from bootseer.machine import child
 
 _JUNK_FOLDERS = frozenset(
     """
@@ -149,3 +155,43 @@ def _version_control(path: str, files: NodeFiles) -> str:
         if files.kind(f"{git}/refs/tags/{tag}") == "file":
             parts += (tag.encode(), files.read(f"{git}/refs/tags/{tag}"))
     return digest_of([head, *parts])
+
+
+DEADLINE_S = 5.0
+_MAX_ASKED = 32
+_COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\t(\S+)")
+
+
+def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """The commit for each address and reference; those that could not be told are not there."""
+    asked = list(wanted)
+    found = {(item.target, item.reference): item.reference for item in asked if item.pinned}
+    open_ones = [item for item in asked if not item.pinned and item.target.startswith("git+")][:_MAX_ASKED]
+    program = shutil.which("git", path=env.get("PATH"))
+    if program is None or not open_ones:
+        return found
+    quiet = {**env, "GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "SSH_ASKPASS": "true", "LC_ALL": "C"}
+    quiet.setdefault("GIT_SSH_COMMAND", f"ssh -o BatchMode=yes -o ConnectTimeout={DEADLINE_S:.0f}")
+    with Tasks("bootseer-git", min(8, len(open_ones))) as pool:
+        answers = list(pool.map(lambda item: _ask(program, item, quiet), open_ones))
+    for item, commit in zip(open_ones, answers, strict=True):
+        if commit:
+            found[item.target, item.reference] = commit
+    return found
+
+
+def _ask(program: str, item: Requirement, env: Mapping[str, str]) -> str:
+    address, reference = item.target.removeprefix("git+"), item.reference or "HEAD"
+    if address.startswith("-") or reference.startswith("-"):
+        return ""
+    # The patterns are matched against ends of names: `main` would also find `feature/main`.
+    answer = child.run(
+        [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=env
+    )
+    if answer.code != 0:
+        return ""
+    lines: dict[str, str] = {name: commit for commit, name in _COMMIT.findall(answer.output)}
+    for name in (reference, f"refs/tags/{reference}^{{}}", f"refs/tags/{reference}", f"refs/heads/{reference}"):
+        if name in lines:
+            return lines[name]
+    return ""
