@@ -18,7 +18,7 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 from registry import free_port
 from store.contract import DATA, SharedStoreContract, get, put
 
-hdfs = pytest.importorskip("bootseer.store.hdfs", reason="extra hdfs")
+hdfs = pytest.importorskip("bootseer.store.file", reason="extra hdfs")
 hdfs_native = pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 pytestmark = needs_hdfs
@@ -90,7 +90,7 @@ def test_many_reads_with_a_hung_datanode_are_late_once_and_not_each(cluster: Hdf
                 assert b"".join(store.read(name, timeout_s=until - time.monotonic())) == DATA
         finally:
             cluster.resume(0)
-        facts = store.client.reads().facts()
+        facts = store.place.facts()
         assert facts["fallback"] == ""
 
 
@@ -184,13 +184,14 @@ def test_the_rest_of_a_killed_writer_is_removed_after_a_day(cluster: HdfsCluster
     outside = Outside(uri)
     with closing(hdfs.HdfsStore(uri)) as store:
         put(store, b"x", "name")
-    for name in ("old", "new"):
+    old, new = "0" * 32, "1" * 32
+    for name in (old, new):
         with outside.client.create(f"{outside.root}/.uploads/{name}") as file:
             file.write(b"rest")
-    outside.client.set_times(f"{outside.root}/.uploads/old", 1, 1)
+    outside.client.set_times(f"{outside.root}/.uploads/{old}", 1, 1)
     with closing(hdfs.HdfsStore(uri)) as store:
         put(store, b"y", "name")
-    assert [Path(path).name for path in outside.unfinished()] == ["new"]
+    assert [Path(path).name for path in outside.unfinished()] == [new]
 
 
 @pytest.mark.parametrize("uri", ["hdfs://", "hdfs:///dir", "hdfs://host/a/../b"])

@@ -59,13 +59,13 @@ def command(
     """
     from pathlib import Path
 
-    from bootseer.checkpoint.places.place import TakenError
     from bootseer.checkpoint.publish import PutSettings, put_checkpoint
     from bootseer.cli.ckpt_place import files_at, number_of_files, tell_fallback
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
     from bootseer.launch.interrupt import interruptible
+    from bootseer.places.place import TakenError
     from bootseer.units import format_bytes, format_seconds
 
     local = Path(source).absolute()
