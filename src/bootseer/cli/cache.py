@@ -119,9 +119,9 @@ def verify(folder: Path | None, as_json: bool, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
 def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
-    from bootseer.bring.places import runtime_root
-    from bootseer.bring.release import release
-    from bootseer.bring.unpacked import release_unpacked
+    from bootseer.artifact.places import runtime_root
+    from bootseer.artifact.room import release
+    from bootseer.artifact.unpacked import release_unpacked
     from bootseer.cli.image_options import parse_size
     from bootseer.cli.printing import print_json, terminal
     from bootseer.mounts.state import Runtime
@@ -148,7 +148,7 @@ def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool
 
 
 def _cache(folder: Path | None) -> Cache:
-    from bootseer.bring.places import blocks_folder, cache_root
+    from bootseer.artifact.places import blocks_folder, cache_root
     from bootseer.cache.cache import Cache
 
     return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))

@@ -69,7 +69,7 @@ def wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWante
     """What the values ask for. Raises `UsageError`."""
     from pathlib import Path
 
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.cli.image_options import parse_size
     from bootseer.launch.checkpoint_stage import CheckpointWanted
 

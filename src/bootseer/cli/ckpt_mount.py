@@ -44,7 +44,7 @@ def mount(
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
     bootseer ckpt umount /mnt/ckpt
     """
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
     from bootseer.cli.ckpt_place import tell_fallback
     from bootseer.cli.image_options import parse_size
@@ -165,7 +165,7 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.checkpoint.mount.mounted import runtime_of
 
     return runtime_of(runtime_root(os.environ, os.getuid()))

@@ -28,14 +28,14 @@ _LEAST_DIGITS = 4
 
 def cache() -> Path:
     """The node's cache."""
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
 
     return cache_root(os.environ, os.getuid())
 
 
 def store_uri(given: str | None) -> str:
     """The store that the user means."""
-    from bootseer.bring.places import STORE as VARIABLE
+    from bootseer.artifact.places import STORE as VARIABLE
     from bootseer.launch.environment_wanted import own_store
 
     return given or os.environ.get(VARIABLE) or own_store(cache())
@@ -44,8 +44,8 @@ def store_uri(given: str | None) -> str:
 @contextmanager
 def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
     """The snapshots of a store. `trust` are the values of `TRUST`, for verbs that use what is in a snapshot."""
-    from bootseer.bring.places import STORE as VARIABLE
-    from bootseer.bring.signatures import UNSIGNED
+    from bootseer.artifact.places import STORE as VARIABLE
+    from bootseer.artifact.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_store

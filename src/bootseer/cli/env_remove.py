@@ -104,7 +104,7 @@ def prune(store: str | None, plain_http: bool, grace: str, as_json: bool) -> Non
     \b
     bootseer env prune --store hdfs://namenode/bootseer
     """
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.cli.env_find import catalog_of
     from bootseer.cli.env_options import parse_duration
     from bootseer.cli.printing import print_json, terminal

@@ -12,7 +12,7 @@ import click
 from bootseer.cli.group import Group, Verb
 
 if TYPE_CHECKING:
-    from bootseer.bring.hotsets import HotSets
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.fetch.hotset import HotSet
     from bootseer.image.mounting.found import Found
 
@@ -137,7 +137,7 @@ def export(reference: str, workload: str, file: Path, store: str | None, plain_h
 
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
-    from bootseer.bring.hotsets import HotSets
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.cli.image_options import SOURCE, request
     from bootseer.image.mounting.found import find
     from bootseer.launch.supervise import say

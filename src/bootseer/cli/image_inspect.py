@@ -20,7 +20,7 @@ def command(reference: str, store: str | None, plain_http: bool, as_json: bool) 
     """
     from rich.table import Table
 
-    from bootseer.bring.places import blocks_folder
+    from bootseer.artifact.places import blocks_folder
     from bootseer.cache.cache import Cache
     from bootseer.cli.image_options import SOURCE, request
     from bootseer.cli.printing import print_json, terminal

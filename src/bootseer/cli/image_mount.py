@@ -63,7 +63,7 @@ def mount(
 def _changes(cache: Path) -> Path:
     import tempfile
 
-    from bootseer.bring.places import containers_folder, own_folder
+    from bootseer.artifact.places import containers_folder, own_folder
 
     return Path(tempfile.mkdtemp(prefix="mount-", dir=own_folder(containers_folder(cache))))
 
@@ -72,7 +72,7 @@ def _changes(cache: Path) -> Path:
 @click.argument("folder", metavar="DIR", type=_PATH)
 def umount(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
     from bootseer.image.mounting.mounted import find_mount, unmount_written
 
     runtime = _runtime()
@@ -132,7 +132,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.mounts.state import Runtime
 
     return Runtime(runtime_root(os.environ, os.getuid()))

@@ -154,7 +154,7 @@ def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wante
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
     """The image and the way that it is to come. Raises `UsageError`."""
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference
     from bootseer.image.store_of import store_uri

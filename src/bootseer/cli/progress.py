@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
-    from bootseer.bring.shown import Heard, Unit
+    from bootseer.artifact.progress import ProgressCallback, Unit
 
 _EVERY_S = 0.1
 _LONG_S = 2.5
@@ -94,8 +94,8 @@ def _columns() -> int:
 
 
 @contextmanager
-def shown(what: str, unit: Unit) -> Iterator[Heard]:
-    """Progress of a job's start: a `bring.shown.Show`."""
+def shown(what: str, unit: Unit) -> Iterator[ProgressCallback]:
+    """Progress of a job's start: a `artifact.progress.Show`."""
     with Progress(what, line=True) as progress:
 
         def heard(done: int, total: int) -> None:

@@ -17,7 +17,7 @@ from bootseer.trace.event import KINDS
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from bootseer.bring.shown import Heard, Unit
+    from bootseer.artifact.progress import ProgressCallback, Unit
 
 OPTIONS = (
     Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
@@ -89,7 +89,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
 
 
-def _shown(what: str, unit: Unit) -> AbstractContextManager[Heard]:
+def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
     from bootseer.cli.progress import shown  # few starts wait for anything
 
     return shown(what, unit)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bootseer.cli.options import FLAG, Option
 
 if TYPE_CHECKING:
-    from bootseer.bring.signatures import Signatures
+    from bootseer.artifact.signatures import Signatures
 
 _SIGNING_KEY = "BOOTSEER_SIGNING_KEY"
 _TRUSTED_KEYS = "BOOTSEER_TRUSTED_KEYS"
@@ -40,7 +40,7 @@ def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence
     Naming trusted keys requires signatures, so that the switch cannot be forgotten. Raises `UsageError` for keys that
     cannot be used.
     """
-    from bootseer.bring.signatures import Signatures
+    from bootseer.artifact.signatures import Signatures
 
     required = values.get("require_signature") or env.get(_REQUIRE, "0") not in ("", "0")
     trusted = values.get("trusted_keys") or env.get(_TRUSTED_KEYS) or (_DEFAULT_KEYS if required else "")

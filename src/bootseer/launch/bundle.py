@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.places import runtime_root
+from bootseer.artifact.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.keys.variables import looks_secret
 from bootseer.errors import BootseerError, UsageError

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Sequence
 
-from bootseer.bring.places import environments_folder
-from bootseer.bring.publish import publishes
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.hotsets import publishes
+from bootseer.artifact.places import environments_folder
+from bootseer.artifact.workload import workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision

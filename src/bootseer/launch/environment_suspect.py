@@ -12,7 +12,7 @@ import contextlib
 import signal
 import time
 
-from bootseer.bring.apart import breaks_forks, do_apart
+from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
@@ -68,6 +68,6 @@ def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
             say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
 
     if breaks_forks(task.store_uri):
-        do_apart(mark)
+        run_in_child(mark)
     else:
         mark()

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.places import environments_folder
-from bootseer.bring.shown import Show, unseen
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.places import environments_folder
+from bootseer.artifact.progress import Show, no_progress
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment_setup import STAGE
 from bootseer.launch.environment_wanted import EnvironmentWanted, own_store
 from bootseer.launch.run_folder import RunFolder
@@ -39,7 +39,7 @@ class Task:
     own_group: bool
     """Whether what is started leads a process group of its own (`supervise`)."""
     folder: RunFolder
-    show: Show = unseen
+    show: Show = no_progress
     """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
     """What became of the snapshot, once that is known (`environment_publish.tell`)."""
@@ -55,7 +55,7 @@ class Task:
         own_env: Mapping[str, str] | None = None,
         session: Session | None = None,
         own_group: bool | None = None,
-        show: Show = unseen,
+        show: Show = no_progress,
     ) -> Task:
         """With a folder of its own, which is to be removed. Raises `PermanentError` when the cache takes none.
 

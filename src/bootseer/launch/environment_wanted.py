@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bootseer.bring.places import environments_folder
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.places import environments_folder
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 
 if TYPE_CHECKING:
-    from bootseer.bring.forecast import Loading
+    from bootseer.artifact.loading import Loading
     from bootseer.env.modes import Mode
 
 Conflicts = Literal["refuse", "accept"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-from bootseer.bring.shown import Show, unseen
+from bootseer.artifact.progress import Show, no_progress
 from bootseer.errors import Interrupted
 from bootseer.launch import supervise
 from bootseer.launch.session import EXIT_FLUSH_S, Session
@@ -47,7 +47,7 @@ class Options(NamedTuple):
     """How what the setup makes is to come; None: by running it."""
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
-    show: Show = unseen
+    show: Show = no_progress
     """Shows people what a start waits for."""
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bootseer.bring.places import CACHE, own_folder
+from bootseer.artifact.places import CACHE, own_folder
 from bootseer.errors import PermanentError
 from bootseer.mounts.table import is_mounted_anywhere
 

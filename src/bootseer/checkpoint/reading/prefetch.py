@@ -1,4 +1,4 @@
-"""Bringing part of a file into the node's cache, or into memory, before it is read.
+"""Materializer part of a file into the node's cache, or into memory, before it is read.
 
 It keeps a bounded number of pieces under way, gives way to all that wait for a read, for memory or for the disk,
 and its failure does no harm: what it did not bring is read when it is wanted.
