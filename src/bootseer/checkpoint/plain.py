@@ -14,7 +14,7 @@ from typing import Literal
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.places.open import open_place
 from bootseer.errors import UsageError
-from bootseer.mounts.table import mount_table, visible
+from bootseer.mounts.kernel import mount_table, visible
 
 Way = Literal["auto", "mount", "plain"]
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "ramfs", "overlay"})

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bootseer.bring.places import CACHE, own_folder
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import is_mounted_anywhere
+from bootseer.mounts.kernel import is_mounted_anywhere
 
 _LOCK = "lock"
 _PREFIX, _NEW = "run-", "new-"

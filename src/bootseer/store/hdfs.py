@@ -19,12 +19,12 @@ from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from bootseer.bounded import within
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.deadline import within
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,

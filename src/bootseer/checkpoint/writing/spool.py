@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.cache.holes import punch
+from bootseer.cache.disk import punch
 from bootseer.checkpoint.places.place import NoSpaceError
 from bootseer.errors import PermanentError, TransientError
 

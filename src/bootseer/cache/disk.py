@@ -1,20 +1,23 @@
-"""Names of the files of a cache, and how they are opened and replaced. The format is docs/formats/cache.md.
+"""The files of a cache on its disk: their names, how they are opened, replaced and punched, and what can go wrong.
 
 Files in a cache may be cut, foreign or of another kind, so that each is opened without following links and without
-waiting for the other end of a pipe, and is then checked to be a regular file.
+waiting for the other end of a pipe, and is then checked to be a regular file. The format is docs/formats/cache.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import shutil
 import stat
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
-from bootseer.cache.errors import Damaged
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
 
 FILES = "files"
 NEW = "new"
@@ -36,6 +39,44 @@ _ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
 _DIGITS = 20
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_KEEP_SIZE = 0x01  # <linux/falloc.h>
+_PUNCH_HOLE = 0x02
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
+
+
+class CacheFull(TransientError):  # noqa: N818 - a state that callers handle, rather than a mistake
+    """There is no room for this on the disk. What was there before is still there."""
+
+
+class MissingBlocks(BootseerError):  # noqa: N818 - an answer that callers handle: fetch them and read again
+    """These blocks are not in the cache, or were found damaged and are not any more."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        super().__init__(f"{len(blocks)} blocks are not in the cache, the first of them is {blocks[0]}")
+        self.blocks = list(blocks)
+
+
+class Damaged(Exception):  # noqa: N818 - never leaves this package: the entry is replaced
+    """A file of an entry is not what it must be, so that nothing in this entry can be believed."""
+
+
+@contextlib.contextmanager
+def mapped(action: str, path: Path) -> Iterator[None]:
+    """Turn `OSError` into an error of ours that says what could not be done, and where."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action} {path}: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            what_to_do = "free space on this disk (bootseer cache prune --to SIZE), or give another cache folder"
+            raise CacheFull(f"{message}; {what_to_do}") from error
+        if error.errno in _REFUSED:
+            raise AccessError(f"{message}; give a cache folder that this user may write") from error
+        if error.errno in _BUSY:
+            raise TransientError(message) from error
+        raise PermanentError(message) from error
 
 
 def is_identity(name: str) -> bool:
@@ -142,3 +183,29 @@ def sweep(entry: Path) -> None:
     for path in entry.iterdir():
         if path.name not in _ENTRY:
             discard(path)
+
+
+def can_punch(fd: int) -> bool:
+    """Whether the file system of a file, open for writing, can do it. Raises `OSError`."""
+    try:
+        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # behind the end there is nothing to lose
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Make a hole, of whole pages of the file system inside the range. The file keeps its size. Raises `OSError`."""
+    if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _fallocate() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function

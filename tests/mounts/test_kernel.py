@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bootseer.mounts.table import Mount, depth, is_below, mount_table, parse, visible
+from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, parse, visible
 
 
 def mount(number: int, parent: int, path: str) -> Mount:

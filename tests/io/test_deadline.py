@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from bootseer import bounded
-from bootseer.bounded import stream_within, within
 from bootseer.errors import TransientError
+from bootseer.io import deadline
+from bootseer.io.deadline import stream_within, within
 from bootseer.io.executor import Executor
 
 
@@ -69,7 +69,7 @@ def test_a_producer_works_only_a_little_ahead_and_ends_with_its_consumer() -> No
         for _ in range(10):
             next(items)
     assert ended.wait(60)
-    assert len(produced) <= 10 + 2 * bounded._AHEAD + 2
+    assert len(produced) <= 10 + 2 * deadline._AHEAD + 2
 
 
 def test_a_producer_that_drips_ends_with_the_deadline_of_the_whole() -> None:
@@ -87,7 +87,7 @@ def test_a_producer_that_drips_ends_with_the_deadline_of_the_whole() -> None:
 
 
 def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "_threads", Executor("bootseer-store", 2))
+    monkeypatch.setattr(deadline, "_threads", Executor("bootseer-store", 2))
     gate, ended = threading.Event(), threading.Barrier(3)
 
     def call() -> None:
@@ -114,7 +114,7 @@ def test_calls_that_hang_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_calls_that_hang_in_the_parent_take_no_room_in_the_child_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "_threads", Executor("bootseer-store", 1))
+    monkeypatch.setattr(deadline, "_threads", Executor("bootseer-store", 1))
     gate = threading.Event()
     with pytest.raises(TransientError, match="no complete answer"):
         within(0.01, "x", gate.wait)
