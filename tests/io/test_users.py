@@ -14,13 +14,12 @@ from bootseer.cache.cache import Cache
 from bootseer.checkpoint.attempts import Attempt
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.reading.context import LazyPart
 from bootseer.checkpoint.reading.node_cache import CacheWriter
-from bootseer.checkpoint.reading.segments import LazyPart
 from bootseer.checkpoint.reading.source import Counters
-from bootseer.checkpoint.writing.lane import Lane
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import Lane, WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import TransientError
 from bootseer.fetch.fetcher import Fetcher

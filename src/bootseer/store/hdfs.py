@@ -38,9 +38,9 @@ from bootseer.store.store import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.hdfs.long_writer import LongWriter
     from bootseer.hdfs.native import NativeWriter
     from bootseer.hdfs.native_reads import NativeFile
+    from bootseer.hdfs.placing import LongWriter
     from bootseer.hdfs.reads import HdfsFile
 
 _WINDOW_BYTES = 1024 * 1024
