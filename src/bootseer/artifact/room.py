@@ -15,7 +15,7 @@ from pathlib import Path
 from bootseer.artifact.unpacked import release_unpacked
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.mounts import kept

@@ -14,7 +14,7 @@ from bootseer.cli.options import FLAG, Option
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.checkpoint_stage import CheckpointWanted
+    from bootseer.launch.checkpoint import CheckpointWanted
 
 CHECKPOINT = (
     Option(
@@ -71,7 +71,7 @@ def wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWante
 
     from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.cli.image_options import parse_size
-    from bootseer.launch.checkpoint_stage import CheckpointWanted
+    from bootseer.launch.checkpoint import CheckpointWanted
 
     memory, folder = values["checkpoint_memory"], values["checkpoint_dir"]
     return CheckpointWanted(

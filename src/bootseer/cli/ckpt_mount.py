@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.checkpoint.policy import MAX_STRIPES
+from bootseer.checkpoint.layout import MAX_STRIPES
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.mounted import MountedCheckpoint

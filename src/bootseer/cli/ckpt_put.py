@@ -11,7 +11,7 @@ from bootseer.cli.ckpt_stripes import STRIPES, changed
 from bootseer.cli.command import with_options
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.policy import Policy
+    from bootseer.checkpoint.layout import Policy
 
 SCHEMA = "bootseer.checkpoint-put/1"
 _PATIENCE_S = 2.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.anatomy import Anatomy, PartFound
+    from bootseer.checkpoint.catalog import Anatomy, PartFound
 
 SCHEMA = "bootseer.checkpoint-file/1"
 
@@ -23,7 +23,7 @@ def command(file: str, as_json: bool) -> None:
     \b
     bootseer ckpt stat hdfs://namenode/jobs/moe/step-1000/model.safetensors
     """
-    from bootseer.checkpoint.anatomy import anatomy
+    from bootseer.checkpoint.catalog import anatomy
     from bootseer.cli.ckpt_place import files_at, split
     from bootseer.cli.printing import print_json, terminal
 

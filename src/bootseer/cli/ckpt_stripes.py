@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from bootseer.checkpoint.policy import MAX_REPLICATION, MAX_STRIPES
+from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES
 from bootseer.cli.options import COUNT, FLAG, Option
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.policy import Policy
+    from bootseer.checkpoint.layout import Policy
 
 STRIPES = (
     Option("stripes", ("--stripes",), "Nodes that a file is spread over.", COUNT, "N", least=1, most=MAX_STRIPES),

@@ -44,8 +44,8 @@ def command(
     from bootseer.cli.env_options import wanted
     from bootseer.cli.printing import print_json, terminal
     from bootseer.errors import UsageError
-    from bootseer.launch.environment_make import make_snapshot
-    from bootseer.launch.environment_setup import steps
+    from bootseer.launch.environment.plain import steps
+    from bootseer.launch.environment.snapshot import make_snapshot
     from bootseer.units import format_bytes, format_seconds
 
     if not setup and not requirements:

@@ -36,7 +36,7 @@ def cache() -> Path:
 def store_uri(given: str | None) -> str:
     """The store that the user means."""
     from bootseer.artifact.places import STORE as VARIABLE
-    from bootseer.launch.environment_wanted import own_store
+    from bootseer.launch.environment.task import own_store
 
     return given or os.environ.get(VARIABLE) or own_store(cache())
 

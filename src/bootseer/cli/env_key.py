@@ -77,8 +77,8 @@ def key_of(values: Mapping[str, Any], image: str | None, plain_http: bool) -> Re
     """The key of the setup that the options name. Raises `UsageError` when they name none."""
     from bootseer.env.keys.request_key import request_key
     from bootseer.errors import UsageError
-    from bootseer.launch.environment_ask import ask_for, base_of_image
-    from bootseer.launch.environment_setup import steps
+    from bootseer.launch.environment.plain import steps
+    from bootseer.launch.environment.seek import ask_for, base_of_image
 
     if not values["setup"] and not values["requirements"]:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")

@@ -43,7 +43,7 @@ def command(
     from bootseer.cli.env_find import cache, catalog_of, document_of
     from bootseer.cli.printing import print_json, terminal
     from bootseer.errors import UsageError
-    from bootseer.launch.environment_look import copy_snapshot, run_on_snapshot
+    from bootseer.launch.environment.snapshot import copy_snapshot, run_on_snapshot
 
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):

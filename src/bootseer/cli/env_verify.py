@@ -61,7 +61,7 @@ def command(
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
-    from bootseer.launch.environment_look import check_snapshot, compare_with_fresh
+    from bootseer.launch.environment.snapshot import check_snapshot, compare_with_fresh
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")

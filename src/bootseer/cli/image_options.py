@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bootseer.image.containers.container import Options as ContainerOptions
     from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
 
 SOURCE = (
     Option(
@@ -147,7 +147,7 @@ def split(values: Mapping[str, object], *, has_setup: bool) -> tuple[dict[str, o
 
 def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
     """What the values ask for. Raises `UsageError`."""
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
 
     return Wanted(request(reference, values), container(values, gpus))
 

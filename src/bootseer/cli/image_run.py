@@ -28,8 +28,8 @@ def command(ctx: click.Context, /, reference: str, gpus: str | None, **values: A
     """
     from bootseer.cli.image_options import wanted
     from bootseer.cli.progress import shown
-    from bootseer.launch.image_stage import run_in_image
-    from bootseer.launch.run import Options
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
 
     options = Options(image=wanted(reference, values, gpus), quiet=True, show=shown)
-    return run_in_image(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})
+    return run(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})

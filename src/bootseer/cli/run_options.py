@@ -65,7 +65,8 @@ _IDENTITY = {
 
 def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these values; the exit code. Raises `UsageError`."""
-    from bootseer.launch.run import Options, run
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
 
     has_setup = bool(values["setup"] or values["requirements"])
     values, image = image_options.split(values, has_setup=has_setup)
