@@ -23,7 +23,7 @@ from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.files import Files
-    from bootseer.checkpoint.policy import Policy
+    from bootseer.checkpoint.layout import Policy
     from bootseer.checkpoint.verify import Problem
 
 

@@ -15,7 +15,7 @@ from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.anatomy import Anatomy, PartFound
+    from bootseer.checkpoint.catalog import Anatomy, PartFound
 
 
 @click.command("list")
@@ -144,7 +144,7 @@ def stat_command(file: str, output: Output) -> None:
     \b
     bootseer ckpt stat hdfs://namenode/jobs/moe/step-1000/model.safetensors
     """
-    from bootseer.checkpoint.anatomy import anatomy
+    from bootseer.checkpoint.catalog import anatomy
 
     folder, name = split(file)
     with files_at(folder) as files:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.checkpoint.policy import MAX_STRIPES
+from bootseer.checkpoint.layout import MAX_STRIPES
 from bootseer.cli.ckpt_place import tell_fallback
 from bootseer.cli.command import json_option
 from bootseer.cli.image_options import parse_size

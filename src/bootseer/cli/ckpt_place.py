@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bootseer.checkpoint.policy import MAX_REPLICATION, MAX_STRIPES
+from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES
 from bootseer.cli.image_options import parse_size
 from bootseer.cli.options import COUNT, FLAG, Option
 from bootseer.cli.output import Progress
@@ -15,7 +15,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.files import Files
-    from bootseer.checkpoint.policy import Policy
+    from bootseer.checkpoint.layout import Policy
 
 
 STRIPES = (

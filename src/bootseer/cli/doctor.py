@@ -46,18 +46,16 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     """
     from bootseer.bring.places import cache_root
     from bootseer.image.mounting import ways
-    from bootseer.launch import environment_check as environments
+    from bootseer.launch import doctor
 
     cache = cache_root(os.environ, os.getuid())
-    more = [(ways.CHECK, ways.check), (environments.CHECK, lambda: environments.check(cache))]
+    more = [(ways.CHECK, ways.check), (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache))]
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     rows = [{**asdict(check), "required": check.required} for check in checks]
     found: dict[str, Any] = {"schema": SCHEMA, "ok": good, "checks": rows}
     if bundle is not None:
-        from bootseer.launch.bundle import write_bundle
-
-        found["bundle"] = write_bundle(bundle, found, os.environ)
+        found["bundle"] = doctor.write_bundle(bundle, found, os.environ)
     if as_json:
         print_json(found)
     else:

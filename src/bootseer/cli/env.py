@@ -75,7 +75,7 @@ def capture_command(
     \b
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
     """
-    from bootseer.launch.environment_make import make_snapshot
+    from bootseer.launch.environment.snapshot import make_snapshot
 
     _check_setup(setup, requirements)
     source = {**values, "store": store, "plain_http": plain_http}
@@ -89,7 +89,7 @@ def capture_command(
 
 def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
     """Raise `UsageError` when no setup is named, or one that is not there."""
-    from bootseer.launch.environment_setup import steps
+    from bootseer.launch.environment.plain import steps
 
     if not setup and not requirements:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
@@ -128,7 +128,7 @@ def key_command(
     from bootseer.cli.image_options import request
     from bootseer.env.keys.key import difference
     from bootseer.env.keys.request_key import request_key
-    from bootseer.launch.environment_ask import ask_for, base_of_image
+    from bootseer.launch.environment.seek import ask_for, base_of_image
 
     _check_setup(values["setup"], values["requirements"])
     base = None
@@ -229,7 +229,7 @@ def restore_command(
     bootseer env restore 3fa9 /tmp/look
     bootseer env restore 3fa9 -- python -c 'import torch'
     """
-    from bootseer.launch.environment_look import copy_snapshot, run_on_snapshot
+    from bootseer.launch.environment.snapshot import copy_snapshot, run_on_snapshot
 
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
@@ -293,7 +293,7 @@ def verify_command(
     bootseer env verify 3fa9 --tier oracle --requirements requirements.txt
     bootseer env verify 3fa9 --tier oracle --setup prepare.sh
     """
-    from bootseer.launch.environment_look import check_snapshot, compare_with_fresh
+    from bootseer.launch.environment.snapshot import check_snapshot, compare_with_fresh
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")

@@ -17,7 +17,7 @@ from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment_wanted import EnvironmentWanted
+    from bootseer.launch.environment.task import EnvironmentWanted
 
 MODE = "BOOTSEER_ENV"
 _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
@@ -117,7 +117,7 @@ ENVIRONMENT = (
 def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
     """What the values ask for; `source` tells of store and loading. Raises `UsageError`."""
     from bootseer.bring.places import STORE, cache_root, runtime_root
-    from bootseer.launch.environment_wanted import EnvironmentWanted
+    from bootseer.launch.environment.task import EnvironmentWanted
 
     mode: Mode = values.get("env_mode") or _mode(env)
     return EnvironmentWanted(

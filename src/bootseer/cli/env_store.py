@@ -51,7 +51,7 @@ def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | N
     from bootseer.bring.places import STORE as VARIABLE
     from bootseer.bring.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
-    from bootseer.launch.environment_wanted import own_store
+    from bootseer.launch.environment.task import own_store
     from bootseer.launch.supervise import say
     from bootseer.store.open import open_store
 

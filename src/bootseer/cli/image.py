@@ -146,11 +146,11 @@ def run_command(ctx: click.Context, /, reference: str, gpus: str | None, **value
     bootseer image run registry:5000/team/train:7 -- python -c 'import torch'
     bootseer image run --gpus all --mount /data:/data:ro registry:5000/team/train:7
     """
-    from bootseer.launch.image_stage import run_in_image
-    from bootseer.launch.run import Options
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
 
     options = Options(image=wanted(reference, values, gpus), quiet=True, show=shown)
-    return run_in_image(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})
+    return run(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})
 
 
 @click.command("inspect")

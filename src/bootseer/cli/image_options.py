@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bootseer.image.containers.container import Options as ContainerOptions
     from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
 
 _SIGNING_KEY = "BOOTSEER_SIGNING_KEY"
 _TRUSTED_KEYS = "BOOTSEER_TRUSTED_KEYS"
@@ -164,7 +164,7 @@ def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, A
 
 def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
     """What the values ask for. Raises `UsageError`."""
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
 
     return Wanted(request(reference, values), container(values, gpus))
 

@@ -58,7 +58,7 @@ def stage_command(ctx: click.Context, name: str, attrs: dict[str, str | int]) ->
     \b
     bootseer stage environment_setup.data -a shards=64 -- ./fetch-data.sh
     """
-    from bootseer.launch.stage import run_stage
+    from bootseer.launch.command import run_stage
 
     return run_stage(name, attrs, command_of(ctx), os.environ)
 

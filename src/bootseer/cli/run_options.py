@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bootseer.bring.shown import Heard, Unit
-    from bootseer.launch.checkpoint_stage import CheckpointWanted
+    from bootseer.launch.checkpoint import CheckpointWanted
 
 CHECKPOINT = (
     Option(
@@ -105,7 +105,8 @@ _IDENTITY = {
 
 def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these values; the exit code. Raises `UsageError`."""
-    from bootseer.launch.run import Options, run
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
 
     has_setup = bool(values["setup"] or values["requirements"])
     values, image = image_options.split_image(values, has_setup=has_setup)
@@ -159,7 +160,7 @@ def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> Chec
     from pathlib import Path
 
     from bootseer.bring.places import cache_root, runtime_root
-    from bootseer.launch.checkpoint_stage import CheckpointWanted
+    from bootseer.launch.checkpoint import CheckpointWanted
 
     memory, folder = values["checkpoint_memory"], values["checkpoint_dir"]
     return CheckpointWanted(
