@@ -8,7 +8,7 @@ ARGS ?=
 RATE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo hdfs check test fuzz bench docs help
+.PHONY: setup demo hdfs check test fuzz mutants bench docs help
 
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
@@ -32,6 +32,9 @@ test: setup ## Run the tests
 
 fuzz: setup ## Three jobs read a file with parity from HDFS for ten minutes, on a busy machine and with a dead node
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
+
+mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='--show fetch/schedule.py'
+	$(BIN)/python scripts/mutation_check.py $(ARGS)
 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -6,10 +6,11 @@ Images, snapshots and checkpoints keep a `BlockFile` as JSON; `read_index` turns
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
 
 from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index, Stripe
 from bootseer.errors import CorruptError
@@ -17,23 +18,27 @@ from bootseer.store.store import Store, Stored, is_content_name
 
 # 6 million blocks: 1.5 TiB in blocks of 256 KiB. An index is read before anything can start, into memory.
 MAX_READ_BYTES = 256 << 20
-_IDENTITY = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFile:
+class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
     """A block file in some store: its index, and the stripes that hold its blocks."""
 
-    index_name: str
+    index_name: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     """Content name of the index."""
-    index_bytes: int
-    identity: str
+    index_bytes: Annotated[int, Meta(ge=0, le=MAX_INDEX_BYTES)]
+    identity: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     """`Index.identity`: the file's name everywhere but in a store."""
-    size_bytes: int
+    size_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
     """Size of the file itself."""
-    stored_bytes: int
+    stored_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
     """What the stripes hold: the compressed size."""
-    stripes: tuple[Stripe, ...]
+    stripes: Annotated[tuple[Stripe, ...], Meta(min_length=1, max_length=MAX_STRIPES)]
+
+    def __post_init__(self) -> None:
+        if not all(is_content_name(stripe.name) and stripe.size_bytes >= 0 for stripe in self.stripes):
+            raise ValueError("a stripe is not named by its content, or has an impossible size")
+        if sum(stripe.size_bytes for stripe in self.stripes) != self.stored_bytes:
+            raise ValueError("the stripes do not add up")
 
     @property
     def objects(self) -> tuple[Stored, ...]:
@@ -45,37 +50,16 @@ class BlockFile:
 
     def as_json(self) -> dict[str, object]:
         """A JSON object for `from_json`."""
-        return {
-            "index": self.index_name,
-            "index_bytes": self.index_bytes,
-            "identity": self.identity,
-            "size_bytes": self.size_bytes,
-            "stored_bytes": self.stored_bytes,
-            "stripes": [[stripe.name, stripe.size_bytes] for stripe in self.stripes],
-        }
+        value: dict[str, object] = msgspec.to_builtins(self)
+        return value
 
     @classmethod
     def from_json(cls, value: object) -> BlockFile:
         """Read what `as_json` made. Raises `CorruptError`; unknown fields are ignored."""
-        if not isinstance(value, Mapping):
-            raise CorruptError("a block file's description is not an object")
-        rows = value.get("stripes")
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_STRIPES:
-            raise CorruptError("a block file's description has no list of stripes")
-        identity = value.get("identity")
-        if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
-            raise CorruptError("a block file's description has no identity")
-        block_file = cls(
-            index_name=_content_name(value.get("index")),
-            index_bytes=_size(value.get("index_bytes"), MAX_INDEX_BYTES),
-            identity=identity,
-            size_bytes=_size(value.get("size_bytes"), MAX_BLOCKS * MAX_BLOCK_SIZE),
-            stored_bytes=_size(value.get("stored_bytes"), MAX_BLOCKS * MAX_BLOCK_SIZE),
-            stripes=tuple(_stripe(row) for row in rows),
-        )
-        if sum(stripe.size_bytes for stripe in block_file.stripes) != block_file.stored_bytes:
-            raise CorruptError("a block file's description has stripes that do not add up")
-        return block_file
+        try:
+            return msgspec.convert(value, cls)
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
+            raise CorruptError("a block file's description is missing or impossible") from error
 
 
 def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) -> Index:
@@ -99,21 +83,3 @@ def read_index(store: Store, block_file: BlockFile, *, timeout_s: float = 60.0) 
     if (index.identity, index.size_bytes, index.stripes) != described:
         raise CorruptError(f"{block_file.index_name} in {store.uri}: not the index of the file that is described")
     return index
-
-
-def _content_name(value: object) -> str:
-    if not isinstance(value, str) or not is_content_name(value):
-        raise CorruptError("a block file's description names an object that is not named by its content")
-    return value
-
-
-def _size(value: object, limit: int) -> int:
-    if type(value) is not int or not 0 <= value <= limit:
-        raise CorruptError("a block file's description has an impossible size")
-    return value
-
-
-def _stripe(row: object) -> Stripe:
-    if not isinstance(row, list) or len(row) != 2:
-        raise CorruptError("a block file's description has a stripe without name and size")
-    return Stripe(_content_name(row[0]), _size(row[1], MAX_BLOCKS * MAX_BLOCK_SIZE))

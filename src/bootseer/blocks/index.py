@@ -37,8 +37,7 @@ MAX_INDEX_BYTES = _HEADER.size + MAX_STRIPES * _STRIPE.size + MAX_BLOCKS * _BYTE
 _PIECE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Stripe:
+class Stripe(NamedTuple):
     """One object that holds every S-th block. A stripe of no bytes is not stored: no block points into it."""
 
     name: str

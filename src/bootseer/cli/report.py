@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.amount import Amount
+from bootseer.cli.command import Amount
+from bootseer.cli.output import print_json, terminal
+from bootseer.errors import PermanentError
 
 if TYPE_CHECKING:
     from bootseer.analysis.live import Moment
 
 
-@click.command("report", short_help="Show where a startup's time went.")
+@click.command("report")
 @click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
 @click.option("--job", help="The job to tell of, when the logs hold several.")
 @click.option("--attempt", type=click.IntRange(0), help="The attempt to tell of (default: the last).")
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Colours in the output.",
 )
-def command(
+def report_command(
     logs: tuple[str, ...],
     job: str | None,
     attempt: int | None,
@@ -116,7 +118,6 @@ def command(
         from bootseer.render.perfetto import render as render_perfetto
 
         _write(perfetto, render_perfetto(report))
-    from bootseer.cli.printing import print_json, terminal
 
     if as_json:
         if not follow:  # its lines were printed
@@ -134,7 +135,6 @@ def command(
 @contextmanager
 def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
     """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
-    from bootseer.cli.printing import print_json, terminal
 
     if not follow:
         yield None
@@ -148,7 +148,6 @@ def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Mome
 
 
 def _write(path: Path, text: str) -> None:
-    from bootseer.errors import PermanentError
 
     try:
         path.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bootseer.artifact.document import parse_object
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored
@@ -52,7 +53,7 @@ class ImageDocument:
     @property
     def config(self) -> Mapping[str, object]:
         """The OCI image configuration. Raises `CorruptError`."""
-        return parse_json(self.config_data, f"the configuration of {self.digest}", MAX_CONFIG_BYTES)
+        return parse_object(self.config_data, f"the configuration of {self.digest}", MAX_CONFIG_BYTES)
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class ImageDocument:
     @classmethod
     def parse(cls, data: bytes) -> ImageDocument:
         """Read a document. Raises `CorruptError`, or `PermanentError` for one of another version."""
-        value = parse_json(data, "image document", MAX_DOCUMENT_BYTES)
+        value = parse_object(data, "image document", MAX_DOCUMENT_BYTES)
         if value.get("schema") != SCHEMA:
             raise PermanentError(
                 f"image document: schema {value.get('schema')!r}, this BootSeer reads {SCHEMA}; convert the image again"
@@ -111,19 +112,6 @@ class ImageDocument:
 def document_name(digest: str) -> str:
     """Where a store keeps the document of the image with this manifest digest (`sha256:…`)."""
     return "images/" + digest.replace(":", "-")
-
-
-def parse_json(data: bytes, what: str, limit: int) -> dict[str, object]:
-    """A JSON object from outside, at most `limit` bytes of it. Raises `CorruptError` for anything else."""
-    if len(data) > limit:
-        raise CorruptError(f"{what}: {len(data)} bytes, more than the {limit} that are read")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CorruptError(f"{what}: not a JSON object")
-    return value
 
 
 def _bytes(text: object, what: str) -> bytes:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bootseer.errors import CorruptError, PermanentError, UsageError
 
@@ -26,8 +25,7 @@ MAX_CREATE_BYTES = 1024 * 1024
 """Largest object that `create` takes: all places write so much in one request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """An object that lies in a store."""
 
     name: str

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bootseer.artifact.document import parse_object
 from bootseer.blocks.block_file import BlockFile
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError
 from bootseer.image.conversion.lower import Path
-from bootseer.image.document import parse_json
 
 SCHEMA = "bootseer.layer/1"
 RULES = 1
@@ -57,7 +57,7 @@ def encode(layer: ConvertedLayer | Questions) -> bytes:
 
 def parse(data: bytes) -> ConvertedLayer | Questions:
     """Read a document. Raises `CorruptError`."""
-    value = parse_json(data, "layer document", MAX_BYTES)
+    value = parse_object(data, "layer document", MAX_BYTES)
     try:
         if value.get("schema") != SCHEMA:
             raise CorruptError(f"layer document: schema {value.get('schema')!r}, {SCHEMA} expected")

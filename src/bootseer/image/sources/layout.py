@@ -6,8 +6,8 @@ from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
+from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.document import parse_json
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
     MAX_MANIFEST_BYTES,
@@ -31,7 +31,7 @@ def open_layout(reference: Reference, platform: Platform) -> Source:
     folder = Path(reference.path)
     if not (folder / "index.json").is_file():
         raise UsageError(f"{where}: {folder} is not an OCI layout", hint="name a folder with index.json in it")
-    index = parse_json(_read_file(folder / "index.json", MAX_MANIFEST_BYTES), where, MAX_MANIFEST_BYTES)
+    index = parse_object(_read_file(folder / "index.json", MAX_MANIFEST_BYTES), where, MAX_MANIFEST_BYTES)
     entry = _entry(index, reference, platform, where)
 
     def read(digest: str) -> tuple[bytes, str, str]:

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument, parse_json
+from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYER_BYTES = 1 << 42
@@ -69,7 +70,7 @@ class Manifest:
 
 def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mapping[str, object]:
     """A manifest, or an index as it stands, for `choose`. `media_type` is what came with it, if anything did."""
-    value = parse_json(data, f"{where}: the manifest", MAX_MANIFEST_BYTES)
+    value = parse_object(data, f"{where}: the manifest", MAX_MANIFEST_BYTES)
     said = str(value.get("mediaType") or media_type)
     if value.get("schemaVersion") == 1 or said.startswith(_SCHEMA_1):
         raise PermanentError(f"{where}: an image of the old schema 1; push it again with a tool of this decade")
@@ -147,7 +148,7 @@ def read_diff_ids(config: Mapping[str, object], layers: int | None, where: str) 
 
 def read_config(data: bytes, where: str) -> dict[str, object]:
     """The configuration of an image."""
-    return parse_json(data, f"{where}: the configuration", MAX_CONFIG_BYTES)
+    return parse_object(data, f"{where}: the configuration", MAX_CONFIG_BYTES)
 
 
 def archive_digest(config: bytes, diff_ids: Sequence[str]) -> str:

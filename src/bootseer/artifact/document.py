@@ -1,0 +1,101 @@
+"""JSON documents from stores and from this node: checked once, where they are read; everything else may rely on them.
+
+A document is a frozen dataclass (or a `msgspec.Struct`) whose annotations say what is valid: types, limits and patterns
+(`Annotated[int, Meta(ge=0)]`); what no annotation can say is a `ValueError` in `__post_init__` or in the caller's own
+check. Keys that the class does not have are kept in its field `more`, if it has one: a later version wrote them, and
+`encode` writes them again. msgspec converts what `json` parsed, not the bytes themselves: paths that are not UTF-8 are
+in our documents as lone surrogates, which msgspec's own parser refuses. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from bootseer.errors import CorruptError, PermanentError
+
+_MISSING = re.compile(r"required field `(\w+)`")
+_WHERE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_EXPECTED = re.compile(r"Expected|Invalid|Object missing|Array")
+_MORE = "more"
+_T = TypeVar("_T")
+
+
+class OtherVersionError(PermanentError):
+    """A document that another version of BootSeer wrote, and perhaps still uses."""
+
+
+def parse_object(data: bytes, what: str, limit: int) -> dict[str, Any]:
+    """A JSON object from outside, at most `limit` bytes of it. Raises `CorruptError` for anything else."""
+    if len(data) > limit:
+        raise CorruptError(f"{what}: {len(data)} bytes, more than the {limit} that are read")
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{what}: not a JSON object")
+    return value
+
+
+def decode(data: bytes, kind: type[_T], what: str, *, limit: int, schema: str) -> _T:
+    """The document in `data`, of at most `limit` bytes. `what` is it for people: `environment document`.
+
+    Raises `CorruptError`, and `OtherVersionError` where its key `schema` is not `schema`.
+    """
+    value = parse_object(data, what, limit)
+    if value.pop("schema", None) != schema:
+        raise OtherVersionError(f"{what}: another version, this BootSeer reads {schema}")
+    return convert(value, kind, what)
+
+
+def convert(value: object, kind: type[_T], what: str) -> _T:
+    """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
+    known = _names(kind)
+    if isinstance(value, dict) and _MORE in known:
+        value = {
+            **{name: field for name, field in value.items() if name in known and name != _MORE},
+            _MORE: {name: field for name, field in value.items() if name not in known or name == _MORE},
+        }
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        raise CorruptError(f"{what}: {_plain(str(error))}") from error
+
+
+def encode(document: object, schema: str, **fields: Any) -> bytes:
+    """JSON with the key `schema`; the same document gives the same bytes. `fields` stand for those of the document.
+
+    Raises `TypeError` or `ValueError` for what JSON cannot say.
+    """
+    value: dict[str, Any] = msgspec.to_builtins(document, str_keys=True)
+    value = {**value.pop(_MORE, {}), **value, **fields, "schema": schema}
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def printable(text: str) -> str:
+    """A text for people, which cannot steer the terminal that it is printed on."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _names(kind: type) -> frozenset[str]:
+    info: Any = msgspec.inspect.type_info(kind)
+    return frozenset(field.encode_name for field in getattr(info, "fields", ()))
+
+
+def _plain(problem: str) -> str:
+    """What is wrong, without what the document says there: that could be anything."""
+    found = _WHERE.search(problem)
+    where, reason = (found[1], problem[: found.start()]) if found else ("", problem)
+    missing = _MISSING.search(reason)
+    name = ".".join(part for part in (where, missing[1] if missing else "") if part)
+    if _EXPECTED.match(reason):
+        return f"{name or 'it'} is missing or impossible"
+    return f"{name}: {reason}" if name else reason
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not a number")
