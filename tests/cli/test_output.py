@@ -15,14 +15,14 @@ from typing import TextIO
 
 import pytest
 
-from bootseer.cli import progress
-from bootseer.cli.progress import Progress, shown
+from bootseer.cli import output
+from bootseer.cli.output import Progress, shown
 
 
 @pytest.fixture
 def long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes long from the beginning on."""
-    monkeypatch.setattr(progress, "_LONG_S", 0.0)
+    monkeypatch.setattr(output, "_LONG_S", 0.0)
 
 
 @contextlib.contextmanager
