@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer import bounded
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.attempts import Attempt
 from bootseer.checkpoint.files import Files
@@ -24,6 +23,7 @@ from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings
+from bootseer.io import deadline
 from bootseer.io.executor import Executor
 from bootseer.io.tasks import Tasks
 from bootseer.io.timer import Timer
@@ -74,8 +74,8 @@ def tasks(tmp_path) -> Iterator[Run]:
 @contextmanager
 def call_with_a_deadline(tmp_path) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded, "_threads", Executor("test", 2))
-        yield partial(bounded.within, 60.0, "test")
+        patch.setattr(deadline, "_threads", Executor("test", 2))
+        yield partial(deadline.within, 60.0, "test")
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 
-from bootseer.bounded import within
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.deadline import within
 from bootseer.logs import logger
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace

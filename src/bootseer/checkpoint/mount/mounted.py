@@ -26,9 +26,9 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, Waiting, start_daemon
+from bootseer.mounts.kernel import mount_table, visible
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
-from bootseer.mounts.table import mount_table, visible
 from bootseer.places import open_place
 
 END_S = 600.0

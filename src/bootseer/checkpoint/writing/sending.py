@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.cache.holes import punch
+from bootseer.cache.disk import punch
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
 from bootseer.checkpoint.ranges import Ranges
