@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -81,6 +82,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+@cache
 def _names(kind: type) -> frozenset[str]:
     info: Any = msgspec.inspect.type_info(kind)
     return frozenset(field.encode_name for field in getattr(info, "fields", ()))

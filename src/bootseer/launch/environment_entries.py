@@ -10,8 +10,8 @@ import stat
 from collections.abc import Iterable
 
 from bootseer.env.changes import Change
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.items import look
+from bootseer.env.snapshot.contents import look
+from bootseer.env.snapshot.manifest import Entry
 
 
 def loose_entries(changes: Iterable[Change]) -> list[Entry]:

@@ -17,8 +17,7 @@ from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
 from bootseer.env.restoring.roots import is_system
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
+from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.launch.environment_shown import NotShown, Shown
 from bootseer.launch.environment_task import Task
