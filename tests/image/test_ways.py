@@ -19,8 +19,8 @@ from bootseer.image.mounting import ways
 from bootseer.image.mounting.metadata import read_document
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.ladder import Facts, Way
-from bootseer.mounts.table import mount_table
 from bootseer.store.open import open_store
 from oci_images import (
     device,

@@ -55,7 +55,7 @@ def decode(data: bytes, kind: type[_T], what: str, *, limit: int, schema: str) -
 
 def convert(value: object, kind: type[_T], what: str) -> _T:
     """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
-    known = _names(kind)
+    known = _names(kind)  # type: ignore[arg-type] # mypy takes a type variable for unhashable
     if isinstance(value, dict) and _MORE in known:
         value = {
             **{name: field for name, field in value.items() if name in known and name != _MORE},

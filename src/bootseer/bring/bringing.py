@@ -24,13 +24,13 @@ from bootseer.bring.room import Room
 from bootseer.bring.shown import Show
 from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fetch.hotset import Block
 from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
 from bootseer.mounts.fetched import MakeTree
-from bootseer.mounts.lazy import LazyFiles
+from bootseer.mounts.trees import LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 

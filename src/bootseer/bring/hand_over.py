@@ -16,7 +16,7 @@ from bootseer.bring.signatures import Signatures
 from bootseer.fetch.hotset import Block, judge
 from bootseer.fetch.record import read_record
 from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
-from bootseer.mounts.lazy import LazyFiles
+from bootseer.mounts.trees import LazyFiles
 from bootseer.store.open import open_store
 
 RECORD = "record"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 

@@ -24,8 +24,8 @@ from bootseer.env.restoring.private import PrivateFolder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
-from bootseer.mounts.table import is_below, mount_table, visible
 from bootseer.mounts.user_namespace import is_host
 
 Say = Callable[[str], None]

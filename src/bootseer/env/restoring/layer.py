@@ -32,7 +32,7 @@ from bootseer.bring.shown import Show, unseen
 from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.unpack import unpack_layer
 from bootseer.erofs.reader import ErofsReader
@@ -40,10 +40,10 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import kept, kernel, user_namespace
 from bootseer.mounts.daemon import FILES, Daemon
 from bootseer.mounts.ladder import Way
-from bootseer.mounts.layer_tree import LayerTree
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.trees import layer_tree
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -265,7 +265,7 @@ class _Showing:
 
     def _served(self) -> Path:
         """By a daemon, file by file."""
-        self._layers.as_tree(LayerTree, None)
+        self._layers.as_tree(layer_tree, None)
         return self._layers.folder / FILES
 
     def _unpacked(self, why: str) -> tuple[Way, Path]:

@@ -26,7 +26,7 @@ from bootseer.env.restoring.known import Known
 from bootseer.env.restoring.roots import is_checked, is_system, lies_in
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import is_below, mount_table
+from bootseer.mounts.kernel import is_below, mount_table
 
 Where = Callable[[str], Path]
 """Where the snapshot's version of a path can be read."""

@@ -29,7 +29,7 @@ from bootseer.bring.places import own_folder
 from bootseer.bring.unpacked import delete_tree
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import is_mounted_anywhere
+from bootseer.mounts.kernel import is_mounted_anywhere
 
 _LOCK, _RECORD, _FILES = "lock", "run.json", "files"
 _KEPT_S = 7 * 86_400.0

@@ -30,14 +30,14 @@ from bootseer.bring.room import Room
 from bootseer.bring.shown import Show, unseen
 from bootseer.bring.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
-from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID
+from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
 from bootseer.image.mounting import show, ways
 from bootseer.image.mounting.found import Found, find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
-from bootseer.mounts import kernel, user_namespace
+from bootseer.mounts import user_namespace
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
@@ -212,7 +212,7 @@ class _Mounting:
                 return
             except BootseerError as error:
                 show.undo(layers.folder, self.target)
-                if not loop and kernel.number_of(error) == errno.ENOTBLK:
+                if not loop and number_of(error) == errno.ENOTBLK:
                     # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
                     raise _WayFailed(str(error)) from error
                 try:
@@ -224,7 +224,7 @@ class _Mounting:
 
     def _show_tree(self) -> None:
         """A daemon shows all layers as one tree: in a namespace of our own without root, or by a set-uid program."""
-        from bootseer.mounts.merged_tree import MergedTree
+        from bootseer.mounts.trees import MergedTree
 
         layers = self.layers
         if layers.lifeline:
