@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.places import environments_folder
-from bootseer.bring.publish import publishes
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.hotsets import publishes
+from bootseer.artifact.places import environments_folder
+from bootseer.artifact.workload import workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision
@@ -195,6 +195,6 @@ def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
             say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
 
     if breaks_forks(task.store_uri):
-        do_apart(mark)
+        run_in_child(mark)
     else:
         mark()

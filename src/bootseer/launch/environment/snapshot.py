@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bootseer.bring.places import runtime_root
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.places import runtime_root
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision

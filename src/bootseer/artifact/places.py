@@ -1,7 +1,4 @@
-"""Where things that were brought to this machine lie.
-
-Called by what mounts images and snapshots, and by the verbs that list what was left.
-"""
+"""Where things that were brought to this machine lie."""
 
 from __future__ import annotations
 

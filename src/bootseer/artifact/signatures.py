@@ -5,7 +5,7 @@ step. What is signed is the payload with the object's name, so that no signed ob
 format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0029-signatures.md.
 
 Keys are files in PEM, as `openssl genpkey -algorithm ed25519` makes them. They are read when they are needed, also in
-child processes, so that no secret is held or passed on. Called by all that read or write documents and hot sets.
+child processes, so that no secret is held or passed on.
 """
 
 from __future__ import annotations

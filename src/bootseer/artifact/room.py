@@ -1,22 +1,30 @@
 """Room for block files in the node's cache: a full disk makes a start slower, and does not keep it from starting.
 
-What was not used for long is evicted; what is mounted stays. Called by `bringing` and whoever mounts.
+What was not used for long is evicted; what is mounted stays. Layers that stay mounted, trees that were written out and
+mounts of processes that have ended are released when no start uses them any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from bootseer.artifact.unpacked import release_unpacked
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
+from bootseer.mounts import kept
+from bootseer.mounts.state import Runtime
 
 _FREE_SHARE = 0.1
 """A disk with less room than this is cleaned up before more is fetched."""
+_IDLE_S = 7 * 86_400.0
+"""A layer that no start used for a week is unmounted: until then the next start finds its files in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +70,20 @@ class Room:
             self.say(f"no room was made in the cache: {error}")
             return False
         return True
+
+
+def release_unused(runtime: Runtime, room: Room, cache_root: Path) -> None:
+    """Release what is idle; all that nobody uses when the disk is nearly full. What is mounted cannot be evicted.
+
+    A start does not fail for what this could not do.
+    """
+    with contextlib.suppress(BootseerError, OSError):
+        idle_s = 0.0 if room.is_short() else _IDLE_S
+        release(runtime, room.cache, idle_s=idle_s)
+        release_unpacked(cache_root, runtime, idle_s=idle_s)
+
+
+def release(runtime: Runtime, cache: Cache, *, idle_s: float) -> list[str]:
+    """Unmount layers unused for so long, and forget mounts that killed processes left; returns the layers."""
+    runtime.clean()
+    return kept.release_idle(runtime, idle_s=idle_s, unpin=lambda identity: cache.unpin(identity, kept.PIN))

@@ -7,8 +7,7 @@
 The name tells the block files that were written out, and whose files these are where not everybody's owner could be
 kept. It is not the digest of the image or snapshot: which block files belong to that is said by a document, and two
 documents may say different things.
-Nobody writes into a finished tree: changes are put on top, or into a copy. Called by `image.mounting.mount`,
-`env.restoring.layer` and `cli.cache`.
+Nobody writes into a finished tree: changes are put on top, or into a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bootseer.bring.places import own_folder, unpacked_folder
+from bootseer.artifact.places import own_folder, unpacked_folder
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.mounts.state import Runtime
 from bootseer.mounts.user_namespace import ALL_IDS, num_owners

@@ -2,7 +2,7 @@
 
 The clients of object stores and of HDFS run threads of their own for as long as the process lives. A mount daemon is
 forked from this process, and would inherit their locks without their threads. So whatever must be asked of such a store
-before the fork is asked by a child, which leaves its answers in the node's cache. Called by whoever mounts.
+before the fork is asked by a child, which leaves its answers in the node's cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def breaks_forks(uri: str | None) -> bool:
     return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
 
 
-def do_apart(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
+def run_in_child(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
     """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised.
 
     `TransientError` after `deadline_s` seconds: the child is killed then.

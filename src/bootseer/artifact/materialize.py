@@ -1,6 +1,5 @@
 """Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
-
-Called by `image.mounting.mount` and `env.restoring`, which decide how they are shown. Fork-safe stores are opened again
+ Fork-safe stores are opened again
 in the daemon; this process has no thread of its own when the daemon is started.
 """
 
@@ -8,36 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bootseer.bring.apart import breaks_forks
-from bootseer.bring.brought import failures
-from bootseer.bring.forecast import CachedLayer, Loading, forecast
-from bootseer.bring.hand_over import KEPT, RECORD, HandOver, layers_to_serve
-from bootseer.bring.hotsets import HotSets
-from bootseer.bring.predict import PULL
-from bootseer.bring.room import Room
-from bootseer.bring.shown import Show
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.child import breaks_forks
+from bootseer.artifact.hotsets import KEPT, HotSets, HotSetUpdater
+from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
+from bootseer.artifact.mount_handle import failures
+from bootseer.artifact.progress import Say, Show, Stage
+from bootseer.artifact.room import Room
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fetch.hotset import Block
 from bootseer.logs import logger
 from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
-from bootseer.mounts.fetched import MakeTree
+from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
 from bootseer.mounts.trees import LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
 _LOG = logger(__name__)
-Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
-"""Marks a part of the work; what is put into the dict it gives are facts about it."""
-Say = Callable[[str], None]
+RECORD = "record"
+"""The file in a mount's folder that tells what its start needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class Subject:
 
 
 @dataclass(slots=True)
-class Bringing:
+class Materializer:
     """The block files of one mount on their way. `mode` and `reason` say how they come, for the report."""
 
     subject: Subject
@@ -151,7 +145,7 @@ class Bringing:
         if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
             self.room.clean_up()
         plan = self._hot_set()
-        prediction = forecast(self.subject.loading, missing, plan)
+        prediction = choose_loading(self.subject.loading, missing, plan)
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
@@ -206,7 +200,7 @@ class Bringing:
         at: Path | None = None,
     ) -> Daemon:
         subject = self.subject
-        hand_over = HandOver(
+        update = HotSetUpdater(
             store=subject.store_uri if subject.publish and subject.is_shared else None,
             plain_http=subject.plain_http,
             cache_root=subject.cache,
@@ -215,13 +209,15 @@ class Bringing:
             signatures=subject.signatures,
             plan=plan,
         )
-        opened = layers_to_serve(
-            [layer.index for layer in served],
-            subject.store_uri,
-            self.cache.root,
-            self.folder,
-            hand_over,
-            plain_http=subject.plain_http,
+        files = [
+            FetchedFile(layer.index.identity, layer.index, subject.store_uri, subject.plain_http) for layer in served
+        ]
+        opened = Fetched(
+            files=tuple(files),
+            cache_root=self.cache.root,
+            record=self.folder / RECORD if subject.workload else None,
+            hand_over=update,
+            hot=None if plan is None else lambda: plan,
             make_tree=make_tree,
         )
         label = f"bootseer:{subject.name}"

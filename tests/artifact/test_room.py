@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.room import Room
+from bootseer.artifact.room import Room
 from bootseer.cache.cache import Cache
 from cached import BLOCK, content, index_of, put
 from image_node import Node

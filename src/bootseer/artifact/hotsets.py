@@ -1,31 +1,38 @@
-"""Hot sets of images: found before a start, kept and published after it.
+"""Hot sets of images and environments: found before a start, kept and published after it.
 
 A set lies in two places: on this node, and in the image's store for all nodes and all time. A start takes the runs of
 both. Neither place is needed for a start, so that nothing here raises for what a store does: it says so, once.
 A process without write access keeps the sets on the node. Signatures are about the store alone: what lies on this node
-was written by it.
-Called by `image.mounting.mount`, `launch.image_stage` and `cli.image_hotset`.
+was written by it. How runs are combined is said in one place, `fetch.hotset`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bootseer.bring.places import own_folder
-from bootseer.bring.signatures import UNSIGNED, Signatures, is_signed, stored_limit
+from bootseer.artifact.objects import put_once
+from bootseer.artifact.places import own_folder
+from bootseer.artifact.progress import Say
+from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
-from bootseer.fetch.hotset import MAX_RUNS, HotSet, Record
+from bootseer.fetch.hotset import Block, HotSet, Record, judge
 from bootseer.fetch.hotset_format import MAX_STORED_BYTES, encode, parse
+from bootseer.fetch.record import read_record
 from bootseer.store.file import FileStore
+from bootseer.store.open import open_store
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 
 _READ_S = 5.0
 """A start waits no longer for a set: without one it is slower, not wrong."""
-
-Say = Callable[[str], None]
+_PUBLISHERS = 4
+KEPT = "kept"
+"""The file beside a record that says that it has become part of the hot set; it holds what did not work, as lines."""
 
 
 def hotset_name(digest: str, workload: str) -> str:
@@ -52,7 +59,7 @@ class HotSets:
         return self._load(workload, self._say)
 
     def _load(self, workload: str, say: Say) -> HotSet | None:
-        sets = []
+        sets: list[HotSet] = []
         for store in (self._local, self._store):
             if store is None:
                 continue
@@ -62,9 +69,9 @@ class HotSets:
                 continue
             except BootseerError as error:
                 say(f"no hot set: {error}")
-        return united(sets) if sets else None
+        return functools.reduce(HotSet.union, sets) if sets else None
 
-    def bring(self, workload: str) -> None:
+    def fetch(self, workload: str) -> None:
         """Keep on this node what the store knows."""
         hot_set = self.load(workload)
         if hot_set is not None:
@@ -83,7 +90,7 @@ class HotSets:
     def add(self, given: HotSet) -> HotSet:
         """Add the runs of a set from elsewhere to what is known of its workload, on the node; the set as it is now."""
         known = self.load(given.workload)
-        merged = united([known, given]) if known is not None else given
+        merged = known.union(given) if known is not None else given
         self._write(self._local, merged, "kept on this node")
         return merged
 
@@ -135,7 +142,7 @@ class HotSets:
                 return False
         for subject in subjects:
             try:
-                _put(store, name, data, subject)
+                put_once(store, name, data, subject=subject)
             except NotFoundError as error:
                 if subject is None:
                     self._say(f"the hot set was not {what}: {error}")
@@ -148,17 +155,34 @@ class HotSets:
         return False
 
 
-def _put(store: Store, name: str, data: bytes, subject: str | None) -> None:
-    upload = store.upload()
-    try:
-        upload.write(data)
-        upload.commit(name, subject=subject)
-    finally:
-        upload.abort()  # after a commit it does nothing
+@dataclass(frozen=True, slots=True)
+class HotSetUpdater:
+    """Makes the finished record of a start part of the hot set. Runs in the daemon, where stores are opened anew."""
+
+    store: str | None
+    """URI of the store that it is published in; None: it stays on the node."""
+    plain_http: bool
+    cache_root: Path
+    digest: str
+    workload: str
+    signatures: Signatures
+    plan: Sequence[Block] | None
+
+    def __call__(self, path: Path) -> None:
+        """Read the record at `path` and keep it. Raises nothing that the daemon would not write into its log."""
+        notes: list[str] = []
+        try:
+            record = read_record(path)
+            if record.needs:
+                if self.plan is not None:
+                    record = replace(record, coverage=judge(self.plan, record).coverage)
+                store = open_store(self.store, plain_http=self.plain_http) if self.store is not None else None
+                sets = HotSets(self.cache_root, self.digest, store, notes.append, self.signatures)
+                sets.keep(self.workload, record, publish=store is not None)
+        finally:
+            path.with_name(KEPT).write_text(json.dumps(notes))
 
 
-def united(sets: list[HotSet]) -> HotSet:
-    """One set with the runs of all, each once, the newest few of them."""
-    runs = {(run.started_s, run.duration_ms, len(run.needs)): run for each in sets for run in each.records}
-    newest = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
-    return replace(sets[0], records=tuple(newest))
+def publishes(node: str, num_nodes: int | None) -> bool:
+    """Whether this node of a job publishes: about four of them do, so that a large job does not flood the store."""
+    return zlib.crc32(node.encode()) % max((num_nodes or 1) // _PUBLISHERS, 1) == 0

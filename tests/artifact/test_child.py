@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.apart import do_apart
+from bootseer.artifact.child import run_in_child
 from bootseer.errors import TransientError
 from hung_mount import hung_mount, needs_fuse
 
@@ -21,12 +21,12 @@ def test_a_store_that_hangs_is_given_up_and_the_process_is_gone(tmp_path: Path) 
         time.sleep(600)
 
     with pytest.raises(TransientError, match="has not answered"):
-        do_apart(hang, deadline_s=1.0)
+        run_in_child(hang, deadline_s=1.0)
     assert not Path("/proc", pid.read_text()).exists()
 
 
 @needs_fuse
 def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path) -> None:
     with hung_mount(tmp_path / "hung") as path, pytest.raises(TransientError, match="has not answered"):
-        do_apart(path.stat, deadline_s=0.5)
+        run_in_child(path.stat, deadline_s=0.5)
     os.wait()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.workload import workload_key
 
 
 def key(line: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.hand_over import KEPT
+from bootseer.artifact.hotsets import KEPT
 from bootseer.errors import BootseerError
 from bootseer.mounts.daemon import LOG, Daemon
 
@@ -20,7 +20,7 @@ _KEEP_S = 5.0
 _POLL_S = 0.01
 
 
-class Brought:
+class MountHandle:
     """What one start reads. Seen by the process that mounted it."""
 
     def __init__(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bootseer.bring.signatures import MAX_SIGNATURES, UNSIGNED, Signatures, is_signed, stored_limit
+from bootseer.artifact.signatures import MAX_SIGNATURES, UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, CorruptError, SignatureError, UsageError
 from signing_keys import make_key, trust
 

@@ -14,7 +14,7 @@ same way, whatever values its options have. The rule, on the words of the comman
 The setup key (what was installed in front of the command) and the role (torchelastic's ROLE_NAME) count as they are.
 The image's digest is not part of it: it is the other half of a hot set's name.
 
-Decides and touches nothing. Called by `bring.hotsets` and `launch.image_stage`.
+Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.places import cache_root, runtime_root
+from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.errors import UsageError
 
 

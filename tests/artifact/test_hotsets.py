@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.hotsets import HotSets, hotset_name
-from bootseer.bring.publish import publishes
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.hotsets import HotSets, hotset_name, publishes
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import AccessError, TransientError
 from bootseer.fetch.hotset import HotSet, Record
 from bootseer.fetch.hotset_format import encode
@@ -134,7 +133,7 @@ class TestSigned:
         store = FileStore(tmp_path / "store")
         sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
         known, said = sets(tmp_path, store, "n1", strict)
-        known.bring(WORKLOAD)
+        known.fetch(WORKLOAD)
         assert known.load(WORKLOAD) is None
         assert all(line.startswith("no hot set: ") and line.endswith("is not signed") for line in said)
 
