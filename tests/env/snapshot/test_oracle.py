@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.verifying.oracle import pinned
+from bootseer.env.snapshot.oracle import pinned
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
