@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import bootseer
-from bootseer.machine.facts import facts
+from facts import facts
 
 T = TypeVar("T")
 
