@@ -16,7 +16,7 @@ from bootseer.errors import PermanentError, UsageError
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
-    from bootseer.bring.hotsets import HotSets
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.fetch.hotset import HotSet
     from bootseer.image.mounting.found import Found
 
@@ -123,7 +123,7 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
 
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
-    from bootseer.bring.hotsets import HotSets
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.image.mounting.found import find
     from bootseer.launch.supervise import say
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from bootseer.bring.shown import Heard, Unit
+    from bootseer.artifact.progress import ProgressCallback, Unit
 
 
 _WIDTH = 80
@@ -183,7 +183,7 @@ def _columns() -> int:
 
 
 @contextmanager
-def shown(what: str, unit: Unit) -> Iterator[Heard]:
+def shown(what: str, unit: Unit) -> Iterator[ProgressCallback]:
     """Progress of a job's start: a `bring.shown.Show`."""
     with Progress(what, line=True) as progress:
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
 @click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
+@click.option("--wait", is_flag=True, help="With --follow: wait for a job that has not begun.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
 @click.option(
     "--color",
@@ -71,6 +72,7 @@ def report_command(
     html: Path | None,
     perfetto: Path | None,
     follow: bool,
+    wait: bool,
     as_json: bool,
     color: str,
 ) -> None:
@@ -84,12 +86,15 @@ def report_command(
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
     bootseer report --follow moe                       who is missing at the barrier now
+    bootseer report --follow --wait moe                the same, also before the job has begun
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.analysis.prepare import Options
     from bootseer.cli.pattern import compiled, of_stage
     from bootseer.launch.reading import read_report
 
+    if wait and not follow:
+        raise click.UsageError("--wait belongs to --follow")
     options = Options(
         job=job,
         attempt=attempt,
@@ -102,7 +107,9 @@ def report_command(
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     of_stages = [of_stage(text) for text in patterns]
     with _watched(follow, as_json, color) as watch:
-        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch)
+        report = read_report(
+            logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
+        )
     if html is not None:
         from bootseer.render.html import render as render_html
 
