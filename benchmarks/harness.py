@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-import bootseer
 from facts import facts
+
+import bootseer
 
 T = TypeVar("T")
 
