@@ -29,6 +29,16 @@ def links_missing() -> str:
     return "" if shutil.which("ip") and shutil.which("tc") else "iproute2 is not installed"
 
 
+def is_claimed(subnet: int) -> bool:
+    """Whether a process has links with this number."""
+    with contextlib.suppress(FileNotFoundError), (_LOCKS / str(subnet)).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class Links:
     """Links that live as long as the `with` block; the servers behind them must have ended before it does."""
 
