@@ -32,8 +32,8 @@ check: setup ## Lint, types, import rules and module sizes
 test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one process
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-quick: setup ## The tests that need no root, FUSE, HDFS, torch, browser or Slurm (90 s)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or slurm)" $(ARGS)
+quick: setup ## The fast tests, of those that need no root, FUSE, HDFS, torch, browser or Slurm (90 s)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or slurm or slow)" $(ARGS)
 
 fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)

@@ -45,6 +45,7 @@ def forged(draw):
 
 @given(st.lists(forged(), min_size=1, max_size=25))
 @settings(max_examples=300)
+@pytest.mark.slow
 def test_forged_events_give_a_report_that_adds_up(events):
     result = analyse(events, Options())
     result.to_json()
@@ -171,6 +172,7 @@ def test_a_clock_that_is_set_during_the_startup_is_no_other_boot():
     assert result.clock.steps == ["n0"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_ranks_on_one_node_take_linear_time():
     parts = [span(0, 5, "first_step", rank=rank, pid=rank + 2) for rank in range(10_000)]
     result = report(span(0, 1, "environment_setup"), *parts)

@@ -12,6 +12,8 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks
 from cached import BOOT, FILE, Child, churn, content, fetch, index_of, kill_everywhere, share
 
+pytestmark = pytest.mark.slow
+
 INDEX = index_of(FILE)
 # What must have been done before a scenario begins.
 BEFORE = {

@@ -146,6 +146,7 @@ def test_of_two_that_put_the_same_name_one_wins_and_the_other_is_told(
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.slow
 def test_a_put_that_is_killed_at_any_step_harms_nothing_and_its_rests_are_collected(kind: str, tmp_path: Path) -> None:
     program = [sys.executable, Path(__file__).with_name("killed_put.py"), tmp_path, kind]
     subprocess.run(program, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(_TESTS)})

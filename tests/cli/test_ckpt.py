@@ -20,6 +20,8 @@ from bootseer.errors import UsageError
 from conftest_launch import BOOTSEER
 from registry import free_port
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _MIB = 1 << 20
 

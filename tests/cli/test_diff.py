@@ -9,6 +9,8 @@ import pytest
 
 from fleet import INSTALL, Fleet
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 

@@ -23,6 +23,8 @@ from bootseer.trace.event import Event, encode
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 
+pytestmark = pytest.mark.slow
+
 SLOW = 3
 
 

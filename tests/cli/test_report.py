@@ -16,6 +16,8 @@ from bootseer.render.html import render as render_html
 from conftest_launch import BOOTSEER
 from fleet import Fleet
 
+pytestmark = pytest.mark.slow
+
 LINES = Fleet(3, job="moe").lines()
 LOG = b"".join(LINES)
 GOLDEN = Path(__file__).parent.parent / "golden"

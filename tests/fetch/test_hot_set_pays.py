@@ -13,6 +13,8 @@ import pytest
 from bootseer.fetch.purpose import Purpose
 from fetch.virtual import BLOCK, Layout, World, void
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 16_000
 LINES = [(0.001, 1e9), (0.02, 100e6), (0.02, 25e6), (0.1, 400e6), (0.005, 12e6)]
 

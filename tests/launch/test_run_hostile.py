@@ -16,6 +16,8 @@ import pytest
 from bootseer.launch import spools
 from conftest_launch import BOOTSEER, stages
 
+pytestmark = pytest.mark.slow
+
 
 def _state(pid: int) -> str:
     """The kernel's letter for a process's state; empty when there is none."""

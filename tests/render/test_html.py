@@ -22,6 +22,8 @@ from fleet import INSTALL, Fleet
 from render import sample
 from render.page import Page, look_up
 
+pytestmark = pytest.mark.slow
+
 _SECTIONS = (
     "timeline",
     "chain",

@@ -15,6 +15,8 @@ from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
 
+pytestmark = pytest.mark.slow
+
 LINK = 45.2
 """MiB/s of 400 Mbit/s."""
 NODES = ["a:1", "b:1", "c:1", "d:1", "e:1"]

@@ -12,6 +12,8 @@ from bootseer.checkpoint.attempts import collect
 from .conftest import Desk
 from .killed import content
 
+pytestmark = pytest.mark.slow
+
 _TESTS = Path(__file__).parents[2]
 
 

@@ -88,6 +88,7 @@ def test_what_only_looks_like_a_secret_is_not_found(path: str, text: str) -> Non
     assert secret_check().content(path, text.encode()) == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_found_among_installed_packages() -> None:
     """All files of this Python's environment, with the records of its packages."""
     check = secret_check.__wrapped__()

@@ -13,6 +13,8 @@ from bootseer.env.installing.bytecode_compile import by_interpreter, compile_com
 from bootseer.env.installing.packages import Distribution, installed, new_distributions
 from wheels import make_wheel
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "app/__init__.py": "def first(value):\n    return value + 1\n",
     "app/deep/__init__.py": "",

@@ -15,6 +15,8 @@ from bootseer.env.installing.packages import installed, new_packages
 from bootseer.env.installing.running import runner
 from wheels import make_index, make_wheel
 
+pytestmark = pytest.mark.slow
+
 
 def _requirements(folder, text):
     (folder / "requirements.txt").write_text(text)

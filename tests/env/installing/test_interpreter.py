@@ -16,6 +16,8 @@ from bootseer.env.installing.validate import conflicts, validate
 from bootseer.launch.environment.plain import steps
 from wheels import make_wheel
 
+pytestmark = pytest.mark.slow
+
 PLANTED = ("pip", "uv", "json", "csv", "runpy", "sysconfig", "importlib", "py_compile", "re", "site", "torch")
 
 

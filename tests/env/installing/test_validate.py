@@ -12,6 +12,8 @@ from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
 from wheels import make_wheel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def install(python, job_env, tmp_path):

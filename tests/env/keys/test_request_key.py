@@ -15,6 +15,8 @@ from bootseer.env.keys.key import difference, digest_of, explain
 from bootseer.env.keys.request_key import Base, facts_folder_of, request_key
 from setup_projects import Project, git, write_wheel
 
+pytestmark = pytest.mark.slow
+
 Mutation = Callable[[Project], object]
 
 

@@ -20,6 +20,7 @@ from wheels import make_wheel
 SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test
 
 
+@pytest.mark.slow
 def test_nothing_of_a_snapshot_with_a_secret_is_stored_and_all_are_named(tmp_path: Path) -> None:
     """However a path got among the changes."""
     upper = tmp_path / "upper"
