@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
+from bootseer.artifact.document import OtherVersionError
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.store.store import Stored, is_content_name
@@ -41,10 +42,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _NEVER_ROOTS = ("/proc", "/sys", "/dev", "/run")
 _MAX_SECONDS = 1e11
 _MAX_COUNT = 1 << 62
-
-
-class OtherVersionError(PermanentError):
-    """A document that another version of BootSeer wrote, and perhaps still uses."""
 
 
 @dataclass(frozen=True, slots=True)
