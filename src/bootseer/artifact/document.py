@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,7 +63,7 @@ def decode(
 
 def convert(value: object, kind: type[_T], what: str) -> _T:
     """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
-    known = _names(kind)
+    known = _names(kind)  # type: ignore[arg-type] # mypy takes a type variable for unhashable
     if isinstance(value, dict) and _MORE in known:
         value = {
             **{name: field for name, field in value.items() if name in known and name != _MORE},
@@ -89,6 +90,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+@cache
 def _names(kind: type) -> frozenset[str]:
     info: Any = msgspec.inspect.type_info(kind)
     return frozenset(field.encode_name for field in getattr(info, "fields", ()))

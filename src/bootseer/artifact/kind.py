@@ -1,5 +1,4 @@
-"""What tells kinds of artifacts (environments, images) apart, what a look for one found, and what is left of a removed
-one.
+"""What tells kinds of artifacts apart (environments, images), what a look found, and what is left of a removed one.
 
 A removed artifact leaves a tombstone until its objects are deleted, with their names and a time. The document goes at
 once, so that no start finds the artifact any more; a start that found it before may read its objects for some time yet.

@@ -23,7 +23,7 @@ from blake3 import blake3
 from bootseer.env.restoring.inside import Inside
 from bootseer.env.restoring.known import Known
 from bootseer.env.restoring.roots import is_checked, is_system, lies_in
-from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import is_below, mount_table
 

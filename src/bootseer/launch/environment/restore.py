@@ -21,8 +21,7 @@ from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
 from bootseer.env.restoring.roots import is_system
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
+from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import NotShown, Shown, writes_out

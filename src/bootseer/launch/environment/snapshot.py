@@ -21,9 +21,8 @@ from bootseer.env.life.local import Local
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
 from bootseer.env.snapshot import verify
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
-from bootseer.env.verifying.oracle import fresh_install_differs
+from bootseer.env.snapshot.manifest import Entry, Manifest
+from bootseer.env.snapshot.oracle import fresh_install_differs
 from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
 from bootseer.launch.environment.capture import capture

@@ -15,12 +15,12 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.packages import installed, new_packages
 from bootseer.env.installing.running import runner
+from bootseer.env.snapshot.oracle import fresh_install_differs
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot
-from bootseer.env.verifying.oracle import fresh_install_differs
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
-from bootseer.store.memory import MemoryStore
+from store_doubles import MemoryStore
 
 PLACE = "/srv"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.verifying.compare import compare
-from bootseer.store.memory import MemoryStore
+from bootseer.env.snapshot.oracle import compare
 from env_snapshots import changes_of, deleted, snapshot
+from store_doubles import MemoryStore
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def test_bytecode_may_name_another_time_but_not_hold_other_code(sides):
 
 
 def _entries_of(folder: Path):
-    from bootseer.env.snapshot.entry import Entry
-    from bootseer.env.snapshot.items import look
+    from bootseer.env.snapshot.contents import look
+    from bootseer.env.snapshot.manifest import Entry
 
     items, _ = look(changes_of(folder), None)
     return [Entry(item.change.path, item.kind, item.mode & 0o7777, item.uid, item.gid, item.size) for item in items]
