@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.changes import Action
-from bootseer.env.snapshot.bytecode import Source, settled, source_of
-from bootseer.env.snapshot.times import EARLIEST_S
+from bootseer.env.snapshot.bytecode import EARLIEST_S, Source, settled, source_of
 from bootseer.store.memory import MemoryStore
 from env_snapshots import BEGAN_S, changes_of, overlay, reader_of, shown, snapshot, written
 from erofs_images import needs_root

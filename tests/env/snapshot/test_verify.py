@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Entry
 from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference, verify
 from bootseer.store.memory import MemoryStore
 from env_snapshots import changes_of, deleted, overlay, shown, snapshot, written

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.times import EARLIEST_S
+from bootseer.env.snapshot.bytecode import EARLIEST_S
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.store.faulty import Fault, FaultyStore

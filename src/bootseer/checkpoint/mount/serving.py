@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.places import blocks_folder
+from bootseer.artifact.places import blocks_folder
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.hot import MAX_BYTES, Range, Recorder, decode, encode, plan
