@@ -12,9 +12,9 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Found
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.transfer import Form
-from bootseer.store.faulty import Fault, FaultyStore
 from fetch.files import BLOCK, stored
 from fetch.waiting import until
+from store_doubles import Fault, FaultyStore
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
-from bootseer.store.memory import MemoryStore
+from store_doubles import MemoryStore
 
 PLACE = "/srv"
 

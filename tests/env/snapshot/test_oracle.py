@@ -50,7 +50,13 @@ def ask(tmp_path, environment):
         }
         (tmp_path / "oracle").mkdir()
         done = subprocess.run(
-            [sys.executable, JOB], input=json.dumps(spec), capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, JOB],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            input=json.dumps(spec),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
