@@ -86,8 +86,8 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
         _check_may_pull(wanted, why or f"{wanted.reference} is not converted, and so not signed")
         why = why or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
-            target = wanted.store or "STORE"
-            raise UsageError(why, hint=f"bootseer image convert {wanted.reference} {target}, or --fallback convert")
+            how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
+            raise UsageError(why, hint=f"bootseer image convert {how}")
         with stage("fallback") as facts:
             facts["reason"] = why
             say(f"{why}; it is pulled and converted on this node")

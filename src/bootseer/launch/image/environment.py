@@ -253,12 +253,11 @@ class Keeping:
             leave_out=self._task.wanted.leave_out,
             keep=self._task.wanted.keep,
         )
-        changes, self._left_out = container_changes(layer, exclusions=exclusions)
+        mounted = {bind.target.rstrip("/") for bind in self._places.shown} | set(_OF_RUNTIME)
+        changes, self._left_out = container_changes(layer, exclusions=exclusions, mounted=mounted)
         for line in self._left_out.missed:
             say(line)
-        # The runtime makes the places of mounts, where the image has none.
-        places = {bind.target.rstrip("/") for bind in self._places.shown} | set(_OF_RUNTIME)
-        return [change for change in changes if change.path not in places]
+        return changes
 
     @property
     def _places(self) -> Places:
