@@ -40,22 +40,23 @@ def command(
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
     """
     import sys
+    from dataclasses import asdict
 
     from bootseer.cli.env_options import wanted
     from bootseer.cli.printing import print_json, terminal
     from bootseer.errors import UsageError
-    from bootseer.launch.environment.plain import steps
+    from bootseer.launch.environment.plain import check_files
     from bootseer.launch.environment.snapshot import make_snapshot
     from bootseer.units import format_bytes, format_seconds
 
     if not setup and not requirements:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
-    steps(setup, requirements)
+    check_files(setup, requirements)
     source = {**values, "store": store, "plain_http": plain_http}
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, source, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
     if as_json:
-        print_json({"schema": SCHEMA, **made.as_json()})
+        print_json({"schema": SCHEMA, **asdict(made)})
     else:
         with terminal() as console:
             console.print(made.key or "no key", soft_wrap=True)

@@ -77,12 +77,12 @@ def key_of(values: Mapping[str, Any], image: str | None, plain_http: bool) -> Re
     """The key of the setup that the options name. Raises `UsageError` when they name none."""
     from bootseer.env.keys.request_key import request_key
     from bootseer.errors import UsageError
-    from bootseer.launch.environment.plain import steps
+    from bootseer.launch.environment.plain import check_files
     from bootseer.launch.environment.seek import ask_for, base_of_image
 
     if not values["setup"] and not values["requirements"]:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
-    steps(values["setup"], values["requirements"])  # files that are not there are told of in the same words
+    check_files(values["setup"], values["requirements"])  # files that are not there are told of in the same words
     from bootseer.cli.env_options import wanted
 
     asked = wanted(values, {"plain_http": plain_http}, os.environ)

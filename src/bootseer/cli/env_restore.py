@@ -43,21 +43,21 @@ def command(
     from bootseer.cli.env_find import cache, catalog_of, document_of
     from bootseer.cli.printing import print_json, terminal
     from bootseer.errors import UsageError
-    from bootseer.launch.environment.snapshot import copy_snapshot, run_on_snapshot
+    from bootseer.launch.environment.snapshot import SavedSnapshot
 
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("what shall be done with it?", hint="name a folder, or a command behind --")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
-        uri, signatures = catalog.store.uri, catalog.signatures
-    if folder is None:
-        return run_on_snapshot(
-            document, uri, words, cache=cache(), plain_http=plain_http, signatures=signatures, env=os.environ
+        snapshot = SavedSnapshot(
+            document, catalog.store.uri, cache(), os.environ, plain_http=plain_http, signatures=catalog.signatures
         )
+    if folder is None:
+        return snapshot.run(words)
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder}: not empty", hint="name a new folder")
-    num_files = copy_snapshot(document, uri, folder, cache=cache(), plain_http=plain_http, env=os.environ)
+    num_files = snapshot.copy_to(folder)
     if as_json:
         print_json({"schema": SCHEMA, "key": document.key, "target": str(folder.absolute()), "num_files": num_files})
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -35,7 +35,7 @@ def command(
     plain_http: bool,
     setup: str | None,
     requirements: tuple[str, ...],
-    tier: str,
+    tier: Literal["quick", "full", "oracle"],
     as_json: bool,
     **trust: Any,
 ) -> None:
@@ -61,25 +61,18 @@ def command(
     from bootseer.cli.printing import print_json, terminal
     from bootseer.cli.progress import Progress
     from bootseer.errors import UsageError
-    from bootseer.launch.environment.snapshot import check_snapshot, compare_with_fresh
+    from bootseer.launch.environment.snapshot import SavedSnapshot
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
-        uri = catalog.store.uri
-    where: dict[str, Any] = {"cache": cache(), "plain_http": plain_http, "env": os.environ}
+        snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=plain_http)
     with Progress("verifying") as progress:
         if tier == "oracle":
-            found = compare_with_fresh(document, uri, setup, requirements, **where)
+            found = snapshot.compare_with_fresh(setup, requirements)
         else:
-            found = check_snapshot(
-                document,
-                uri,
-                "quick" if tier == "quick" else "full",
-                progress=lambda done, of: progress.show(done, of, "paths"),
-                **where,
-            )
+            found = snapshot.check(tier, lambda done, of: progress.show(done, of, "paths"))
     if as_json:
         print_json({"schema": SCHEMA, "key": document.key, "tier": tier, **found.as_json()})
     else:

@@ -32,7 +32,7 @@ from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Tell, start_background
-from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
@@ -56,7 +56,7 @@ class Publication:
     """Where the whole tree can be read as the setup left it."""
     division: Division | None
     """Of the changes on a host; None in an image, where all of them are one layer."""
-    done: SetUp
+    done: SetupResult
     trust: Trust
     unaccounted: tuple[str, ...]
     left_out: LeftOut

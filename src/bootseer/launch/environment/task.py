@@ -13,8 +13,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from bootseer.bring.shown import Show, unseen
 from bootseer.bring.signatures import UNSIGNED, Signatures
 from bootseer.errors import PermanentError
 from bootseer.launch.environment.plain import STAGE
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import in_foreground
 from bootseer.mounts.table import is_mounted_anywhere
 
@@ -254,16 +254,6 @@ class Task:
         """Where what jobs change in their environments goes."""
         return environments_folder(self.wanted.cache) / "changes"
 
-    @contextmanager
-    def stage(self, name: str = "") -> Iterator[dict[str, Any]]:
-        """A part of the stage, or the stage itself; facts that are put into what it yields go into its end.
-
-        A fact named `error` makes it a failed one.
-        """
-        if self.session is None:
-            yield {}
-            return
-        with self.session.tracer.span(f"{STAGE}.{name}" if name else STAGE) as span:
-            yield span.attrs
-            if "error" in span.attrs:
-                span.fail(str(span.attrs["error"]))
+    def stage(self, name: str = "") -> AbstractContextManager[dict[str, Any]]:
+        """A part of the stage, or the stage itself (`session.staged`)."""
+        return staged(self.session, f"{STAGE}.{name}" if name else STAGE)

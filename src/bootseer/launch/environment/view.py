@@ -25,7 +25,8 @@ from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.env.snapshot.entry import Entry
 from bootseer.env.snapshot.items import look
 from bootseer.errors import BootseerError
-from bootseer.launch.environment.setup import SetUp, say_failed
+from bootseer.launch.environment.plain import say_failed
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
@@ -150,7 +151,7 @@ def enter_of(view: Capture) -> Callable[[], None] | None:
     return None if view.way == "scan" else view.enter
 
 
-def check_ended(view: Capture, done: SetUp) -> None:
+def check_ended(view: Capture, done: SetupResult) -> None:
     """Tell the user of a setup that failed. Raises `NotShown` when that may be due to the view: it is run without."""
     if not done.code:
         return
@@ -159,7 +160,7 @@ def check_ended(view: Capture, done: SetUp) -> None:
         trouble = "without root only folders of this user can be changed there"
     if trouble and done.code < _SIGNALLED:
         raise NotShown("failed", f"the setup failed in its private view (exit code {done.code}): {trouble}")
-    say_failed(done)
+    say_failed(done.what, done.code)
     if view.way != "scan":
         say("what it changed was private to it and is gone, but for scratch folders, logs and package caches")
 

@@ -19,12 +19,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import bootseer
 from bootseer.bring.places import CACHE, cache_root, containers_folder, own_folder
@@ -40,7 +39,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
@@ -200,14 +199,14 @@ class _ImageStart:
         environment = self._environment
         above = environment.before() if environment is not None else ()
         began_s = time.monotonic()
-        with interruptible(), self._stage(STAGE) as span:
+        with interruptible(), staged(self._session, STAGE) as span:
             root = own_folder(containers_folder(cache_root(os.environ, os.getuid())))
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
             except OSError as error:
                 raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
             if environment is None:
-                mounted = self._mount(self._folder, ())
+                mounted = self._mount(self._folder)
             else:
                 mounted = environment.mount(self._mount, self._folder, above)
             self._mounted = mounted
@@ -219,10 +218,10 @@ class _ImageStart:
         self._mounted = mounted
         if self.setup_code:
             return ()
-        with interruptible(), self._stage(STAGE):
+        with interruptible(), staged(self._session, STAGE):
             return self._started(mounted, env, hook=hook)
 
-    def _mount(self, writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
         # Its imports take longer than all else where the image is here, and belong to the stage.
         from bootseer.image.mounting.mount import mount_image
 
@@ -236,29 +235,19 @@ class _ImageStart:
             above=above,
             lifeline=True,
             suid=True,
-            stage=lambda name: self._stage(f"{STAGE}.{name}"),
+            stage=lambda name: staged(self._session, f"{STAGE}.{name}"),
             say=say,
             show=self._show,
         )
 
     def _started(self, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
         """The container for the command, and what starts it."""
-        with self._stage(f"{STAGE}.container"):
+        with staged(self._session, f"{STAGE}.container"):
             folder = self._folder or mounted.root
             container = self._container = self._make_container(folder / "container", mounted, env, hook=hook)
             self.program = container.process.args[0]
             container.start_guard([mounted.undo_command()])
         return container.command
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """A stage of the session; the facts that are put into what it yields go into its end."""
-        span = self._session.tracer.span(name) if self._session is not None else None
-        if span is None:
-            yield {}
-            return
-        with span:
-            yield span.attrs
 
     def _make_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> Container:
         session, options = self._session, self._options
