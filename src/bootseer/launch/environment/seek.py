@@ -210,15 +210,16 @@ class _Seeker:
             return decide(mode, Lookup("none"), now_s=time.time(), problems=key.problems)
         local = Local(task.wanted.cache, self._say, task.signatures)
         found = local.look(catalog, key.digest)
-        suspicion = ""
-        if found.document is not None:
-            found = replace(found, document=self._limited(found.document))
-            suspicion = Quarantine(catalog.store, local.store, self._say).why(found.document)
+        document, suspicion = found.document, ""
+        if document is not None:
+            document = self._limited(document)
+            found = replace(found, document=document)
+            suspicion = Quarantine(catalog.store, local.store, self._say).why(document)
         return decide(
             mode,
             found,
             now_s=time.time(),
-            refusal=self._refusal(found.document),
+            refusal=self._refusal(document),
             quarantined=self._damaged or suspicion,
             may_publish=task.signatures.may_publish,
         )
