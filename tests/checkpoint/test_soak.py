@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.places.open import open_place
+from bootseer.places import open_place
 from checkpoint.striped_files import content_of, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
 

@@ -11,9 +11,9 @@ from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.need import Found
 from bootseer.fetch.purpose import Purpose
 from bootseer.fetch.settings import FetchSettings
-from bootseer.store.faulty import Fault
 from fetch.files import BLOCK, stored
 from fetch.waiting import until
+from store_doubles import Fault
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from bootseer.blocks.codec import decode
 from bootseer.errors import TransientError
 from bootseer.fetch.transfer import _cut, transfer
-from bootseer.store.faulty import Fault, FaultyStore
 from fetch.files import BLOCK
+from store_doubles import Fault, FaultyStore
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20)), st.data())

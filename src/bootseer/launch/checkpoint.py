@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bootseer.bring.shown import Heard, Show
+from bootseer.artifact.progress import ProgressCallback, Show
 from bootseer.errors import AccessError, Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
@@ -27,8 +27,7 @@ from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
-    from bootseer.checkpoint.mount.mounted import MountedCheckpoint
-    from bootseer.checkpoint.plain import Way
+    from bootseer.checkpoint.mount.mounted import MountedCheckpoint, Way
 
 STAGE = "model_initialization.checkpoint_mount"
 VARIABLE = "BOOTSEER_CHECKPOINT"
@@ -72,7 +71,7 @@ class CheckpointStart:
         with interruptible(), staged(self._session, STAGE), waiting as heard:
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
-            from bootseer.checkpoint.plain import plain_folder
+            from bootseer.checkpoint.mount.mounted import plain_folder
 
             self._plain, self._reason = plain_folder(self._wanted.uri, self._wanted.way)
             if self._plain is not None:
@@ -84,7 +83,7 @@ class CheckpointStart:
             self._session.also_beside(self._end.watch)
         return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain)}
 
-    def _mount(self, heard: Heard) -> MountedCheckpoint:
+    def _mount(self, heard: ProgressCallback) -> MountedCheckpoint:
         from bootseer.checkpoint.mount.mounted import mount_checkpoint
 
         wanted = self._wanted
