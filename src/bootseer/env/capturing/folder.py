@@ -1,10 +1,10 @@
-"""The folders that captures work in, on disk.
+"""Folders that belong to a process for as long as it lives, or a child with its lock: a start's, a capture's.
 
-    <captures>/capture-<letters>/lock      held by its capture for as long as that lives
-                                 uppers/   what the setup changed, one folder for each overlay
-                                 works/    overlayfs' own
+    <root>/<prefix><letters>/lock      held
+                             ...       layers, logs, in a capture `uppers` and `works` (`overlay`)
 
-What a killed capture left is deleted by the next one. Who calls: `capture`.
+A lock falls with its holders, however they end. What a killed process left is deleted by the next one that makes such a
+folder.
 """
 
 from __future__ import annotations
@@ -12,70 +12,82 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
-from bootseer.artifact.places import own_folder
+from bootseer.artifact.places import CACHE, own_folder
 from bootseer.artifact.unpacked import delete_tree
 from bootseer.errors import PermanentError
-from bootseer.io import locks
 from bootseer.mounts.kernel import is_mounted_anywhere
 
-_PREFIX = "capture-"
 _LOCK = "lock"
-_LOCK_S = 60.0
-"""Who holds it may be deleting what a killed capture left."""
+_NEW = "new-"
+_LEFT_OVER_S = 3600.0
 
 
-class CaptureFolder:
-    """One capture's folder, locked."""
+class OwnedFolder:
+    """One such folder. `lock` is a descriptor that children may keep."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self.lock = lock
 
     @classmethod
-    def made(cls, captures: Path) -> CaptureFolder:
-        """A new folder below `captures`; what killed captures left there goes. Raises `BootseerError`."""
+    def made(cls, root: Path, prefix: str) -> OwnedFolder:
+        """A new folder below `root`. Raises `PermanentError` when it cannot be made, or others could change it."""
         try:
-            captures = own_folder(captures)
-            with _locked(captures):
-                _clean(captures)
-                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=captures))
-                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return cls(path, lock)
+            root = own_folder(root)
+            clean_up(root, prefix)
+            new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
+            lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It is not cleaned up before it has this name, and then it is locked.
+            path = new.rename(root / (prefix + new.name.removeprefix(_NEW)))
         except OSError as error:
-            raise PermanentError(f"{error.filename or captures}: {error.strerror}") from error
+            raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
+        return cls(path, lock)
 
     def close(self, *, keep: bool = False) -> None:
-        """Delete it, unless it is to be kept, or somebody still works on it: then until a later capture."""
-        if not keep and not is_mounted_anywhere(f"/{self.path.name}/"):
-            # Something in it that cannot be deleted (an immutable file, too deep a tree) is no reason to fail a job.
-            with contextlib.suppress(OSError, RecursionError):
-                delete_tree(self.path)
-        os.close(self._lock)
+        """Delete it with all that is in it, unless it is to be kept: then, as what cannot be deleted now, it goes when
+        the next one is made."""
+        try:
+            if not keep:
+                _delete(self.path)
+        finally:
+            os.close(self.lock)
 
 
-@contextlib.contextmanager
-def _locked(captures: Path) -> Iterator[None]:
-    folder = os.open(captures, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        locks.lock(folder, captures, _LOCK_S)
-        yield
-    finally:
-        os.close(folder)
-
-
-def _clean(captures: Path) -> None:
-    for left in captures.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, RecursionError):
-            lock = os.open(left / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def clean_up(root: Path, prefix: str) -> None:
+    """Delete the folders of killed processes. What cannot be deleted now is tried again when the next one is made."""
+    for path in root.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # What the setup left running may still work on it.
-                if not is_mounted_anywhere(f"/{left.name}/"):
-                    delete_tree(left)
+                _delete(path)
             finally:
                 os.close(lock)
+    for path in root.glob(f"{_NEW}*"):  # its process was killed before the folder had a name and a lock
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    """All but the lock first: until the last file is gone it says that the folder is in use.
+
+    Nothing while something in it is mounted: what the setup or the command left running still works on these layers.
+    Something that cannot be deleted (an immutable file, too deep a tree) is no reason to fail a job.
+    """
+    with contextlib.suppress(OSError, RecursionError):
+        if is_mounted_anywhere(f"/{path.name}/"):
+            return
+        for entry in list(path.iterdir()):
+            if entry.name != _LOCK:
+                if entry.is_dir() and not entry.is_symlink():
+                    delete_tree(entry)
+                else:
+                    entry.unlink()
+        shutil.rmtree(path)

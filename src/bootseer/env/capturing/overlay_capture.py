@@ -14,7 +14,7 @@ from pathlib import Path
 from bootseer.env.capturing import overlay
 from bootseer.env.capturing.any_capture import Capture, Way, may_be_somebodys
 from bootseer.env.capturing.exclude import OWN, REAL_FILES, Exclusions, caches_of
-from bootseer.env.capturing.folder import CaptureFolder
+from bootseer.env.capturing.folder import OwnedFolder
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.env.capturing.walk import Layer, Walk
 from bootseer.env.changes import Change
@@ -34,7 +34,7 @@ class OverlayCapture(Capture):
         self,
         way: Way,
         namespace: Namespace,
-        folder: CaptureFolder,
+        folder: OwnedFolder,
         plan: overlay.Plan,
         exclusions: Exclusions,
         made: Sequence[Path],
@@ -109,7 +109,7 @@ def open_overlay(
     problems: list[str] = []
     for place, memory_bytes in _places(folder):
         try:
-            own = CaptureFolder.made(place)
+            own = OwnedFolder.made(place, "capture-")
         except BootseerError as error:
             problems.append(str(error))
             continue

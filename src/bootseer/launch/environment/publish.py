@@ -4,7 +4,7 @@
 
 A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
 like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
-that it reads go with the run. Called by `environment_stage`.
+that it reads go with the run.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class SavedSnapshot:
         try:
             yield task
         finally:
-            task.folder.remove()
+            task.folder.close()
             supervise.unblock_signals()
 
     @contextmanager

@@ -1,8 +1,4 @@
-"""The private view of the machine in which a setup runs, and how the command gets to see what it did there.
-
-Called by `environment_capture`, which keeps what the setup did, by `environment_private`, which does not, and by
-`environment_check`.
-"""
+"""The private view of the machine in which a setup runs, and the environment as the command finds it."""
 
 from __future__ import annotations
 
@@ -35,6 +31,7 @@ if TYPE_CHECKING:
     from bootseer.env.restoring.layer import Layer
 
 
+_SIGNALLED = 128
 Mode = Literal["restored", "captured", "installed"]
 
 
@@ -56,7 +53,7 @@ class Shown:
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-class NotShown(Exception):  # noqa: N818 - it is no end: the setup runs on the machine itself
+class NotShown(Exception):  # noqa: N818 - the setup runs on the machine itself
     """The snapshot cannot be used, or the setup not be captured; `code` is one of `decide.FALLBACKS`."""
 
     def __init__(self, code: str, words: str) -> None:
@@ -96,9 +93,6 @@ def loose_entries(changes: Iterable[Change]) -> list[Entry]:
             )
         )
     return found
-
-
-_SIGNALLED = 128
 
 
 def writes_out() -> bool:

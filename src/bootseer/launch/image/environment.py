@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from bootseer.artifact.places import cache_root, containers_folder
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
@@ -35,15 +36,18 @@ from bootseer.image.containers.process import Words, process_of
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
+from bootseer.launch.command import Options
 from bootseer.launch.environment.capture import trust_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, start_publishing, tell
 from bootseer.launch.environment.seek import base_of_image
 from bootseer.launch.environment.setup import SetupResult, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
+from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.environment.view import Shown
-from bootseer.launch.image.setup import InImage, is_below, places_of
+from bootseer.launch.image.setup import InImage, is_below, named_mounts, place_of, places_of, variables_of
 from bootseer.launch.interrupt import interruptible
+from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.mounts import kernel
 
@@ -56,6 +60,51 @@ _OF_RUNTIME = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 _MAX_LOOKED_AT = 20_000
 _CLOCK_S = 0.1
 """A file's time is that of the kernel's last tick, and of a server's own clock."""
+
+
+def environment_in_image(
+    options: Options,
+    wanted: EnvironmentWanted,
+    command: Sequence[str],
+    request: Request,
+    container: ContainerOptions,
+    env: dict[str, str],
+    own_env: Mapping[str, str],
+    session: Session | None,
+    *,
+    own_group: bool,
+) -> ImageEnvironment:
+    """A setup that is to be run in the image, or its snapshot to be laid on top.
+
+    `env` is what programs here get, `own_env` the same without what we add.
+    """
+    cwd = os.getcwd()  # noqa: PTH109 - a name
+    found = variables_of(container.words.env, own_env, wanted.variables)
+    binds = container.binds
+    try:  # what the user mounts and the setup names
+        binds = named_mounts(options.setup, options.requirements, cwd, found, binds, wanted.inputs)
+    except Exception as error:  # whatever is wrong with us, the container starts
+        say(f"the setup could not be read: {error}")
+    wanted = replace(wanted, place=place_of(cwd, container.binds))
+    make = partial(
+        Task.made,
+        options.setup,
+        options.requirements,
+        env=env,
+        own_env=found,
+        session=session,
+        own_group=own_group,
+        show=options.show,
+    )
+    try:
+        task = make(wanted=replace(wanted, inputs=(*wanted.inputs, *(bind.source for bind in binds))))
+    except BootseerError as error:
+        if wanted.mode == "require":
+            raise
+        say(f"no snapshot of the environment: {error}")
+        elsewhere = containers_folder(cache_root(os.environ, os.getuid()))
+        task = make(wanted=replace(wanted, mode="bypass", cache=elsewhere))
+    return ImageEnvironment(EnvironmentStart(task, command), request, container)
 
 
 class ImageEnvironment:
