@@ -92,11 +92,11 @@ class Publishing:
         self._report()
 
     def _report(self) -> None:
-        said = self._background.heard()
-        for line in (str(one["say"]) for one in said if "say" in one):
+        messages = self._background.messages()
+        for line in (str(one["say"]) for one in messages if "say" in one):
             say(line)
-        result = next((one for one in said if "published" in one), None)
-        error = next((one["error"] for one in said if "error" in one), "the process that kept it died")
+        result = next((one for one in messages if "published" in one), None)
+        error = next((one["error"] for one in messages if "error" in one), "the process that kept it died")
         if result is None:
             tell(self._task, False, str(error))
         else:
