@@ -12,6 +12,7 @@ import posixpath
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -38,9 +39,13 @@ class FileSystem:
     def __init__(self, place: Place, reading: Reading) -> None:
         self.place = place
         self.reading = reading
-        self.files = Files(place)
         self._lock = threading.Lock()
         self._writing: Writing | None = None
+
+    @cached_property
+    def files(self) -> Files:
+        """Names and sizes."""
+        return Files(self.place)
 
     @property
     def writing(self) -> Writing:

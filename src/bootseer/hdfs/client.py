@@ -1,6 +1,6 @@
 """One HDFS, as the code above needs it: names and folders, writing, reading. The entry point of this package.
 
-Names (`names`), reading (`reads`) and writing (`placing`, `long_writer`) go over our own connections, which know which
+Names (`namenode`), reading (`reads`) and writing (`placing`) go over our own connections, which know which
 NameNode is active, choose the DataNode and exclude failed ones. What they do not support (Kerberos, encryption, erasure
 coding) goes through the library hdfs-native (`native`, `native_reads`), and where blocks lie stays unknown.
 

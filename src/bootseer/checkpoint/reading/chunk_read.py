@@ -257,11 +257,16 @@ class ParityRead(ChunkRead):
 
     _is_chunk = False
 
-    def __init__(self, context: ReadContext, first_chunk: int, num_bytes: int, done: Done) -> None:
-        """`first_chunk`: of the row; none is longer."""
-        super().__init__(
-            context, Want(first_chunk * CHUNK_BYTES, memoryview(bytearray(num_bytes)), done), 0, shared=False
-        )
+    def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, done: Done) -> None:
+        """`first_chunk`: of the row; none is longer. `segment`: held by the row."""
+        data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
+        super().__init__(context, Want(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
+        self._held = segment
+
+    def _begin(self) -> None:
+        self._context.segments.hold(self._held)
+        self._opened = self._held
+        self._ready()
 
     def is_right(self, data: memoryview) -> bool:
         return True

@@ -292,9 +292,7 @@ class Row:
         starts: list[Callable[[], None]] = []
         made = {chunk: self._helper(job.segment, chunk) for chunk in helpers}
         if needs_parity:
-            first = self._chunks.start
-            num_bytes = job.segment.index.length(first - job.segment.first_chunk)
-            self._parity_read = ParityRead(self._context, first, num_bytes, self._parity_ended)
+            self._parity_read = ParityRead(self._context, job.segment, self._chunks.start, self._parity_ended)
             self._parity = _Parity.LOADING
             starts.append(partial(self._parity_read.start, urgent=True))
         self._num_extra += num_reads
