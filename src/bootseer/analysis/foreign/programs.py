@@ -163,9 +163,14 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(MARK, "training_loop", "***** Running training *****", r"\s*$"),
     ),
     "steps": (
-        Rule(STEP, "training_began", "iteration ", r" {0,12}(?P<step>\d{1,12})/ {0,12}\d{1,12} \| consumed samples:"),
-        Rule(STEP, "training_began", "[Rank 0] step=", r"(?P<step>\d{1,12}), skipped=\d"),
+        Rule(
+            STEP,
+            "training_began",
+            "consumed samples: ",
+            r" {0,12}(?P<step>\d{1,15}) \| elapsed time per iteration \(ms\): (?P<ms>\d{1,9}\.\d)",
+        ),
+        Rule(STEP, "training_began", "[Rank 0] step=", r"(?P<step>[1-9]\d{0,11}), skipped=\d"),
         Rule(STEP, "training_began", "completed step: ", r"(?P<step>\d{1,12}), seconds: \d"),
-        Rule(STEP, "training_began", " - INFO - ", r"(?:\x1b\[\d+m)*step: {1,12}(?P<step>\d{1,12}) .{0,40}loss: "),
+        Rule(STEP, "training_began", "INFO - ", r"(?:\x1b\[\d{1,3}m)*step: {1,12}(?P<step>\d{1,12}) .{0,40}loss: "),
     ),
 }
