@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.places import unpacked_folder
-from bootseer.bring.unpacked import name_of, release_unpacked
+from bootseer.artifact.places import unpacked_folder
+from bootseer.artifact.unpacked import name_of, release_unpacked
 from bootseer.errors import UsageError
 from bootseer.image.mounting import ways
 from bootseer.image.mounting.metadata import read_document

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,7 +55,7 @@ def decode(data: bytes, kind: type[_T], what: str, *, limit: int, schema: str) -
 
 def convert(value: object, kind: type[_T], what: str) -> _T:
     """What `json` parsed, as a `kind`. Raises `CorruptError` with the name of the first field that is wrong."""
-    known = _names(kind)
+    known = _names(kind)  # type: ignore[arg-type] # mypy takes a type variable for unhashable
     if isinstance(value, dict) and _MORE in known:
         value = {
             **{name: field for name, field in value.items() if name in known and name != _MORE},
@@ -81,6 +82,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+@cache
 def _names(kind: type) -> frozenset[str]:
     info: Any = msgspec.inspect.type_info(kind)
     return frozenset(field.encode_name for field in getattr(info, "fields", ()))

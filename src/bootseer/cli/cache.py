@@ -112,9 +112,9 @@ def verify_command(folder: Path | None, output: Output, threads: int) -> None:
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
 def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
-    from bootseer.bring.places import runtime_root
-    from bootseer.bring.release import release
-    from bootseer.bring.unpacked import release_unpacked
+    from bootseer.artifact.places import runtime_root
+    from bootseer.artifact.room import release
+    from bootseer.artifact.unpacked import release_unpacked
     from bootseer.mounts.state import Runtime
 
     cache = _cache(folder)
@@ -141,7 +141,7 @@ def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_
 
 
 def _cache(folder: Path | None) -> Cache:
-    from bootseer.bring.places import blocks_folder, cache_root
+    from bootseer.artifact.places import blocks_folder, cache_root
     from bootseer.cache.cache import Cache
 
     return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))

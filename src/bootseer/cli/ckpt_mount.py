@@ -47,7 +47,7 @@ def mount_command(
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
     bootseer ckpt umount /mnt/ckpt
     """
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
@@ -149,7 +149,7 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.checkpoint.mount.mounted import runtime_of
 
     return runtime_of(runtime_root(os.environ, os.getuid()))

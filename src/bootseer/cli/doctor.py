@@ -44,7 +44,7 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
     bootseer doctor
     bootseer doctor --bundle bug.tar.gz     # secrets are left out; look into it before you send it
     """
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
     from bootseer.image.mounting import ways
     from bootseer.launch import doctor
 

@@ -116,7 +116,7 @@ ENVIRONMENT = (
 
 def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
     """What the values ask for; `source` tells of store and loading. Raises `UsageError`."""
-    from bootseer.bring.places import STORE, cache_root, runtime_root
+    from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.launch.environment.task import EnvironmentWanted
 
     mode: Mode = values.get("env_mode") or _mode(env)

@@ -40,7 +40,7 @@ _LEAST_DIGITS = 4
 
 def cache() -> Path:
     """The node's cache."""
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
 
     return cache_root(os.environ, os.getuid())
 
@@ -48,8 +48,8 @@ def cache() -> Path:
 @contextmanager
 def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
     """The snapshots of a store. `trust` are the values of `TRUST`, for verbs that use what is in a snapshot."""
-    from bootseer.bring.places import STORE as VARIABLE
-    from bootseer.bring.signatures import UNSIGNED
+    from bootseer.artifact.places import STORE as VARIABLE
+    from bootseer.artifact.signatures import UNSIGNED
     from bootseer.env.life.catalog import Catalog
     from bootseer.launch.environment.task import own_store
     from bootseer.launch.supervise import say
@@ -289,7 +289,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     """
     from rich.text import Text
 
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.env.life import prune as life
     from bootseer.mounts.state import Runtime
 

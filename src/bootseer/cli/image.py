@@ -102,10 +102,6 @@ def convert_command(
     uri = store_uri(reference, target, os.environ)
     if uri is None:
         raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
-    if uri.startswith("memory://"):
-        raise UsageError(
-            f"{uri}: a store in memory ends with this command", hint="name a folder, oci://HOST/REPOSITORY or s3://..."
-        )
     signed = signatures({}, os.environ, keys)
     limits = LayerLimits(**parse_layer_limits(layer_limits))
     began_s = time.monotonic()
@@ -164,7 +160,7 @@ def inspect_command(reference: str, store: str | None, plain_http: bool, output:
     \b
     bootseer image inspect registry:5000/team/train:7
     """
-    from bootseer.bring.places import blocks_folder
+    from bootseer.artifact.places import blocks_folder
     from bootseer.cache.cache import Cache
     from bootseer.image.mounting.found import find
     from bootseer.launch.supervise import say
@@ -222,7 +218,7 @@ def mount_command(
     bootseer image mount registry:5000/team/train:7 /mnt/train
     bootseer image umount /mnt/train
     """
-    from bootseer.bring.places import containers_folder, own_folder
+    from bootseer.artifact.places import containers_folder, own_folder
     from bootseer.image.mounting.mount import mount_image
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
@@ -247,7 +243,7 @@ def mount_command(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 def umount_command(folder: Path) -> None:
     """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
     from bootseer.image.mounting.mounted import find_mount, unmount_written
 
     runtime = _runtime()
@@ -293,7 +289,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.mounts.state import Runtime
 
     return Runtime(runtime_root(os.environ, os.getuid()))

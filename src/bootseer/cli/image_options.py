@@ -13,7 +13,7 @@ from bootseer.cli.options import FLAG, Option, Values, split
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.bring.signatures import Signatures
+    from bootseer.artifact.signatures import Signatures
     from bootseer.image.containers.container import Options as ContainerOptions
     from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
@@ -171,7 +171,7 @@ def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wante
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
     """The image and the way that it is to come. Raises `UsageError`."""
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference
     from bootseer.image.store_of import store_uri
@@ -298,7 +298,7 @@ def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence
     Naming trusted keys requires signatures, so that the switch cannot be forgotten. Raises `UsageError` for keys that
     cannot be used.
     """
-    from bootseer.bring.signatures import Signatures
+    from bootseer.artifact.signatures import Signatures
 
     required = values.get("require_signature") or env.get(_REQUIRE, "0") not in ("", "0")
     trusted = values.get("trusted_keys") or env.get(_TRUSTED_KEYS) or (_DEFAULT_KEYS if required else "")

@@ -19,7 +19,7 @@ from bootseer.trace.event import KINDS
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from bootseer.bring.shown import Heard, Unit
+    from bootseer.artifact.progress import ProgressCallback, Unit
     from bootseer.launch.checkpoint import CheckpointWanted
 
 CHECKPOINT = (
@@ -143,7 +143,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
 
 
-def _shown(what: str, unit: Unit) -> AbstractContextManager[Heard]:
+def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
     from bootseer.cli.output import shown  # few starts wait for anything
 
     return shown(what, unit)
@@ -159,7 +159,7 @@ def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> Chec
     """What the values ask for. Raises `UsageError`."""
     from pathlib import Path
 
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.launch.checkpoint import CheckpointWanted
 
     memory, folder = values["checkpoint_memory"], values["checkpoint_dir"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bootseer.bring.shown import Heard, Show
+from bootseer.artifact.progress import ProgressCallback, Show
 from bootseer.errors import AccessError, Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
@@ -86,7 +86,7 @@ class CheckpointStart:
             self._session.also_beside(self._end.watch)
         return {VARIABLE: str(self._mounted.target if self._mounted is not None else self._plain)}
 
-    def _mount(self, heard: Heard) -> MountedCheckpoint:
+    def _mount(self, heard: ProgressCallback) -> MountedCheckpoint:
         from bootseer.checkpoint.mount.mounted import mount_checkpoint
 
         wanted = self._wanted

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from bootseer.bring.shown import Show, unseen
+from bootseer.artifact.progress import Show, no_progress
 from bootseer.launch import supervise
 from bootseer.launch.supervise import say
 from bootseer.trace.event import BEGIN, END, FAILED, OK
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     """How what the setup makes is to come; None: by running it."""
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
-    show: Show = unseen
+    show: Show = no_progress
     """Shows people what a start waits for."""
 
 

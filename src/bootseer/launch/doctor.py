@@ -22,7 +22,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.places import runtime_root
+from bootseer.artifact.places import runtime_root
 from bootseer.checkpoint.mount.mounted import runtime_of
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.settings import looks_secret

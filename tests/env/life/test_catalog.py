@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.objects import missing
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, OtherVersionError, document_name
 from bootseer.env.life.catalog import Catalog, put
 from bootseer.env.life.local import Local
 from bootseer.env.life.tombstone import TRASH, Tombstone
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
-from bootseer.store.faulty import Fault, FaultyStore, Request
-from bootseer.store.memory import MemoryStore
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
 from signing_keys import make_key, trust
+from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read
     assert catalog.remove(KEY, BUILT_S + 9) == document()
     assert catalog.find(KEY) is None
     assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 9)]
-    assert catalog.missing(document().objects) == []
+    assert missing(catalog.store, document().objects) == []
     assert catalog.remove(KEY, BUILT_S + 10) is None
     assert [grave.removed_s for grave in tombstones(store)] == [BUILT_S + 9]
 

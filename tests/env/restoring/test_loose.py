@@ -17,8 +17,7 @@ import pytest
 from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.loose import Conflict, plan
 from bootseer.env.restoring.place import apply
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
+from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import PermanentError
 from restoring import Setup
 

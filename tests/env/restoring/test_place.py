@@ -13,7 +13,7 @@ import pytest
 from bootseer.env.restoring.inside import Inside, new_folder
 from bootseer.env.restoring.loose import Conflict, plan
 from bootseer.env.restoring.place import apply
-from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Entry
 from plain_user import UID
 
 pytestmark = pytest.mark.root

@@ -9,8 +9,7 @@ import pytest
 from blake3 import blake3
 
 from bootseer.env.changes import Action, Change
-from bootseer.env.snapshot.contents import read_pieces
-from bootseer.env.snapshot.items import look
+from bootseer.env.snapshot.contents import look, read_pieces
 from bootseer.errors import PermanentError
 
 

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from bootseer.env.changes import Action
 from bootseer.env.snapshot import manifest as format_
-from bootseer.env.snapshot.entry import Entry, path_bytes
-from bootseer.env.snapshot.manifest import SCHEMA, Manifest
-from bootseer.env.snapshot.stored_manifest import store_manifest
+from bootseer.env.snapshot.manifest import SCHEMA, Entry, Manifest, path_bytes
+from bootseer.env.snapshot.write import store_manifest
 from bootseer.errors import BootseerError, CorruptError, PermanentError
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Stored
 from env_snapshots import load_manifest
+from store_doubles import MemoryStore
 
 DIGEST = "blake3:" + "0f" * 32
 FILE = {"path": "/a", "kind": "file", "mode": 0o644, "size": 3, "digest": DIGEST}

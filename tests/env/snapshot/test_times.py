@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.snapshot.times import EARLIEST_S, NS, Times
+from bootseer.env.snapshot.bytecode import EARLIEST_S, NS, Times
 
 BEGAN_S = 1_790_000_000.0
 _BEGAN_NS = int(BEGAN_S - 1) * NS

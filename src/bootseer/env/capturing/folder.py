@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.bring.places import own_folder
-from bootseer.bring.unpacked import delete_tree
+from bootseer.artifact.places import own_folder
+from bootseer.artifact.unpacked import delete_tree
 from bootseer.errors import PermanentError
 from bootseer.io import locks
 from bootseer.mounts.kernel import is_mounted_anywhere

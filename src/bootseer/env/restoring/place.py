@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bootseer.env.restoring.inside import Inside, new_folder
 from bootseer.env.restoring.loose import Conflict, Plan, Step, Where, plan
-from bootseer.env.snapshot.entry import Entry
+from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 

@@ -4,7 +4,7 @@
     <changes>/points/<digest>    says which folders we made for a root
 
 Nobody sees anything in them outside of a run's own mounts. The last run that uses one takes it away, if it is still
-empty; what a killed run left, the next one does. Called by `host`.
+empty; what a killed run left, the next one does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""Bytecode that stays valid: what becomes of the `.pyc` files of a setup in its snapshot.
+"""What becomes of times, and of the `.pyc` files that depend on them, in a snapshot. ADR 16 has the reasons.
 
-Python believes a file in `__pycache__` when its header repeats time and size of the source, or a digest of it. A
-snapshot changes times, so the headers are changed with them; code is never touched. Bytecode of a source that lies in
-the snapshot names the time that the source has there: it is the same in each run of the setup, and Python still sees
-when a job changes the source. Bytecode of other sources, which may differ from node to node, gets a digest that Python
-compares (PEP 552). What Python would not believe is dropped. ADR 16 has the reasons.
+*Times:* two runs of one setup give one snapshot, and nothing looks out of date. Times from before the setup come out of
+archives (dpkg, tar) and are the same in each run: they are kept. What the setup itself wrote gets one time, which is
+not older than any of those: `make` and `ninja` rebuild what is older than that from which it was made. Below a folder
+with ninja's log all times stay, because the log repeats them.
 
-Decides and touches nothing. Called by `items` and `contents`.
+*Bytecode* stays valid. Python believes a file in `__pycache__` when its header repeats time and size of the source, or
+a digest of it. A snapshot changes times, so the headers are changed with them; code is never touched. Bytecode of a
+source that lies in the snapshot names the time that the source has there: it is the same in each run of the setup, and
+Python still sees when a job changes the source. Bytecode of other sources, which may differ from node to node, gets a
+digest that Python compares (PEP 552). What Python would not believe is dropped.
+
+Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +19,44 @@ from __future__ import annotations
 import _imp
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+NS = 1_000_000_000
+EARLIEST_S = 1_735_689_600
+"""1 January 2025: what the setup wrote is not shown as older, so that it is newer than the headers of a base system."""
+_BUILD_LOG = b"/.ninja_log"
+
+
+class Times:
+    """The times of one snapshot. `began_s` is when the setup began; `files` are paths and times of all that is kept."""
+
+    def __init__(self, began_s: float, files: Iterable[tuple[bytes, int]]) -> None:
+        # File systems stamp with a clock that runs a few milliseconds behind.
+        self._began_ns = int((began_s - 1.0) * NS)
+        newest = EARLIEST_S * NS
+        build_folders = set()
+        for path, mtime_ns in files:
+            if newest < mtime_ns < self._began_ns:
+                newest = mtime_ns
+            if path.endswith(_BUILD_LOG):
+                build_folders.add(path.removesuffix(_BUILD_LOG))
+        self.written_ns = -(-newest // NS) * NS
+        """What everything has that the setup wrote; a whole second."""
+        self._build_folders = frozenset(build_folders)
+
+    def of(self, path: bytes, mtime_ns: int) -> int:
+        """The time that a file with this time gets."""
+        if mtime_ns < self._began_ns or (self._build_folders and self._below_build(path)):
+            return mtime_ns
+        return self.written_ns
+
+    def _below_build(self, path: bytes) -> bool:
+        while path := path.rpartition(b"/")[0]:
+            if path in self._build_folders:
+                return True
+        return False
+
 
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<4sI8s")

@@ -2,7 +2,7 @@
 
 It is JSON lines in a zstd frame, docs/formats/environment.md, and lies in a store that others write to: nothing in it
 is believed before it was checked, and memory is bounded by what is parsed, not by what it says. Decides and touches
-nothing. Called by `write`, by `stored_manifest`, and by whoever compares files with a snapshot.
+nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import zstandard
+from msgspec import Meta
 
+from bootseer.artifact.document import convert
 from bootseer.env.changes import Action
-from bootseer.env.snapshot.entry import Entry, Kind
-from bootseer.env.snapshot.entry_checks import Checks, wrong
 from bootseer.errors import CorruptError, PermanentError
 
 SCHEMA = "bootseer.manifest/1"
@@ -26,12 +26,47 @@ MAX_STORED_BYTES = 256 << 20
 MAX_TEXT_BYTES = 1 << 30
 MAX_ENTRIES = 2_000_000
 MAX_LINE_BYTES = 1 << 20
-_MAX_OWNER = 2**32 - 2  # the last number means "nobody" to the kernel
-_MAX_SIZE = 2**63 - 1
+_MAX_OWNER = 2**32 - 2  # the last number means `nobody` to the kernel
 _LEVEL = 3
 _WINDOW = 1 << 23
 _STEP = 1 << 10
-_KINDS: Mapping[str, Kind] = {kind: kind for kind in get_args(Kind)}
+MAX_PATH_BYTES = 4095
+_MAX_NAME_BYTES = 255
+_MARKS = ("trusted.overlay.", "user.overlay.")  # overlayfs would obey them
+
+
+Kind = Literal["file", "directory", "symlink", "fifo", "deleted"]
+_NO_XATTRS: Mapping[str, bytes] = {}
+_BEFORE = r"\A(file:sha256:[0-9a-f]{64}|symlink:[\s\S]{1,4095}|directory|other)?\Z"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One path of a snapshot. Directories on the way to it that did not change themselves have no entry."""
+
+    path: str
+    """Absolute, as the setup saw it; bytes that are not UTF-8 are surrogate escapes."""
+    kind: Kind
+    mode: Annotated[int, Meta(ge=0, le=0o7777)] = 0
+    """Permission bits, set-user-id and the like included; 0 for what was deleted."""
+    uid: Annotated[int, Meta(ge=0, le=_MAX_OWNER)] = 0
+    gid: Annotated[int, Meta(ge=0, le=_MAX_OWNER)] = 0
+    size: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Bytes of a file."""
+    digest: Annotated[str, Meta(pattern=r"\A(blake3:[0-9a-f]{64})?\Z")] = ""
+    """`blake3:<hex>` of a file's content as the snapshot has it."""
+    target: str = ""
+    """What a symbolic link says."""
+    xattrs: Mapping[str, bytes] = field(default_factory=lambda: _NO_XATTRS)
+    link: str = ""
+    """The first path of the same file, for a hard link. All else is repeated."""
+    opaque: bool = False
+    """A directory that hides the one below."""
+    action: Action = Action.ADDED
+    before: Annotated[str, Meta(pattern=_BEFORE)] = ""
+    """See `Change.before`."""
+    loose: bool = False
+    """Not shown by a mount on a host, but written to the node's own file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +111,7 @@ class Manifest:
                 raise PermanentError(f"a manifest of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
             raise CorruptError("this is not the manifest of an environment snapshot")
         entries: list[Entry] = []
-        checks = Checks()
+        checks = _Checks()
         for line in lines:
             if len(entries) >= MAX_ENTRIES:
                 raise CorruptError(f"a manifest has more than {MAX_ENTRIES} entries")
@@ -84,6 +119,11 @@ class Manifest:
         if head.get("entries") != len(entries):
             raise CorruptError(f"a manifest announces {head.get('entries')!r} entries and has {len(entries)}")
         return cls(tuple(entries))
+
+
+def path_bytes(path: str) -> bytes:
+    """A path as the kernel has it. Manifests are sorted by this."""
+    return path.encode("utf-8", "surrogateescape")
 
 
 def _content(entry: Entry) -> dict[str, Any]:
@@ -149,53 +189,80 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _entry(value: dict[str, Any]) -> Entry:
-    kind = _KINDS.get(_text(value, "kind"))
-    path = _text(value, "path")
-    if kind is None:
-        raise wrong(path, "a kind that does not exist")
-    xattrs = value.get("xattrs", {})
-    if not isinstance(xattrs, dict) or not all(isinstance(content, str) for content in xattrs.values()):
-        raise wrong(path, "extended attributes that are none")
+    modified = value.pop("modified", False)
+    action = Action.DELETED if value.get("kind") == "deleted" else Action.MODIFIED if modified else Action.ADDED
+    if not isinstance(modified, bool):
+        raise CorruptError("manifest entry: modified is missing or impossible")
+    return convert({**value, "action": action.value}, Entry, "manifest entry")
+
+
+class _Checks:
+    """What entries must be, each for itself and all together."""
+
+    def __init__(self) -> None:
+        self._last = b""
+        self._leaves: set[str] = set()  # what nothing can lie below
+        self._first: dict[str, Entry] = {}
+
+    def checked(self, entry: Entry) -> Entry:
+        """The next entry, if it can be one. Raises `CorruptError`."""
+        raw = _checked_path(entry.path)
+        if raw <= self._last:
+            raise _wrong(entry.path, "a place where it does not belong, or twice")
+        self._last = raw
+        self._check_fields(entry)
+        parent = entry.path.rpartition("/")[0]
+        while parent:
+            if parent in self._leaves:
+                raise _wrong(entry.path, "a place below something that is not a directory")
+            parent = parent.rpartition("/")[0]
+        if entry.kind != "directory":
+            self._leaves.add(entry.path)
+            if not entry.link:
+                self._first[entry.path] = entry
+        if entry.link:
+            first = self._first.get(entry.link)
+            if first is None or (first.kind, first.digest) != (entry.kind, entry.digest) or entry.kind == "deleted":
+                raise _wrong(entry.path, "a hard link to what is not there")
+        return entry
+
+    def _check_fields(self, entry: Entry) -> None:
+        file, symlink = entry.kind == "file", entry.kind == "symlink"
+        if bool(entry.digest) != file or (entry.size and not file):
+            raise _wrong(entry.path, "a size or digest that does not fit it")
+        if bool(entry.target) != symlink or len(_name_bytes(entry.target, entry.path)) > MAX_PATH_BYTES:
+            raise _wrong(entry.path, "a target that does not fit it")
+        if entry.opaque and entry.kind != "directory":
+            raise _wrong(entry.path, "the mark of a directory")
+        _name_bytes(entry.before, entry.path)
+        if any(
+            len(_name_bytes(name, entry.path)) > _MAX_NAME_BYTES or name.startswith(_MARKS) for name in entry.xattrs
+        ):
+            raise _wrong(entry.path, "malformed extended attributes")
+
+
+def _checked_path(path: str) -> bytes:
+    raw = _name_bytes(path, path)
+    names = raw.split(b"/")
+    # One path must have one spelling: escapes are for bytes that are no UTF-8 alone.
+    good = names[0] == b"" and len(raw) <= MAX_PATH_BYTES and raw.decode("utf-8", "surrogateescape") == path
+    if (
+        not good
+        or len(names) == 1
+        or any(name in {b"", b".", b".."} or len(name) > _MAX_NAME_BYTES for name in names[1:])
+    ):
+        raise _wrong(path, "an invalid path")
+    return raw
+
+
+def _name_bytes(text: str, path: str) -> bytes:
+    if "\0" in text:
+        raise _wrong(path, "a zero byte")
     try:
-        decoded = {name: base64.b64decode(content, validate=True) for name, content in xattrs.items()}
-    except ValueError as error:
-        raise wrong(path, "extended attributes that are none") from error
-    modified = _flag(value, "modified")
-    action = Action.DELETED if kind == "deleted" else Action.MODIFIED if modified else Action.ADDED
-    return Entry(
-        path=path,
-        kind=kind,
-        mode=_number(value, "mode", 0o7777),
-        uid=_number(value, "uid", _MAX_OWNER),
-        gid=_number(value, "gid", _MAX_OWNER),
-        size=_number(value, "size", _MAX_SIZE),
-        digest=_text(value, "digest"),
-        target=_text(value, "target"),
-        xattrs=decoded,
-        link=_text(value, "link"),
-        opaque=_flag(value, "opaque"),
-        action=action,
-        before=_text(value, "before"),
-        loose=_flag(value, "loose"),
-    )
+        return path_bytes(text)
+    except UnicodeEncodeError as error:
+        raise _wrong(path, "characters that no name can have") from error
 
 
-def _text(value: dict[str, Any], name: str) -> str:
-    found = value.get(name, "")
-    if not isinstance(found, str):
-        raise CorruptError(f"a manifest has a {name} that is no text")
-    return found
-
-
-def _flag(value: dict[str, Any], name: str) -> bool:
-    found = value.get(name, False)
-    if not isinstance(found, bool):
-        raise CorruptError(f"a manifest has a {name} that is neither true nor false")
-    return found
-
-
-def _number(value: dict[str, Any], name: str, limit: int) -> int:
-    found = value.get(name, 0)
-    if type(found) is not int or not 0 <= found <= limit:
-        raise CorruptError(f"a manifest has an impossible {name}")
-    return found
+def _wrong(path: str, what: str) -> CorruptError:
+    return CorruptError(f"a manifest gives {path[:200]!a} {what}")

@@ -10,7 +10,7 @@ paths by the same rules; contents, links and attributes, the document, by form a
   and of the system.
 
 What cannot be looked at is refused. Not looked into: archives and other compressed files, bytecode (it says what its
-source says), and large files behind their first 16 MiB. Called by `write` and `launch.environment_publish`.
+source says), and large files behind their first 16 MiB.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Two tiers: `quick` looks at each path, `full` reads all files, too. The tree is a snapshot's layer as it is mounted, or
 what a job sees: layers over one another, or files that were written to the node.
-
-Called by `env verify`, and wherever a restore must not be believed.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from typing import Literal
 
 from blake3 import blake3
 
-from bootseer.env.snapshot.entry import Entry, path_bytes
-from bootseer.env.snapshot.items import xattrs_of
+from bootseer.env.snapshot.contents import xattrs_of
+from bootseer.env.snapshot.manifest import Entry, path_bytes
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 

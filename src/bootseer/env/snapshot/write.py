@@ -4,14 +4,16 @@ The same files give the same two objects, whenever, wherever and in whichever or
 and digested in a few threads, compressed in others, and stored by the caller's: nothing is kept on disk, and of the
 files no more in memory than what is on its way.
 
-Called by whoever publishes a capture (`launch.environment_stage`, `env capture`).
+The tree has the form that overlayfs reads: a deletion becomes a whiteout, a directory that replaces one is marked
+opaque for both kinds of overlay mounts. A directory on the way that did not change itself shows in a mount as the
+uppermost one that there is: it gets what the real one has.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bootseer.blocks.block_file import BlockFile
@@ -20,21 +22,100 @@ from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.roots import is_checked
-from bootseer.env.snapshot.bytecode import Source
-from bootseer.env.snapshot.contents import Contents, is_small, read_pieces
-from bootseer.env.snapshot.entry import Entry, path_bytes
-from bootseer.env.snapshot.items import Item, entry_of, look, mapped
-from bootseer.env.snapshot.manifest import MAX_ENTRIES, Manifest
+from bootseer.env.snapshot.bytecode import Source, Times
+from bootseer.env.snapshot.contents import Contents, Item, entry_of, is_small, look, mapped, read_pieces, xattrs_of
+from bootseer.env.snapshot.manifest import MAX_ENTRIES, Entry, Manifest, path_bytes
 from bootseer.env.snapshot.secret_check import SecretCheck, refuse
-from bootseer.env.snapshot.stored_manifest import store_manifest
-from bootseer.env.snapshot.times import Times
-from bootseer.env.snapshot.tree import SnapshotTree
-from bootseer.erofs.format import BLOCK
+from bootseer.erofs.format import BLOCK, Attributes
+from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
 from bootseer.store.retry import retrying
 from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
+
+# Root's mounts obey the first, mounts in a user namespace (`userxattr`) the second; each lets the other be.
+OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
+_NOTHING = Extent(0, 0)
+
+
+class SnapshotTree:
+    """The tree in `writer`. `root` is where all directories can be seen as they are now."""
+
+    def __init__(self, writer: ErofsWriter, root: str, times: Times) -> None:
+        self._tree = writer.tree
+        self._root = os.fsencode(root).rstrip(b"/")
+        self._times = times
+        self._directories = {b"": ROOT}
+        self._whiteout: int | None = None  # one inode with many names
+        self._tree.update(ROOT, self._seen(b""))
+
+    def add(self, item: Item, extent: Extent = _NOTHING) -> int:
+        """A path whose data, if any, was written to `extent`; its inode. A directory comes before what is in it."""
+        if item.kind == "deleted":
+            return self.hide(item)
+        xattrs = item.xattrs
+        if item.change.opaque:
+            xattrs = {**xattrs, **OPAQUE_XATTRS}
+        attributes = Attributes(item.mode, item.uid, item.gid, self._times.of(item.raw, item.mtime_ns), xattrs=xattrs)
+        inode = self._tree.add(attributes, size=extent.size, place=extent.block, target=item.target)
+        self.link(item, inode)
+        if item.kind == "directory":
+            self._directories[item.raw] = inode
+        return inode
+
+    def hide(self, item: Item) -> int:
+        """A whiteout in the place of the item."""
+        if self._whiteout is None:
+            self._whiteout = self._tree.add(Attributes(stat.S_IFCHR))
+        self.link(item, self._whiteout)
+        return self._whiteout
+
+    def link(self, item: Item, inode: int) -> None:
+        """Give an inode the name of the item."""
+        parent, _, name = item.raw.rpartition(b"/")
+        self._tree.link(self._directory(parent), name, inode)
+
+    def _directory(self, path: bytes) -> int:
+        found = self._directories.get(path)
+        if found is None:
+            parent, _, name = path.rpartition(b"/")
+            holder = self._directory(parent)
+            if self._tree.child(holder, name) is not None:
+                raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is no directory")
+            found = self._directories[path] = self._tree.add(self._seen(path))
+            self._tree.link(holder, name, found)
+        return found
+
+    def _seen(self, path: bytes) -> Attributes:
+        """What a directory is like in the tree that the setup left."""
+        where = os.fsdecode(self._root + (path or b"/."))  # the root itself may be named through a link in /proc
+        shown = os.fsdecode(path) or "/"
+        status = mapped(shown, lambda: os.lstat(where))
+        if not stat.S_ISDIR(status.st_mode):
+            raise PermanentError(f"{shown} holds changes of the setup and is no directory")
+        mtime_ns = self._times.of(path, status.st_mtime_ns)
+        xattrs = mapped(shown, lambda: xattrs_of(where))
+        return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
+
+
+_MANIFEST_DEADLINE_S = 300.0
+
+
+def store_manifest(store: Store, manifest: Manifest) -> Stored:
+    """Put a manifest into a store, with retries. Raises what the store raises."""
+    data = manifest.encode()
+
+    def once(_left_s: float) -> Stored:
+        upload = store.upload()
+        try:
+            upload.write(data)
+            return upload.commit()
+        finally:
+            upload.abort()
+
+    return retrying(once, deadline_s=_MANIFEST_DEADLINE_S)
+
 
 MAX_BYTES = 256 << 30
 """Holes count, too: a sparse file of a terabyte takes minutes to digest."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer import __version__
-from bootseer.bring.places import environments_folder
+from bootseer.artifact.places import environments_folder
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import MAX_LEFT_OUT, EnvironmentDocument, Trust

@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.places import environments_folder
-from bootseer.bring.publish import publishes
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.hotsets import publishes
+from bootseer.artifact.places import environments_folder
+from bootseer.artifact.workload import workload_key
 from bootseer.env.capturing import exports
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Decision
@@ -21,8 +21,7 @@ from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
 from bootseer.env.restoring.roots import is_system
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
+from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import NotShown, Shown, writes_out
@@ -196,6 +195,6 @@ def _mark(task: Task, document: EnvironmentDocument, why: str) -> None:
             say(f"{why}: the environment's snapshot {document.key[:12]} {what}")
 
     if breaks_forks(task.store_uri):
-        do_apart(mark)
+        run_in_child(mark)
     else:
         mark()

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bootseer.bring.places import runtime_root
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.places import runtime_root
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision
@@ -21,9 +21,8 @@ from bootseer.env.life.local import Local
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer
 from bootseer.env.snapshot import verify
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.manifest import Manifest
-from bootseer.env.verifying.oracle import fresh_install_differs
+from bootseer.env.snapshot.manifest import Entry, Manifest
+from bootseer.env.snapshot.oracle import fresh_install_differs
 from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
 from bootseer.launch.environment.capture import capture

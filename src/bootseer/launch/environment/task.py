@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bootseer.bring.places import CACHE, environments_folder, own_folder
-from bootseer.bring.shown import Show, unseen
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.places import CACHE, environments_folder, own_folder
+from bootseer.artifact.progress import Show, no_progress
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import PermanentError
 from bootseer.launch.environment.plain import STAGE
 from bootseer.launch.session import Session
@@ -30,7 +30,7 @@ from bootseer.launch.supervise import in_foreground
 from bootseer.mounts.kernel import is_mounted_anywhere
 
 if TYPE_CHECKING:
-    from bootseer.bring.forecast import Loading
+    from bootseer.artifact.loading import Loading
     from bootseer.env.modes import Mode
 
 
@@ -179,7 +179,7 @@ class Task:
     own_group: bool
     """Whether what is started leads a process group of its own (`supervise`)."""
     folder: RunFolder
-    show: Show = unseen
+    show: Show = no_progress
     """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
     """What became of the snapshot, once that is known (`environment_publish.tell`)."""
@@ -195,7 +195,7 @@ class Task:
         own_env: Mapping[str, str] | None = None,
         session: Session | None = None,
         own_group: bool | None = None,
-        show: Show = unseen,
+        show: Show = no_progress,
     ) -> Task:
         """With a folder of its own, which is to be removed. Raises `PermanentError` when the cache takes none.
 

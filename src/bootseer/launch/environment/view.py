@@ -22,8 +22,8 @@ from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.folders import FoldersBelow
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
-from bootseer.env.snapshot.entry import Entry
-from bootseer.env.snapshot.items import look
+from bootseer.env.snapshot.contents import look
+from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import BootseerError
 from bootseer.launch.environment.setup import SetUp, say_failed
 from bootseer.launch.environment.task import Task

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import bootseer
-from bootseer.bring.places import CACHE, cache_root, containers_folder, own_folder
-from bootseer.bring.publish import publishes
-from bootseer.bring.shown import Show
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.hotsets import publishes
+from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
+from bootseer.artifact.progress import Show
+from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions

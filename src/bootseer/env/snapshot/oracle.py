@@ -1,0 +1,192 @@
+"""The oracle: install once more, for real, and hold the restored snapshot against it, path by path.
+
+The installation runs in a capture of its own, which leaves the machine as it is. What the requirements leave open is
+pinned to the versions that the snapshot has: both come from the same lock, and every difference is one that a job could
+meet. All must be the same but what two installations of the same things may differ in (`snapshot.canonical`), and
+bytecode that only one of them has: which modules an installer imports on its way is chance.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.env.capturing.any_capture import Capture
+from bootseer.env.capturing.capture import Say, open_capture
+from bootseer.env.changes import Action, Change
+from bootseer.env.snapshot.canonical import canonical, ignored
+from bootseer.env.snapshot.contents import Item, look
+from bootseer.env.snapshot.manifest import Entry, path_bytes
+from bootseer.env.snapshot.verify import Difference
+from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
+
+_PIECE = 1 << 20
+_MAX_CANONICAL_BYTES = 256 << 20
+_BYTECODE_HEADER = 16
+_MAX_THREADS = 8
+MAX_DIFFERENCES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came out of it."""
+
+    differences: tuple[Difference, ...]
+    """Sorted by path, `MAX_DIFFERENCES` at most; empty: the two are the same."""
+    num_compared: int
+    """Paths that both have."""
+    num_excused: int
+    """Paths that may differ, or may be in one of them alone."""
+
+
+def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root: str) -> Comparison:
+    """The snapshot's entries and the folder where its files lie, against the changes of a fresh installation.
+
+    `root` is where the installation's own view can be read: what it found in place and left as it was is no change, but
+    must be what the snapshot has. Raises `PermanentError` when the installation's files cannot be read.
+    """
+    items, _ = look(changes, None)
+    fresh = {item.change.path: item for item in items}
+    pairs: list[tuple[Entry, Item | None]] = []
+    excused = 0
+    for entry in entries:
+        item = fresh.pop(entry.path, None) or _standing(entry, root)
+        if ignored(entry.path) or (item is None and _is_chance(entry.path)):
+            excused += 1
+        else:
+            pairs.append((entry, item))
+    more = [path for path in fresh if not ignored(path) and not _is_chance(path)]
+    differences = [Difference(path, "only in the fresh installation") for path in more]
+    with Tasks("bootseer-compare", min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+        words = pool.map(lambda pair: "; ".join(_differences(pair[0], pair[1], tree)), pairs)
+        differences += [Difference(entry.path, said) for (entry, _), said in zip(pairs, words, strict=True) if said]
+    differences.sort(key=lambda difference: path_bytes(difference.path))
+    return Comparison(tuple(differences[:MAX_DIFFERENCES]), len(pairs), excused + len(fresh) - len(more))
+
+
+def _is_chance(path: str) -> bool:
+    """Bytecode in its folder, or the folder."""
+    return path.endswith("/__pycache__") or "/__pycache__/" in path
+
+
+def _standing(entry: Entry, root: str) -> Item | None:
+    """What the installation's view shows at a path that it did not change; None for nothing."""
+    source = f"{root.rstrip('/')}{entry.path}"
+    try:
+        Path(source).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    items, _ = look([Change(entry.path, Action.MODIFIED, source)], None)
+    return items[0] if items else None
+
+
+def _differences(entry: Entry, item: Item | None, tree: str) -> Iterator[str]:
+    if item is None or item.kind == "deleted":
+        if entry.kind != "deleted":
+            yield "deleted by the fresh installation" if item is not None else "only in the snapshot"
+        return
+    if entry.kind != item.kind:
+        yield f"a {item.kind} in the fresh installation, {_called(entry)} in the snapshot"
+        return
+    if item.kind != "symlink" and stat.S_IMODE(item.mode) != entry.mode:
+        yield f"mode {entry.mode:04o}, {stat.S_IMODE(item.mode):04o} in the fresh installation"
+    if (item.uid, item.gid) != (entry.uid, entry.gid):
+        yield f"owner {entry.uid}:{entry.gid}, {item.uid}:{item.gid} in the fresh installation"
+    if item.kind == "symlink" and os.fsdecode(item.target) != entry.target:
+        yield f"points to {entry.target!r}, to {os.fsdecode(item.target)!r} in the fresh installation"
+    if {os.fsdecode(name): value for name, value in item.xattrs.items()} != dict(entry.xattrs):
+        yield "other extended attributes"
+    if item.kind == "file":
+        yield from _content_differs(entry.path, f"{tree.rstrip('/')}{entry.path}", item)
+
+
+def _called(entry: Entry) -> str:
+    return "deleted" if entry.kind == "deleted" else f"a {entry.kind}"
+
+
+def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
+    try:
+        if _same_bytes(restored, item.change.source):
+            return
+        if max(item.size, os.path.getsize(restored)) > _MAX_CANONICAL_BYTES:  # noqa: PTH202
+            yield "other content"
+            return
+        ours, theirs = Path(restored).read_bytes(), Path(item.change.source).read_bytes()
+    except OSError as error:
+        yield f"cannot be read: {error.strerror}"
+        return
+    if path.endswith(".pyc") and _body(ours) == _body(theirs):
+        return
+    if canonical(path, ours) != canonical(path, theirs):
+        yield "other content"
+
+
+def _same_bytes(one: str, other: str) -> bool:
+    with open(one, "rb") as first, open(other, "rb") as second:  # noqa: PTH123 - many files, no object for each
+        while True:
+            piece = first.read(_PIECE)
+            if piece != second.read(_PIECE):
+                return False
+            if not piece:
+                return True
+
+
+def _body(bytecode: bytes) -> tuple[bytes, bytes]:
+    """Version and code, without time or digest of the source."""
+    return bytecode[:4], bytecode[_BYTECODE_HEADER:]
+
+
+Install = Callable[[Capture, Mapping[str, str]], int]
+"""Run the setup in this capture with this environment, bytecode included; its exit code."""
+
+_PINS = "pins.txt"
+_CONSTRAINTS = ("PIP_CONSTRAINT", "UV_CONSTRAINT")
+
+
+def fresh_install_differs(
+    packages: Iterable[str],
+    entries: Sequence[Entry],
+    tree: Path,
+    install: Install,
+    *,
+    folder: Path,
+    env: Mapping[str, str],
+    own: Iterable[Path | str] = (),
+    folders: Iterable[Path | str] = (),
+    say: Say = lambda line: None,
+) -> Comparison:
+    """Install afresh and compare.
+
+    `packages` are those of the snapshot's document, `entries` its manifest, `tree` is where its files can be read.
+    `folder` is one on a disk with room for another installation; the other arguments are `open_capture`'s. The
+    snapshot must not be shown where this process runs. Raises `PermanentError` when the setup fails now, or when it
+    could not be captured without changing this machine, and what the capture raises.
+    """
+    pins = folder / _PINS
+    pins.write_text(pinned(packages), encoding="utf-8")
+    with open_capture(folder / "capture", say=say, env=env, own=own, folders=folders) as view:
+        if view.way == "scan":
+            why = "; ".join(view.refused.values())
+            raise PermanentError(
+                f"a fresh installation would change this machine itself, as nothing can be laid over: {why}"
+            )
+        code = install(view, {**env, **_constrained(env, pins)})
+        if code:
+            raise PermanentError(
+                f"the fresh installation failed with exit code {code}; there is nothing to compare with"
+            )
+        return compare(entries, str(tree), view.changes(), str(view.root))
+
+
+def pinned(packages: Iterable[str]) -> str:
+    """The text of a constraint file that allows exactly these versions; packages of the system are not pip's."""
+    return "".join(f"{package}\n" for package in packages if not package.startswith("deb:"))
+
+
+def _constrained(env: Mapping[str, str], pins: Path) -> dict[str, str]:
+    """Variables that pip and uv obey wherever the setup calls them, with the user's own constraints."""
+    return {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}

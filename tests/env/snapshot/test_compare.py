@@ -1,0 +1,168 @@
+"""Two installations side by side: what counts as a difference, and what does not."""
+
+from __future__ import annotations
+
+import marshal
+import os
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.changes import Action, Change
+from bootseer.env.snapshot.oracle import compare
+from env_snapshots import changes_of, deleted, snapshot
+from store_doubles import MemoryStore
+
+
+@pytest.fixture
+def sides(tmp_path):
+    """The restored tree, the upper layer of a fresh installation, and the root of its view."""
+    for name in ("restored", "fresh", "root"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "restored", tmp_path / "fresh", tmp_path / "root"
+
+
+def _compared(sides, *, kept=None, changed=None):
+    restored, fresh, root = sides
+    options = {"changes": kept} if kept is not None else {}
+    entries = snapshot(MemoryStore("test"), restored, **options).entries
+    return compare(entries, str(restored), changes_of(fresh) if changed is None else changed, str(root))
+
+
+def _found(sides, **options):
+    return {one.path: one.words for one in _compared(sides, **options).differences}
+
+
+def _both(sides, write):
+    for side in sides[:2]:
+        write(side)
+
+
+def _bytecode(stamp: bytes, code: object) -> bytes:
+    return MAGIC_NUMBER + bytes(4) + stamp + marshal.dumps(code)
+
+
+def test_equal_files_are_equal(sides):
+    def write(side: Path) -> None:
+        (side / "a").mkdir()
+        (side / "a" / "file").write_text("same")
+        (side / "a" / "link").symlink_to("file")
+
+    _both(sides, write)
+    found = _compared(sides)
+    assert (found.differences, found.num_compared, found.num_excused) == ((), 3, 0)
+
+
+def test_each_kind_of_difference_has_its_words(sides):
+    restored, fresh, _ = sides
+    for name, ours, theirs in (("content", "1", "2"), ("ours", "1", None), ("theirs", None, "2"), ("mode", "1", "1")):
+        for side, text in ((restored, ours), (fresh, theirs)):
+            if text is not None:
+                (side / name).write_text(text)
+    (fresh / "mode").chmod(0o600)
+    (restored / "mode").chmod(0o644)
+    (restored / "link").symlink_to("one")
+    (fresh / "link").symlink_to("two")
+    (restored / "kind").mkdir()
+    (fresh / "kind").write_text("")
+    assert _found(sides) == {
+        "/content": "other content",
+        "/kind": "a file in the fresh installation, a directory in the snapshot",
+        "/link": "points to 'one', to 'two' in the fresh installation",
+        "/mode": "mode 0644, 0600 in the fresh installation",
+        "/ours": "only in the snapshot",
+        "/theirs": "only in the fresh installation",
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_another_owner_is_a_difference(sides):
+    _both(sides, lambda side: (side / "file").write_text(""))
+    os.chown(sides[1] / "file", 12, 34)
+    assert _found(sides) == {"/file": "owner 0:0, 12:34 in the fresh installation"}
+
+
+def test_deletions_are_compared(sides):
+    restored, _, root = sides
+    (restored / "kept").write_text("")
+    kept = [*changes_of(restored), deleted("/both"), deleted("/only-ours")]
+    (root / "only-ours").write_text("still there")
+    found = _found(sides, kept=kept, changed=[deleted("/both"), deleted("/kept")])
+    assert found == {
+        "/kept": "deleted by the fresh installation",
+        "/only-ours": "a file in the fresh installation, deleted in the snapshot",
+    }
+
+
+def test_what_the_installation_found_in_place_counts_as_its_own(sides):
+    restored, _, root = sides
+    for side in (restored, root):
+        (side / "clone").write_text("same")
+    (restored / "other").write_text("1")
+    (root / "other").write_text("2")
+    assert _found(sides) == {"/other": "other content"}
+
+
+def test_logs_may_differ(sides):
+    for side, text in zip(sides[:2], "12", strict=True):
+        (side / "var" / "log").mkdir(parents=True)
+        (side / "var" / "log" / "setup.log").write_text(text)
+    # The writer keeps no logs: these entries are made by hand.
+    found = compare(_entries_of(sides[0]), str(sides[0]), changes_of(sides[1]), str(sides[2]))
+    assert (found.differences, found.num_excused) == ((), 1)
+
+
+def test_bytecode_may_name_another_time_but_not_hold_other_code(sides):
+    restored, fresh, _ = sides
+    for side, stamp in ((restored, b"1" * 8), (fresh, b"2" * 8)):
+        (side / "m" / "__pycache__").mkdir(parents=True)
+        (side / "m" / "__pycache__" / "same.cpython-311.pyc").write_bytes(_bytecode(stamp, ("code", 1)))
+        (side / "m" / "__pycache__" / "other.cpython-311.pyc").write_bytes(_bytecode(stamp, ("code", stamp)))
+    # The writer keeps no bytecode without a source: these entries are made by hand.
+    changes = changes_of(fresh)
+    found = compare(_entries_of(restored), str(restored), changes, str(sides[2]))
+    assert {one.path: one.words for one in found.differences} == {
+        "/m/__pycache__/other.cpython-311.pyc": "other content"
+    }
+
+
+def _entries_of(folder: Path):
+    from bootseer.env.snapshot.contents import look
+    from bootseer.env.snapshot.manifest import Entry
+
+    items, _ = look(changes_of(folder), None)
+    return [Entry(item.change.path, item.kind, item.mode & 0o7777, item.uid, item.gid, item.size) for item in items]
+
+
+def test_bytecode_that_only_one_has_is_chance(sides):
+    _, fresh, _ = sides
+    (fresh / "m" / "__pycache__").mkdir(parents=True)
+    (fresh / "m" / "__pycache__" / "one.cpython-311.pyc").write_bytes(b"")
+    (sides[0] / "m").mkdir()
+    found = _compared(sides)
+    assert (found.differences, found.num_excused) == ((), 2)
+
+
+def test_a_restored_file_that_cannot_be_read_is_a_difference(sides):
+    restored, fresh, root = sides
+    _both(sides, lambda side: (side / "file").write_text("x"))
+    entries = snapshot(MemoryStore("test"), restored).entries
+    (restored / "file").unlink()
+    (found,) = compare(entries, str(restored), changes_of(fresh), str(root)).differences
+    assert found.words == "cannot be read: No such file or directory"
+
+
+def test_names_that_are_no_text_are_compared(sides):
+    for side, text in zip(sides[:2], "12", strict=True):
+        with open(os.fsencode(side) + b"/n\xff", "w") as file:  # noqa: PTH123
+            file.write(text)
+    (one,) = _compared(sides).differences
+    assert os.fsencode(one.path) == b"/n\xff"
+
+
+def test_what_cannot_be_captured_any_more_is_an_error(sides):
+    from bootseer.errors import PermanentError
+
+    with pytest.raises(PermanentError):
+        _compared(sides, changed=[Change("/gone", Action.ADDED, str(sides[1] / "gone"))], kept=[])

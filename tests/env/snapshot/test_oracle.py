@@ -1,0 +1,98 @@
+"""The oracle on real installations: silent about a true snapshot, and about nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bootseer.env.snapshot.oracle import pinned
+from wheels import make_wheel
+
+JOB = Path(__file__).with_name("oracle_job.py")
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
+    return folder / "venv"
+
+
+@pytest.fixture
+def ask(tmp_path, environment):
+    """`ask(...)`: what the oracle says of a snapshot of this setup, after what happened in between.
+
+    The setup's working folder and environment lie in `/srv`, as it sees them.
+    """
+    work = tmp_path / "work"
+    shutil.copytree(environment, work / "venv", symlinks=True)
+    foreign = ("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    env |= {"HOME": "/srv", "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    install = f"/srv/venv/bin/python -m pip install --no-index --find-links {tmp_path}/wheels -q app"
+
+    def call(more: str = "", between: dict[Path, str] | None = None, moved: dict[Path, Path] | None = None) -> dict:
+        spec = {
+            "folder": str(tmp_path / "oracle"),
+            "work": str(work),
+            "python": "/srv/venv/bin/python",
+            "env": env,
+            "setup": f"{install}; cd /srv; {more}",
+            "between": {str(path): text for path, text in (between or {}).items()},
+            "moved": {str(source): str(target) for source, target in (moved or {}).items()},
+        }
+        (tmp_path / "oracle").mkdir()
+        done = subprocess.run(
+            [sys.executable, JOB],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            input=json.dumps(spec),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    make_wheel(tmp_path / "wheels", "app", "1.0", {"app/__init__.py": "X = 1\n"}, scripts={"tool": "app:main"})
+    return call
+
+
+def test_the_same_installation_twice_is_the_same_though_a_newer_version_came_out(ask, tmp_path):
+    newer = make_wheel(tmp_path / "later", "app", "2.0", {"app/__init__.py": "X = 2\n"})
+    said = ask("echo made > file; ln -s file link; mkdir empty", moved={newer: tmp_path / "wheels" / newer.name})
+    assert said["packages"] == ["app==1.0"]
+    assert said["differences"] == {}
+    assert said["compared"] > 8
+
+
+def test_another_content_under_the_same_version_is_found(ask, tmp_path):
+    other = make_wheel(tmp_path / "later", "app", "1.0", {"app/__init__.py": "X = 2\n"}, scripts={"tool": "app:main"})
+    said = ask(moved={other: tmp_path / "wheels" / other.name})
+    names = {path.rpartition("/site-packages/")[2]: words for path, words in said["differences"].items()}
+    assert names.pop("app/__init__.py") == "other content"
+    assert all("dist-info" in name or "__pycache__" in name for name in names)
+
+
+def test_forged_files_and_setups_that_never_do_the_same_are_found(ask, tmp_path):
+    setup = "echo made > file; echo $$ > own; touch own-$$"
+    said = ask(setup, between={tmp_path / "oracle" / "tree" / "srv" / "file": "forged\n"})
+    assert said["differences"].pop("/srv/file") == "other content"
+    assert said["differences"].pop("/srv/own") == "other content"
+    assert sorted(said["differences"].values()) == ["only in the fresh installation", "only in the snapshot"]
+
+
+def test_a_setup_that_fails_now_is_an_error(ask, tmp_path):
+    said = ask(f"test ! -e {tmp_path}/gone", between={tmp_path / "gone": ""})
+    assert said["error"] == "the fresh installation failed with exit code 1; there is nothing to compare with"
+
+
+def test_pins_are_the_versions_of_python_packages():
+    assert pinned(["a==1.0", "b==2+cpu", "deb:c:amd64==3"]) == "a==1.0\nb==2+cpu\n"
