@@ -168,7 +168,7 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
             STEP,
             "training_began",
             "d samples: ",
-            r"(?<=consumed samples: ) {0,12}(?P<step>\d{1,15}) \| elapsed time per iteration \(ms\): (?P<ms>\d{1,9}\.\d)",
+            r"(?<=consumed samples: ) {0,12}(?P<step>\d{1,15}) \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d)",
         ),
         Rule(STEP, "training_began", "[Rank 0] step=", r"(?P<step>[1-9]\d{0,11}), skipped=\d"),
         Rule(STEP, "training_began", "d step: ", r"(?<=completed step: )(?P<step>\d{1,12}), seconds: \d"),
