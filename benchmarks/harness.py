@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+from facts import facts
+
 import bootseer
-from bootseer.machine.facts import facts
 
 T = TypeVar("T")
 

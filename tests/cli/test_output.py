@@ -16,7 +16,7 @@ from typing import TextIO
 import pytest
 
 from bootseer.cli import output
-from bootseer.cli.output import Progress, shown
+from bootseer.cli.output import Progress, shown, terminal
 
 
 @pytest.fixture
@@ -104,3 +104,10 @@ class _Closed(io.StringIO):
 def test_where_nobody_reads_the_work_goes_on(stderr: TextIO | None) -> None:
     with written_to(stderr), shown("fetching x", "blocks") as heard:
         heard(1, 4)
+
+
+def test_piped_output_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with terminal() as console:
+        assert console.width == 80

@@ -22,7 +22,6 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.source import Source, open_source
 from bootseer.image.unpack import open_merged, unpack
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from oci_images import (
     OCI_LAYER,
@@ -38,6 +37,7 @@ from oci_images import (
     whiteout,
     write_layout,
 )
+from store_doubles import MemoryStore
 
 BASE = layer(directory("./"), directory("usr"), directory("usr/lib", mode=0o700), symlink("lib", "usr/lib"))
 MORE = layer(directory("d"), file("d/a", b"a" * 5000))

@@ -20,7 +20,6 @@ from bootseer.image.reference import parse_reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.source import Source, open_source
 from bootseer.image.unpack import open_merged, unpack
-from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import read_all
 from erofs_images import facts_of_folder, needs_root
@@ -39,6 +38,7 @@ from oci_images import (
     write_layout,
 )
 from registry import Registry, needs_registry
+from store_doubles import MemoryStore
 
 BASE = layer(directory("./"), directory("d"), file("d/a", b"a" * 3000), file("b", b"b" * 200_000))
 TOP = layer(file("d/c", b"c"), whiteout("b"))

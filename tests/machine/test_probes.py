@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.machine import kernel, mounts, programs, surroundings
+from bootseer.machine import kernel, programs, surroundings
 from bootseer.machine.check import REQUIRED, Check, usable
 from bootseer.machine.probes import run_checks, run_probes
 
@@ -184,7 +184,7 @@ for check in (kernel.check_fuse(), kernel.check_erofs(), kernel.check_loop(), ke
 def test_an_ordinary_user_gets_answers_too() -> None:
     """As nobody the same probes say `limited` or `missing` with a reason, and none of them fails."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(Path(mounts.__file__).parents[1], Path(folder, "bootseer"))
+        shutil.copytree(Path(kernel.__file__).parents[1], Path(folder, "bootseer"))
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
         answer = subprocess.run(
@@ -221,13 +221,13 @@ def test_layers_one_by_one_need_a_kernel_of_6_7() -> None:
 
 
 def test_a_trial_that_dies_is_an_answer() -> None:
-    trial = mounts.attempt("erofs", "too", "few")
+    trial = kernel.attempt("erofs", "too", "few")
     assert not trial.worked
     assert "ended with code" in trial.reason
 
 
 def test_mount_of_a_file_that_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\0" * 8192)
-    trial = mounts.attempt("erofs", str(tmp_path / "image"), str(tmp_path), "file", "content")
+    trial = kernel.attempt("erofs", str(tmp_path / "image"), str(tmp_path), "file", "content")
     assert not trial.worked
     assert trial.errno

@@ -29,9 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bootseer.checkpoint.files import GONE, Files
+from bootseer.checkpoint.files import GONE, Files, maybe_head
 from bootseer.checkpoint.head import ATTEMPTS, PEEK_BYTES, STRIPES, is_hidden, parts_folder, peek_id
-from bootseer.checkpoint.places.place import TEMPORARY, Entry, Place, TakenError, folder_of, join, make_alike, name_of
 from bootseer.errors import (
     AccessError,
     BootseerError,
@@ -43,6 +42,7 @@ from bootseer.errors import (
 )
 from bootseer.io.executor import Executor, report_exception
 from bootseer.mounts.process import ProcessId
+from bootseer.places.place import TEMPORARY, Entry, Place, TakenError, folder_of, join, make_alike, name_of
 
 LEASE_S = 600.0
 """A lease that was not renewed for so long is stale."""
@@ -369,7 +369,7 @@ def _is_abandoned(place: Place, entry: Entry, now_s: float, lease_s: float, no_l
 def _ids_of_heads(place: Place, entries: Iterable[Entry]) -> set[str]:
     found = set()
     for entry in entries:
-        if entry.maybe_head:
+        if maybe_head(entry):
             with contextlib.suppress(NotFoundError):
                 found.add(peek_id(place.read_first(entry.path, PEEK_BYTES)))
     return {head_id for head_id in found if head_id is not None}

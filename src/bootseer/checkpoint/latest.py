@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
-from bootseer.checkpoint.places.place import IsFolderError, Place, TakenError, join, make_alike
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.places.place import IsFolderError, Place, TakenError, join, make_alike
 
 LATEST = "latest"
 LOCK_S = 60.0

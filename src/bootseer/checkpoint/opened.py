@@ -19,13 +19,13 @@ from bootseer.artifact.places import blocks_folder, cache_root
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import LATEST, read_latest
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import IsFolderError, Place
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.fork import after_fork
+from bootseer.places import open_place
+from bootseer.places.place import IsFolderError, Place
 
 FOLDERS = "file:///"
 CACHE = "BOOTSEER_CHECKPOINT_CACHE"

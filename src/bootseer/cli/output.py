@@ -112,7 +112,7 @@ def _standard_output() -> Iterator[TextIO]:
 _EVERY_S = 0.1
 _LONG_S = 2.5
 """From here on somebody wonders. Longer than an unmount waits for those that let go of their files in a moment."""
-_WIDTH = 24
+_BAR_WIDTH = 24
 _COLUMNS = 80
 
 
@@ -157,8 +157,8 @@ class Progress:
             return
         self._next_s = now_s + _EVERY_S
         self._shown = True
-        filled = round(_WIDTH * min(done / total, 1)) if total else 0
-        bar = f"[{'#' * filled}{'-' * (_WIDTH - filled)}] " if total else ""
+        filled = round(_BAR_WIDTH * min(done / total, 1)) if total else 0
+        bar = f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] " if total else ""
         behind = f", {note}" if note else ""
         # A line that wraps could not be taken back.
         _write("\r\x1b[K" + f"{self._what} {bar}{amount}{behind}"[: _columns() - 1])

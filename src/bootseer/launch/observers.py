@@ -16,6 +16,7 @@ from bootseer.launch.supervise import say
 from bootseer.trace.event import Event
 from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
+from bootseer.units import plural
 
 if TYPE_CHECKING:
     from bootseer.launch.session import Session
@@ -66,11 +67,9 @@ def export_spool(
     while not over:
         over = ended.wait(_LOOK_EVERY_S)
         exporter.feed(filter(owns, tail.poll(last=over)))
-    delivered = exporter.close(CLOSE_S)
-    if exporter.failed or not delivered:
-        lost = exporter.failed + exporter.pending
+    if not exporter.close(CLOSE_S):
         why = f" ({exporter.last_error})" if exporter.last_error else ""
-        say(f"{lost} spans did not reach the collector{why}; the spool keeps the events: {folder}")
+        say(f"{plural(exporter.lost, 'span')} did not reach the collector{why}; the spool keeps the events: {folder}")
 
 
 ENDED = "end"

@@ -1,7 +1,7 @@
 """Run a short-lived program with a deadline, and be rid of it afterwards.
 
 A probe may hang (a stuck mount, a wrapper script that waits for a network): its process group is killed by id and
-the caller gets an answer in time. Who calls: the probes of this package.
+the caller gets an answer in time.
 """
 
 from __future__ import annotations

@@ -1,26 +1,66 @@
 """Probes of what the kernel offers: version, FUSE, EROFS, loop devices, overlayfs, user namespaces.
 
-Each one tries the thing for real where it may (`mounts`), because a name in /proc/filesystems says neither that a
-container's seccomp filter lets it pass nor that this user may use it. Who calls: `probes`.
+Each one tries the thing for real where it may (`sandbox`, in a child), because a name in /proc/filesystems says neither
+that a container's seccomp filter lets it pass nor that this user may use it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.machine import child, mounts
+from bootseer.machine import child
 from bootseer.machine.check import KERNEL, Check
 
 OLDEST = (5, 11)
 """Unprivileged overlay mounts begin here; older kernels measure, and do little else."""
 FILE_BACKED_EROFS = (6, 12)
 
+_SCRIPT = Path(__file__).with_name("sandbox.py")
+DEADLINE_S = 5.0
 _AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`worked`, or the step that failed. `errno` is 0 when the failure was not a system call's."""
+
+    worked: bool
+    step: str = ""
+    errno: int = 0
+    error: str = ""
+
+    @property
+    def forbidden(self) -> bool:
+        """The kernel can do it, this user or container may not."""
+        return self.errno in (errno.EPERM, errno.EACCES)
+
+    @property
+    def reason(self) -> str:
+        """Words for a user: the step and the error."""
+        if self.error:
+            return self.error
+        return f"{self.step}: {os.strerror(self.errno)}" if self.errno else f"{self.step} did not work"
+
+
+def attempt(trial: str, *arguments: str) -> Trial:
+    """Run one trial of `sandbox`; a child that hangs or dies is a failed trial."""
+    ended = child.run([sys.executable, "-I", "-S", str(_SCRIPT), trial, *arguments], deadline_s=DEADLINE_S)
+    if ended.code is None:
+        return Trial(False, error=ended.error)
+    try:
+        answer = json.loads(ended.output)
+        step, number = str(answer["step"]), int(answer["errno"])
+    except (ValueError, KeyError, TypeError):
+        return Trial(False, error=f"the trial ended with code {ended.code}")
+    return Trial(not step, step, number)
 
 
 def kernel_version(release: str) -> tuple[int, int] | None:
@@ -47,10 +87,10 @@ def check_fuse() -> Check:
         why = "there is no /dev/fuse"
         return Check("FUSE", "missing", "", why, "modprobe fuse; in a container: --device /dev/fuse", opens)
     helper = shutil.which("fusermount3") or shutil.which("fusermount")
-    trial = mounts.attempt("fuse")
+    trial = attempt("fuse")
     if trial.worked:
         return Check("FUSE", "ok", "mount works", opens=opens)
-    if mounts.attempt("fuse-user").worked:
+    if attempt("fuse-user").worked:
         return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
     if trial.forbidden and helper and os.access("/dev/fuse", os.R_OK | os.W_OK):
         why = f"{trial.reason}; mounts go through {Path(helper).name}"
@@ -67,7 +107,7 @@ def check_erofs() -> Check:
         found = "in the kernel, file-backed mount " + ("likely" if version >= FILE_BACKED_EROFS else "not before 6.12")
         why = "not tried: there is no mkfs.erofs to make an image with"
         return Check("EROFS", "limited", found, why, "apt-get install erofs-utils", opens)
-    trial = _mount_image(mkfs) if mkfs else mounts.Trial(False, errno=errno.ENODEV)
+    trial = _mount_image(mkfs) if mkfs else Trial(False, errno=errno.ENODEV)
     if trial.worked:
         return Check("EROFS", "ok", "file-backed mount works", opens=opens)
     if trial.errno == errno.ENODEV:
@@ -92,9 +132,9 @@ def _knows_erofs() -> bool:
     )
 
 
-def _mount_image(mkfs: str) -> mounts.Trial:
+def _mount_image(mkfs: str) -> Trial:
     """Make a tiny image and mount it. A file on tmpfs cannot be mounted, so a second place is tried."""
-    trial = mounts.Trial(False, error="no folder for a trial image")
+    trial = Trial(False, error="no folder for a trial image")
     for place in dict.fromkeys(("/var/tmp", tempfile.gettempdir())):  # noqa: S108 - mkdtemp makes a private folder
         if not os.access(place, os.W_OK):
             continue
@@ -104,11 +144,11 @@ def _mount_image(mkfs: str) -> mounts.Trial:
             (folder / "point").mkdir()
             (folder / "source" / "file").write_text("content")
             image = str(folder / "image")
-            made = child.run([mkfs, image, str(folder / "source")], deadline_s=mounts.DEADLINE_S)
+            made = child.run([mkfs, image, str(folder / "source")], deadline_s=DEADLINE_S)
             if made.code == 0:
-                trial = mounts.attempt("erofs", image, str(folder / "point"), "file", "content")
+                trial = attempt("erofs", image, str(folder / "point"), "file", "content")
             else:
-                trial = mounts.Trial(False, error=made.error or f"mkfs.erofs ended with code {made.code}")
+                trial = Trial(False, error=made.error or f"mkfs.erofs ended with code {made.code}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if trial.worked or trial.errno != errno.EINVAL:
@@ -132,7 +172,7 @@ def check_loop() -> Check:
 
 def check_overlayfs() -> Check:
     opens = ("environment capture and restore", "image mount")
-    as_root, as_user = mounts.attempt("overlay"), mounts.attempt("overlay-user")
+    as_root, as_user = attempt("overlay"), attempt("overlay-user")
     if as_root.worked and as_user.worked:
         return Check("overlayfs", "ok", "as root and in user namespaces", opens=opens)
     if as_root.worked:
@@ -148,7 +188,7 @@ def check_overlayfs() -> Check:
 
 def check_overlay_layers() -> Check:
     name, opens = "overlay layers", ("images of very many layers",)
-    trial = mounts.attempt("layers")
+    trial = attempt("layers")
     if trial.worked:
         return Check(name, "ok", "added one by one", opens=opens)
     if trial.forbidden:
@@ -159,7 +199,7 @@ def check_overlay_layers() -> Check:
 
 def check_user_namespaces() -> Check:
     opens = ("capture and mounts without root",)
-    trial = mounts.attempt("userns")
+    trial = attempt("userns")
     if trial.worked:
         return Check("user namespaces", "ok", "an ordinary user can make them", opens=opens)
     for switch, off, on in (

@@ -1,6 +1,6 @@
 """Probes of programs: runc and crun, mkfs.erofs, Java, Python and PyTorch, and of the modules that speak to HDFS.
 
-A program counts as there when it answered its version in time, not when a file of its name exists. Who calls: `probes`.
+A program counts as there when it answered its version in time, not when a file of its name exists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Try namespaces and mounts for real, inside a process that is thrown away.
 
-Run as a script by `mounts`, never imported by other parts: `python -I -S sandbox.py TRIAL [ARGUMENT...]`. Everything
+Run as a script by `kernel`, never imported by other parts: `python -I -S sandbox.py TRIAL [ARGUMENT...]`. Everything
 happens in mount and user namespaces of this process, so that its end undoes all of it, however it ends. Prints one
 JSON object: `{"step": "", "errno": 0}` when the trial worked, else the step that failed and its error number.
 Must not know: bootseer. Only the standard library is there, without site-packages.

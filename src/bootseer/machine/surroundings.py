@@ -1,7 +1,4 @@
-"""Probes of what surrounds a run: the terminal, the spool folder, files that describe devices, the clock.
-
-Who calls: `probes`.
-"""
+"""Probes of what surrounds a run: the terminal, the spool folder, files that describe devices, the clock."""
 
 from __future__ import annotations
 

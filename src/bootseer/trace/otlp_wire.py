@@ -1,19 +1,21 @@
 """Send finished spans to an OTLP/HTTP endpoint, with the OpenTelemetry library.
 
 The only module that imports opentelemetry; it is an optional extra, so only `trace.otlp` imports this module, when
-an exporter is made. The library encodes, compresses, finds certificates and repeats within its timeout; what it does
-not tell its caller (whether trying again makes sense, and when) is seen by a transport adapter below it.
+an exporter is made. The library batches, encodes, compresses, finds certificates and repeats within its timeout; what
+it does not tell (the last status, spans that the endpoint refused, a Retry-After beyond its timeout) is seen by a
+transport adapter below it.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import requests
 from google.protobuf.message import DecodeError
@@ -21,7 +23,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
@@ -33,6 +35,8 @@ from bootseer.trace.otlp_spans import Finished, span_id, trace_id
 _TRY_AGAIN = frozenset({429, 502, 503, 504})
 """What the OTLP specification calls retryable; every other answer stays what it is."""
 _MAX_RETRY_AFTER_S = 3600.0
+_BATCH = 512
+_GATHER_S = 2.0
 _INT64 = 2**63
 _STATUS = {OK: StatusCode.OK, FAILED: StatusCode.ERROR}
 _SCOPE = InstrumentationScope("bootseer")
@@ -41,22 +45,13 @@ _SCOPE = InstrumentationScope("bootseer")
 logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
 
-class Answer(NamedTuple):
-    """What became of a batch."""
-
-    delivered: bool
-    again: bool
-    """Not delivered, and may be when tried again."""
-    num_rejected: int
-    """Spans of a delivered batch that the endpoint says it threw away."""
-    reason: str
-
-
-class Wire:
-    """One endpoint. `send` blocks for the library's timeout and more; `stop` may be called beside it."""
+class Delivery(SpanExporter):
+    """Sends batches to one endpoint with the library's exporter, and counts what becomes of them."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None, timeout_s: float | None) -> None:
         """Headers and timeout come from `OTEL_EXPORTER_OTLP_*` where None. Raises what the library raises."""
+        self.exported = 0
+        self.last_error = ""
         self._gate = _Gate()
         session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -65,25 +60,37 @@ class Wire:
             endpoint=url, headers=dict(headers) if headers else None, timeout=timeout_s, session=session
         )
 
-    def send(self, spans: Sequence[Finished]) -> Answer:
-        """Try to deliver; never raises."""
-        self._gate.reset()
-        try:
-            result = self._exporter.export([_span(finished) for finished in spans])
-        except Exception as error:  # the library's promise is not to raise; a job must not depend on it
-            return Answer(False, False, 0, type(error).__name__)
-        status = self._gate.status
-        # The library takes a redirection for success, which delivers nothing.
-        if result is SpanExportResult.SUCCESS and status is not None and status < 300:
-            return Answer(True, False, self._gate.num_rejected, "")
-        if status is None:
-            return Answer(False, True, 0, self._gate.error or "no answer")
-        return Answer(False, status in _TRY_AGAIN, 0, f"HTTP {status}")
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Deliver a batch, in the processor's thread. The library repeats within its timeout; a batch that it gave up
+        because it was to wait for longer is tried once more, when the endpoint wants it."""
+        for _ in range(2):
+            self._gate.reset()
+            result = self._exporter.export(spans)
+            status = self._gate.status
+            # The library takes a redirection for success, which delivers nothing.
+            if result is SpanExportResult.SUCCESS and status is not None and status < 300:
+                rejected = min(self._gate.num_rejected, len(spans))
+                self.exported += len(spans) - rejected
+                self.last_error = f"{rejected} spans of a batch were refused" if rejected else ""
+                return result
+            self.last_error = f"HTTP {status}" if status is not None else self._gate.error or "no answer"
+            if self._gate.stopped.is_set() or not self._gate.must_wait:
+                break
+        return SpanExportResult.FAILURE
 
-    def stop(self) -> None:
-        """Give up: ends waits, closes connections. `send` cannot be used afterwards."""
+    def give_up(self) -> None:
+        """End waits, so that the processor's thread comes to its end."""
         self._gate.stopped.set()
+
+    def shutdown(self) -> None:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def batches(delivery: Delivery, max_queue: int) -> BatchSpanProcessor:
+    """The SDK's thread that delivers spans some seconds after they came: not of all nodes in the same second."""
+    delay_ms = 1000 * _GATHER_S * random.uniform(0.5, 1.5)  # noqa: S311 - spreads load, guards nothing
+    batch = min(_BATCH, max_queue)
+    return BatchSpanProcessor(delivery, max_queue, delay_ms, batch)
 
 
 class _Gate(HTTPAdapter):
@@ -99,6 +106,11 @@ class _Gate(HTTPAdapter):
         self.status: int | None = None
         self.error = ""
         self.num_rejected = 0
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the endpoint has asked for a pause that is not over."""
+        return time.monotonic() < self._not_before
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
         self.reset()
@@ -133,7 +145,8 @@ def _num_rejected(content: bytes) -> int:
         return 0
 
 
-def _span(finished: Finished) -> ReadableSpan:
+def span(finished: Finished) -> ReadableSpan:
+    """The span in the library's form."""
     event = finished.event
     trace = trace_id(event)
     attributes = {encodable(key): _value(value) for key, value in finished.attrs.items() if value is not None}

@@ -16,12 +16,11 @@ from bootseer.env.life.catalog import Catalog, put
 from bootseer.env.life.local import Local
 from bootseer.env.life.tombstone import TRASH, Tombstone
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
-from bootseer.store.faulty import Fault, FaultyStore, Request
-from bootseer.store.memory import MemoryStore
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
 from signing_keys import make_key, trust
+from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 
 @pytest.fixture

@@ -20,13 +20,12 @@ from bootseer.env.life.catalog import Catalog, put
 from bootseer.env.life.lease import Held, Lease, NoLease, acquire, elect, lease_name, look, take_over, wait
 from bootseer.env.life.lease_state import LeaseRecord, Sight
 from bootseer.errors import NotFoundError
-from bootseer.store.faulty import Fault, FaultyStore, Request
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 from env.life.samples import KEY, OTHER_KEY, document
 from registry import Registry, needs_registry
+from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 BUILDER = Path(__file__).with_name("builder.py")
 NAME = lease_name(KEY)

@@ -21,11 +21,10 @@ from bootseer.env.life.prune import GRACE_S, prune
 from bootseer.env.life.quarantine import quarantine_name
 from bootseer.env.life.tombstone import TRASH, Tombstone
 from bootseer.errors import PermanentError, TransientError
-from bootseer.store.faulty import Fault, FaultyStore, Request
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
+from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 LATER_S = BUILT_S + GRACE_S + 1
 DOWN = Fault(status=503, retry_after_s=3600)

@@ -20,8 +20,8 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
-from bootseer.store.memory import MemoryStore
 from in_capture import run_in
+from store_doubles import MemoryStore
 
 PLACE = "/srv"
 

@@ -30,8 +30,6 @@ from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import NotFolderError
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -39,6 +37,8 @@ from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.fuse.writable_session import WritableSession, mount_writable
 from bootseer.mounts.daemon import OnError, Served
+from bootseer.places import open_place
+from bootseer.places.place import NotFolderError
 
 _FOLDER = "checkpoints"
 _MAX_FILES = 100_000

@@ -12,13 +12,13 @@ from functools import partial
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.places.place import OpenFile, Ticket
 from bootseer.checkpoint.reading.context import OpenSegment, ReadContext, alike
 from bootseer.checkpoint.reading.settings import is_late
 from bootseer.checkpoint.reading.source import Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import report_exception
+from bootseer.places.place import OpenFile, Ticket
 
 _POLL_S = 0.01
 _MAX_WRONG = 4

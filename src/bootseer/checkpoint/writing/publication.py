@@ -21,11 +21,11 @@ from bootseer.checkpoint.attempts import LEASE_NAME, lease_bytes
 from bootseer.checkpoint.files import Files, check_name
 from bootseer.checkpoint.head import ATTEMPTS, Head, Part, Segment, encode_head, parts_folder
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
-from bootseer.checkpoint.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError, OpenFile, Place, read_now
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError, OpenFile, Place, read_now
 
 _READ_BYTES = 4 << 20
 _PARTS_AT_ONCE = 8

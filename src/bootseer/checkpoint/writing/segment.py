@@ -28,9 +28,9 @@ from blake3 import blake3
 from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
-from bootseer.checkpoint.places.place import PartWriter, Place
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.places.place import PartWriter, Place
 
 
 class PartTask:

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from bootseer.errors import UsageError
-from bootseer.machine import mounts
+from bootseer.machine import kernel
 from bootseer.machine.check import Check
 from bootseer.machine.kernel import FILE_BACKED_EROFS, check_loop, kernel_version
 from bootseer.mounts import user_namespace
@@ -54,7 +54,7 @@ def probe(*, private: bool) -> Facts:
 
 
 def _refused(trial: str) -> str:
-    found = mounts.attempt(trial)
+    found = kernel.attempt(trial)
     return "" if found.worked else found.reason
 
 
@@ -74,7 +74,7 @@ def _try_erofs() -> tuple[str, str]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bootseer-", dir="/var/tmp")))
         _write_image(folder / "image")
         (folder / "point").mkdir()
-        trial = mounts.attempt("erofs", str(folder / "image"), str(folder / "point"), "file", "content")
+        trial = kernel.attempt("erofs", str(folder / "image"), str(folder / "point"), "file", "content")
     if trial.errno == errno.ENODEV:
         return _NO_EROFS, _NO_EROFS
     why = _OLD_KERNEL if trial.errno == errno.ENOTBLK else "" if trial.worked else trial.reason

@@ -13,7 +13,9 @@ import pwd
 import secrets
 import stat
 
-from bootseer.checkpoint.places.place import (
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.io.trusted_folder import NEW
+from bootseer.places.place import (
     TEMPORARY,
     IsFolderError,
     NoSpaceError,
@@ -21,9 +23,6 @@ from bootseer.checkpoint.places.place import (
     NotFolderError,
     TakenError,
 )
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
-from bootseer.io.trusted_folder import NEW
-from bootseer.store.file import sync_folder
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
@@ -41,6 +40,13 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
         try:
             # A link is made or not in one step, which a rename that replaces nothing is not everywhere.
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+        except FileExistsError:
+            # A file server whose answer was lost is asked again, and then finds what it had made itself.
+            there = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+            if there.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino:
+                raise
+            drop(name, folder)
+            return
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -82,7 +88,15 @@ def drop(name: str, folder: int) -> None:
 
 def sync(folder: int) -> None:
     """Wait until the names in a folder are on the disk."""
-    sync_folder(".", dir_fd=folder)
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; there the rename is durable by itself.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 _KINDS: dict[int, type[BootseerError]] = {
@@ -106,7 +120,7 @@ def mapped(error: OSError, what: str) -> BootseerError:
         return NotFoundError(f"there is no {what}")
     text = f"{what}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"{text}; make room and try again")
+        return NoSpaceError(f"{text}; nothing was stored, make room and try again")
     return _KINDS.get(error.errno or 0, TransientError)(text)
 
 

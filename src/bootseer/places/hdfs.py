@@ -13,7 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bootseer.checkpoint.places.place import (
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import NoRoomError
+from bootseer.hdfs.errors import TakenError as NameTakenError
+from bootseer.hdfs.lease import NoNodesError
+from bootseer.hdfs.located import FileStatus
+from bootseer.hdfs.native import NativeWriter
+from bootseer.hdfs.placing import LongWriter, PlacedWriter
+from bootseer.places.place import (
     SMALL_COPIES,
     TEMPORARY,
     Entry,
@@ -28,14 +36,6 @@ from bootseer.checkpoint.places.place import (
     names_of,
     read_now,
 )
-from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
-from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.errors import NoRoomError
-from bootseer.hdfs.errors import TakenError as NameTakenError
-from bootseer.hdfs.lease import NoNodesError
-from bootseer.hdfs.located import FileStatus
-from bootseer.hdfs.native import NativeWriter
-from bootseer.hdfs.placing import LongWriter, PlacedWriter
 
 _ERROR_KINDS: dict[str, type[PermanentError]] = {
     "PathIsNotEmptyDirectoryException": NotEmptyError,
@@ -87,6 +87,8 @@ _MAX_BLOCK_BYTES = 1 << 30
 class HdfsPlace:
     """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
 
+    is_local = False
+
     def __init__(self, client: HdfsClient, root: str) -> None:
         self._client = client
         self._root = "/".join(["", *names_of(root.strip("/"))])
@@ -113,9 +115,9 @@ class HdfsPlace:
             raise NotFolderError(f"{self._what(path)} is not a folder")
         return map(self._entry, found)
 
-    def open(self, path: str) -> OpenFile:
+    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         with place_errors():
-            return self._client.reads().open(self._full(path))
+            return self._client.reads().open(self._full(path), deadline_s=deadline_s)
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         return self._client.reads().delay_s(nodes, length)
@@ -316,7 +318,7 @@ class _HdfsPart:
     def nodes(self) -> tuple[str, ...]:
         return self._writer.nodes
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         with place_errors():
             self._writer.write(data)
 

@@ -1,4 +1,5 @@
-"""The place that an address names.
+"""File systems that checkpoints and stores lie in: `place` says what they can do, `folder` and `hdfs` do it, and
+`open_place` finds the one that an address names.
 
 The adapter of HDFS is imported when it is needed: it wants an extra that may be missing.
 """
@@ -7,10 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootseer.checkpoint.head import is_hidden
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import Place
 from bootseer.errors import UsageError
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import OWN_NAMES, Place
 
 _FORMS = "use hdfs://host:port/dir, hdfs://service/dir, hdfs:///dir, file:///dir or the path of a folder"
 
@@ -25,7 +25,7 @@ def open_place(uri: str) -> Place:
     if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "file:"))):
         raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
     names = (rest if separator else uri).split("/")
-    if any(is_hidden(name) for name in names):
+    if any(name.startswith(OWN_NAMES) for name in names):
         raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
     if not separator:
         return FolderPlace(Path(uri))
@@ -46,9 +46,9 @@ def _open_hdfs(uri: str, rest: str) -> Place:
     if {".", ".."} & set(path.split("/")):
         raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
     try:
-        from bootseer.checkpoint.places.hdfs import HdfsPlace
         from bootseer.hdfs.addresses import default_authority
         from bootseer.hdfs.client import HdfsClient
+        from bootseer.places.hdfs import HdfsPlace
     except ImportError as error:
         missing = error.name or "hdfs-native"
         raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error

@@ -12,13 +12,13 @@ import pytest
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
-from checkpoint.places.contract import PlaceContract
+from bootseer.places import open_place
+from bootseer.places.place import Place
 from hdfs_cluster import HdfsCluster, needs_hdfs
+from places.contract import PlaceContract
 
 pytestmark = needs_hdfs
 _numbers = itertools.count()

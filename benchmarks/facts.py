@@ -1,6 +1,6 @@
 """What this machine is, for the files that benchmarks leave: numbers mean nothing without it.
 
-The facts describe the kind of machine, never which one: no host name, no path, no user. Who calls: benchmarks.
+The facts describe the kind of machine, never which one: no host name, no path, no user.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
+from bootseer.places.place import IsFolderError
 
 _NUM_THREADS = 8
 
@@ -168,6 +168,9 @@ class FolderFile:
                 raise PermanentError(f"{self.what}: read after it was closed")
             self._users += 1
         read = _Read(self, offset, into, done, time.monotonic() + deadline_s, self._reads)
+        if here:
+            read.run()
+            return read
         try:
             self._reads.submit(read, urgent=urgent)
         except BaseException:

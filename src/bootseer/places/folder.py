@@ -17,8 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.checkpoint.places.folder_reads import FolderFile, FolderReads, version_of
-from bootseer.checkpoint.places.local_files import (
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.io.trusted_folder import FOLDER, NEW, enter
+from bootseer.places.folder_reads import FolderFile, FolderReads, version_of
+from bootseer.places.local_files import (
     drop,
     gid_of,
     group_of,
@@ -29,7 +31,7 @@ from bootseer.checkpoint.places.local_files import (
     uid_of,
     write_temporary,
 )
-from bootseer.checkpoint.places.place import (
+from bootseer.places.place import (
     TEMPORARY,
     Entry,
     IsFolderError,
@@ -38,8 +40,6 @@ from bootseer.checkpoint.places.place import (
     make_alike,
     names_of,
 )
-from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
-from bootseer.io.trusted_folder import FOLDER, NEW, enter
 
 # Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -48,6 +48,8 @@ _MAX_NAME_BYTES = 255
 
 class FolderPlace:
     """A `Place` in a folder, which must be there. Links in its own path are followed: the caller has named it so."""
+
+    is_local = True
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.realpath(root))
@@ -80,7 +82,7 @@ class FolderPlace:
                 os.close(descriptor)
         return (entry for entry in entries if entry is not None)
 
-    def open(self, path: str) -> FolderFile:
+    def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
         return FolderFile(
             self._open(path), self._what(path), self._reads, lambda error: mapped(error, self._what(path))
         )
@@ -308,7 +310,7 @@ class _FolderWriter:
             os.fchmod(self._descriptor, mode)
             self._folder = os.dup(folder)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         if self._descriptor < 0:
             raise PermanentError(f"{self.path}: written to after its end")
         if len(data) > self._left:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Place, TakenError
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.requests import ReadOutcome
-from checkpoint.places.contract import PlaceContract, opened, read
+from bootseer.places import open_place
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Place, TakenError
+from places.contract import PlaceContract, opened, read
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A file system that checkpoints lie in, as this package needs it: HDFS (`hdfs`) or a folder (`folder`).
+"""A file system that checkpoints and objects lie in, as these need it: HDFS (`hdfs`) or a folder (`folder`).
 
 Paths are relative to the place's root: names joined by "/", none in front, "" is the root itself. Nothing here knows
-stripes: a striped file is files of a place (`bootseer.checkpoint.head`).
+stripes or objects: those are files of a place (`bootseer.checkpoint.head`, `bootseer.store.file`).
 
 All methods raise `BootseerError`s only: `NotFoundError`, `AccessError`, `TransientError` for what may work later (an
 overrun deadline too), `PermanentError` for the rest, with subclasses here for what a file system has an error number
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bootseer.checkpoint.head import is_head_size
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 
+OWN_NAMES = (".stripes", ".attempts")
+"""What is BootSeer's own begins so: users neither see nor make such names (`bootseer.checkpoint.head.is_hidden`)."""
 TEMPORARY = ".attempts-"
-"""Names of files on their way begin so. Lists of names for users leave these out (`head.is_hidden`)."""
+"""Names of files on their way begin so."""
 SMALL_COPIES = 3
 """Copies of a small file, at least, where a place keeps any: one that cannot be read, as a head or a checkpoint's
 metadata, makes all others useless."""
@@ -88,11 +89,6 @@ class Entry:
     group: str
     version: str
     """Differs whenever the content of a file may differ."""
-
-    @property
-    def maybe_head(self) -> bool:
-        """Whether this can be the head of a striped file, by its length; its first bytes decide."""
-        return not self.is_folder and is_head_size(self.size_bytes)
 
 
 class Ticket(Protocol):
@@ -162,7 +158,7 @@ class PartWriter(Protocol):
     def nodes(self) -> tuple[str, ...]:
         """Where its bytes go, as far as is known: with HDFS from the first `write` on."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         """Append. Blocks while the place is slower."""
 
     def close(self) -> tuple[str, ...]:
@@ -177,6 +173,8 @@ class Place(Protocol):
 
     uri: str
     """Where the root is, without credentials; `open_place` takes it."""
+    is_local: bool
+    """Whether a read is a call to this machine's kernel: then asking for much at a time gains nothing."""
 
     def refusal(self, name: str) -> str:
         """Why nothing here can have this name, "" when something can: known before hours of writing, without a
@@ -188,7 +186,7 @@ class Place(Protocol):
     def list(self, path: str) -> Iterator[Entry]:
         """What lies in a folder, in any order."""
 
-    def open(self, path: str) -> OpenFile:
+    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         """Begin to read a file as it is now."""
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:

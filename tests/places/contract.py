@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bootseer.checkpoint.places.place import (
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places.place import (
     IsFolderError,
     NotEmptyError,
     NotFolderError,
@@ -18,8 +20,6 @@ from bootseer.checkpoint.places.place import (
     Place,
     TakenError,
 )
-from bootseer.errors import BootseerError, NotFoundError, PermanentError
-from bootseer.hdfs.requests import ReadOutcome
 
 _WAIT_S = 120.0
 
