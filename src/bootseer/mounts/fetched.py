@@ -17,7 +17,7 @@ from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.need import Found
+from bootseer.fetch.hotset import Found
 from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
