@@ -193,7 +193,7 @@ class SavedSnapshot:
         try:
             yield task
         finally:
-            task.folder.close()
+            task.folder.remove()
             supervise.unblock_signals()
 
     @contextmanager

@@ -305,7 +305,7 @@ class EnvironmentStart:
         with harmless("the lease of the environment was not given back"):
             if self._election is not None:
                 self._election.close()
-        self.task.folder.close()
+        self.task.folder.remove()
 
     def finish(self, publishing: Publishing, *, given_up: bool = False) -> None:
         """Wait until the snapshot is kept; Ctrl-C gives it up."""

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.env.capturing.folder import OwnedFolder
 from bootseer.launch.environment.plain import STAGE
 from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import in_foreground

@@ -1,4 +1,4 @@
-"""Folders of starts: whose they are, and who cleans up behind a killed one."""
+"""Folders that belong to a process: kept while it lives, deleted behind a killed one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.folder import OwnedFolder, clean_up
+from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.errors import PermanentError
 
 
@@ -19,7 +19,7 @@ def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
     closed.mkdir(parents=True)
     (closed / "file").touch()
     closed.chmod(0)
-    folder.close()
+    folder.remove()
     assert not list(tmp_path.iterdir())
 
 
@@ -27,19 +27,19 @@ def test_what_a_living_start_holds_is_left_alone_and_what_a_dead_one_left_goes(t
     held, left = OwnedFolder.made(tmp_path, "run-"), OwnedFolder.made(tmp_path, "run-")
     (left.path / "upper").mkdir()
     os.close(left.lock)  # as the kernel does for a killed process
-    clean_up(tmp_path, "run-")
+    delete_abandoned(tmp_path, "run-")
     assert list(tmp_path.iterdir()) == [held.path]
-    held.close()
+    held.remove()
 
 
 def test_a_child_that_keeps_the_lock_keeps_the_folder(tmp_path: Path) -> None:
     folder = OwnedFolder.made(tmp_path, "run-")
     child = os.dup(folder.lock)
     os.close(folder.lock)
-    clean_up(tmp_path, "run-")
+    delete_abandoned(tmp_path, "run-")
     assert folder.path.exists()
     os.close(child)
-    clean_up(tmp_path, "run-")
+    delete_abandoned(tmp_path, "run-")
     assert not folder.path.exists()
 
 
@@ -48,14 +48,14 @@ def test_what_was_left_before_it_had_a_name_goes_when_it_is_old(tmp_path: Path) 
     for path in (old, young):
         (path / "folder").mkdir(parents=True)
     os.utime(old, (0, 0))
-    clean_up(tmp_path, "run-")
+    delete_abandoned(tmp_path, "run-")
     assert list(tmp_path.iterdir()) == [young]
 
 
 def test_a_folder_that_somebody_else_deleted_is_no_error(tmp_path: Path) -> None:
     folder = OwnedFolder.made(tmp_path, "run-")
     shutil.rmtree(folder.path)
-    folder.close()
+    folder.remove()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(folder.lock)
 
@@ -75,11 +75,11 @@ def test_what_a_process_still_has_mounted_stays_until_it_ends(tmp_path: Path) ->
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as survivor:
         assert survivor.stdout is not None
         assert survivor.stdout.readline() == "mounted\n"
-        folder.close()
-        clean_up(tmp_path, "run-")
+        folder.remove()
+        delete_abandoned(tmp_path, "run-")
         assert (folder.path / "upper" / "file").exists()
         survivor.communicate("\n")
-    clean_up(tmp_path, "run-")
+    delete_abandoned(tmp_path, "run-")
     assert not folder.path.exists()
 
 
