@@ -6,9 +6,11 @@ export PYTHON ?= python3
 ARGS ?=
 # Of each DataNode's link, in Mbit/s: make hdfs RATE=400
 RATE ?=
+# Processes that run tests side by side
+WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo hdfs check test fuzz mutants bench docs help
+.PHONY: setup demo hdfs check test quick fuzz mutants bench docs help
 
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
@@ -26,15 +28,16 @@ check: setup ## Lint, types, import rules and module sizes
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
 
-# -ra (pyproject.toml) ends the run with what was skipped and why.
-test: setup ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+# More than there are cores: many tests wait. -ra (pyproject.toml) ends the run with what was skipped and why.
+test: setup ## Run the tests (12 minutes on 2 cores); WORKERS=0 runs them in one process
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-fuzz: setup ## Three jobs read a file with parity from HDFS for ten minutes, on a busy machine and with a dead node
+quick: setup ## The tests that need no root, FUSE, HDFS, torch, browser or Slurm (90 s)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not (root or fuse or hdfs or torch or browser or slurm)" $(ARGS)
+
+fuzz: setup ## Random tests with many more examples, and three jobs that read from HDFS for ten minutes while a node dies
+	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis $(ARGS)
 	BOOTSEER_SOAK_S=$${BOOTSEER_SOAK_S:-600} $(BIN)/python -m pytest -s tests/checkpoint/test_soak.py $(ARGS)
-
-mutants: setup ## Change the deciding modules in small ways and count what their tests notice; ARGS='--show fetch/schedule.py'
-	$(BIN)/python scripts/mutation_check.py $(ARGS)
 
 bench: setup ## Measure the claims; results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)

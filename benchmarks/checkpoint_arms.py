@@ -13,9 +13,9 @@ from checkpoint_child import PIECE, Job, buffer, main
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import mount_checkpoint
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.places import open_place
 
 _LARGE = 16 * PIECE
 _PASSES = 8

@@ -21,7 +21,7 @@ from checkpoint_content import DCP, MODEL, Content
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part, part_path
-from bootseer.checkpoint.places.open import open_place
+from bootseer.places import open_place
 from hdfs_cluster import HdfsCluster
 
 RATE_MBIT = 400

@@ -26,6 +26,7 @@ NAMES = (
     "environment",
     "checkpoint",
     "small_files",
+    "tests",
 )
 
 

@@ -18,7 +18,7 @@ from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull, MissingBlocks
 from bootseer.cache.file import CachedFile
-from bootseer.store.memory import MemoryStore
+from store_doubles import MemoryStore
 
 BLOCK = 4096
 BOOT = "boot"

@@ -3,15 +3,69 @@ fails a run that executed nothing, `lock_tracker` watches the locks of what has 
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker", "ways_image"]
+
+
+_NEEDS = ("root", "fuse", "torch", "hdfs", "browser", "slurm")
+_FUZZ_EXAMPLES = 1000
+_base = pytest.StashKey[Path]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # A run has a folder of its own, which users of its tests can pass through: pytest's own is closed to them, and each
+    # run closes it again for the others.
+    if config.option.basetemp is None and not config.option.collectonly:
+        base = Path(tempfile.mkdtemp(prefix="bootseer-tests-", dir="/tmp"))
+        base.chmod(0o711)
+        config.stash[_base] = base
+        config.option.basetemp = str(base / "t")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # What a failed run leaves is looked at.
+    if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
+        shutil.rmtree(base / "t", ignore_errors=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (base := config.stash.get(_base, None)) is not None:
+        with contextlib.suppress(OSError):
+            base.rmdir()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take whole files, in the order of `pytest_collection_modifyitems`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What needs servers or the kernel comes first: a slow file at the end would occupy one worker, others idle."""
+    if settings.get_current_profile_name() == "fuzz":
+        for test in (getattr(item, "function", None) for item in items):
+            # Those that say how many examples they want take nothing from the profile.
+            own = getattr(test, "_hypothesis_internal_use_settings", None)
+            if own is not None and own.max_examples < _FUZZ_EXAMPLES:
+                test._hypothesis_internal_use_settings = settings(own, max_examples=10 * own.max_examples)
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _NEEDS)}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture
@@ -44,6 +98,7 @@ def alarm() -> Iterator[None]:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples at each run, and as long for each as the machine takes: whether the tests pass depends on the code
-# alone. `pytest --hypothesis-profile=default` looks for new examples.
+# alone. `make fuzz` looks for new examples, with ten times as many for each test.
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fuzz", settings.get_profile("same"), derandomize=False, max_examples=_FUZZ_EXAMPLES)
 settings.load_profile("same")

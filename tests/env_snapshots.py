@@ -21,10 +21,10 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.erofs.reader import ErofsReader
 from bootseer.image.block_reader import BlockReader, open_layer
-from bootseer.store.memory import MemoryStore
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store, Stored
 from erofs_images import mounted
+from store_doubles import MemoryStore
 
 BEGAN_S = 1_790_000_000.0
 """When all setups in tests began: what they write gets a later time with `written`."""

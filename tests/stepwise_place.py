@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bootseer.checkpoint.places.place import PartWriter, Place
+from bootseer.places.place import PartWriter, Place
 
 _STEPS = ("begin_parts", "write_bytes", "create_bytes", "rename", "delete", "make_folder", "list", "open", "stat")
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from bootseer.store.memory import MemoryStore, MemoryUpload
+from store_doubles import MemoryStore, MemoryUpload
 
 _numbers = itertools.count()
 

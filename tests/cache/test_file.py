@@ -19,8 +19,8 @@ from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import MissingBlocks
 from bootseer.errors import PermanentError, UsageError
-from bootseer.store.memory import MemoryStore
 from cached import BLOCK, BOOT, SCRATCH, Child, before, block_of, content, fetch, hold, index_of, limited, put
+from store_doubles import MemoryStore
 
 ZEROS = {3, 8}
 

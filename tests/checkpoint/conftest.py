@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.places.folder import FolderPlace
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bootseer.checkpoint.places.place import OpenFile, Place
 from bootseer.errors import BootseerError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places.place import OpenFile, Place
 
 GOOD = "good"
 WRONG = "wrong"

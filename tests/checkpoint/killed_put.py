@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.places.folder import FolderPlace
 from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace
 

@@ -14,13 +14,13 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError
-from bootseer.fuse.writable_session import WritableSession, mount_writable
+from bootseer.fuse.session import Session, mount_writable
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Place
 
 MIB = 1 << 20
 DEADLINE_S = 120.0
@@ -77,7 +77,7 @@ class MountedPlace:
                 on_read=lambda path, offset, length: None,
             )
         )
-        self.session: WritableSession = mount_writable(self.shown, target, on_error=self.said.append)
+        self.session: Session = mount_writable(self.shown, target, on_error=self.said.append)
 
     def is_striped(self, path: str) -> bool:
         """What the place has at a path."""

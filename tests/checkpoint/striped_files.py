@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from bootseer.checkpoint.head import Head, Part, Segment, encode_head, make_segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, row_of
-from bootseer.checkpoint.places.place import Place
+from bootseer.places.place import Place
 
 
 def content_of(size_bytes: int, seed: int = 0) -> bytes:

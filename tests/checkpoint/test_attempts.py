@@ -12,9 +12,9 @@ import pytest
 
 from bootseer.checkpoint.attempts import LEASE_NAME, Attempt, collect
 from bootseer.checkpoint.head import STRIPES
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import Place
 from bootseer.errors import AccessError, PermanentError, TransientError
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Place
 from checkpoint.striped_files import content_of, put_striped
 from stepwise_place import StepwisePlace
 

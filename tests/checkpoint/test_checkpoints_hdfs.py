@@ -18,16 +18,16 @@ import pytest
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.catalog import anatomy, checkpoints, missing_parts, newest_whole, remove
 from bootseer.checkpoint.download import get_checkpoint
-from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.files import Files, maybe_head
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Place, TakenError
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import NotFoundError, TransientError
+from bootseer.places import open_place
+from bootseer.places.place import Place, TakenError
 from checkpoint.mounted_place import until
 from checkpoint.striped_files import part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
@@ -201,7 +201,7 @@ def test_what_was_killed_goes_on_where_it_stopped(cluster: HdfsCluster, files: F
         with contextlib.suppress(NotFoundError):
             folders = [entry.path for entry in files.place.list(".attempts") if entry.is_folder]
             entries = [entry for folder in folders for entry in files.place.list(folder)]
-            return sum(entry.maybe_head and "/shard" in entry.path for entry in entries)
+            return sum(maybe_head(entry) and "/shard" in entry.path for entry in entries)
         return 0
 
     def put() -> None:

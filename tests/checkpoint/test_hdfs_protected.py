@@ -15,12 +15,12 @@ import pytest
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import Place
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import AccessError, TransientError
+from bootseer.places import open_place
+from bootseer.places.place import Place
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from kdc import REALM, Kdc, kdc_missing
 

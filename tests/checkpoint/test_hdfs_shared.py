@@ -26,13 +26,13 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import NoSpaceError, Place
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import AccessError, BootseerError, NotFoundError
 from bootseer.hdfs.client import HdfsClient
+from bootseer.places import open_place
+from bootseer.places.place import NoSpaceError, Place
 from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytestmark = needs_hdfs

@@ -24,9 +24,9 @@ from bootseer.checkpoint.head import (
     peek_id,
 )
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, CorruptError, PermanentError
+from bootseer.places.folder import FolderPlace
 from checkpoint.heads import some_head
 from checkpoint.striped_files import content_of, put_striped
 

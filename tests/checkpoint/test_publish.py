@@ -19,12 +19,12 @@ from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest, set_latest
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import IsFolderError, TakenError
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import IsFolderError, TakenError
 from killed_steps import is_killed
 from stepwise_place import StepwisePlace
 

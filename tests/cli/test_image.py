@@ -242,12 +242,6 @@ def test_a_mount_in_use_tells_how_to_find_who_uses_it(bootseer: Run, node: Node)
     bootseer("image", "umount", str(target))
 
 
-def test_a_store_in_memory_is_no_place_for_a_converted_image(run: Run) -> None:
-    ran = run("image", "convert", "registry.invalid/team/box:1", "memory://x")
-    assert ran.returncode == 2
-    assert "name a folder" in ran.stderr
-
-
 @pytest.mark.root
 @pytest.mark.fuse
 def test_a_layer_beyond_a_limit_names_the_option_that_helps(bootseer: Run, node: Node) -> None:

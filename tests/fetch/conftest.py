@@ -9,9 +9,8 @@ from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings
-from bootseer.store.faulty import FaultyStore
-from bootseer.store.memory import MemoryStore
 from fetch.files import content, stored
+from store_doubles import FaultyStore, MemoryStore
 
 
 def _threads() -> set[threading.Thread]:

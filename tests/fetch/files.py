@@ -14,9 +14,9 @@ from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.store.faulty import Fault, FaultyStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
+from store_doubles import Fault, FaultyStore
 
 BLOCK = 4096
 

@@ -14,9 +14,9 @@ from bootseer.cache.disk import CacheFull
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings
-from bootseer.store.faulty import Fault
 from fetch.files import BLOCK
 from fetch.waiting import until
+from store_doubles import Fault
 
 QUICK = FetchSettings(backoff_s=0.001, max_backoff_s=0.01, deadline_s=60.0, max_pause_s=0.05)
 

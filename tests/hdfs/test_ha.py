@@ -17,11 +17,11 @@ from hdfs_cluster import needs_hdfs
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.checkpoint.latest import read_latest
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.publish import put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
+from bootseer.places import open_place
 from hdfs.ha_pair import HaPair
 from hdfs.whole_files import read_all
 

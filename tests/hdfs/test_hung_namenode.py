@@ -20,11 +20,11 @@ from hdfs_cluster import HdfsCluster, needs_hdfs
 
 pytest.importorskip("hdfs_native", reason="extra hdfs")
 
-from bootseer.checkpoint.places.hdfs import HdfsPlace
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
+from bootseer.places.hdfs import HdfsPlace
 
 pytestmark = needs_hdfs
 ENDS_S = 120.0

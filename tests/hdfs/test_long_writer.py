@@ -19,7 +19,7 @@ import hadoop
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
 from bootseer.hdfs.placing import LongWriter
-from bootseer.store.hdfs import HdfsStore
+from bootseer.store.file import HdfsStore
 from hdfs.whole_files import read_all
 
 pytestmark = needs_hdfs

@@ -23,7 +23,6 @@ from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
 from bootseer.image.unpack import unpack
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from oci_images import (
     OCI_LAYER,
@@ -39,6 +38,7 @@ from oci_images import (
     whiteout,
     write_layout,
 )
+from store_doubles import MemoryStore
 from stored import open_merged
 
 BASE = layer(directory("./"), directory("usr"), directory("usr/lib", mode=0o700), symlink("lib", "usr/lib"))

@@ -24,7 +24,6 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
 from bootseer.image.unpack import unpack
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from erofs_images import Facts, Tree, facts_of_folder, fsck, mounted, needs_root, overlaid
 from oci_images import (
@@ -40,6 +39,7 @@ from oci_images import (
     whiteout,
     write_layout,
 )
+from store_doubles import MemoryStore
 from stored import open_merged
 
 pytestmark = [

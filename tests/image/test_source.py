@@ -21,7 +21,6 @@ from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.open import open_source
 from bootseer.image.sources.source import ImageSource
 from bootseer.image.unpack import unpack
-from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import read_all
 from erofs_images import facts_of_folder, needs_root
@@ -40,6 +39,7 @@ from oci_images import (
     write_layout,
 )
 from registry import Registry, needs_registry
+from store_doubles import MemoryStore
 from stored import open_merged
 
 BASE = layer(directory("./"), directory("d"), file("d/a", b"a" * 3000), file("b", b"b" * 200_000))

@@ -15,7 +15,6 @@ from bootseer.checkpoint.attempts import Attempt
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.context import LazyPart
 from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.source import Counters
@@ -28,9 +27,10 @@ from bootseer.io import deadline
 from bootseer.io.executor import Executor
 from bootseer.io.tasks import Tasks
 from bootseer.io.timer import Timer
-from bootseer.store.memory import MemoryStore
+from bootseer.places.folder import FolderPlace
 from fetch.files import content, stored
 from fetch.waiting import until
+from store_doubles import MemoryStore
 
 Run = Callable[[Callable[[], object]], object]
 """Has the user call this soon, in one of its threads."""

@@ -8,7 +8,6 @@ import pytest
 
 from bootseer.errors import UsageError
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.oci import OciStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.store import MAX_NAME, check_name
@@ -22,14 +21,13 @@ def test_folders_are_named_by_path_or_uri(tmp_path: Path, monkeypatch: pytest.Mo
         assert store.uri == f"file://{tmp_path}/a"
 
 
-def test_memory_and_registries_are_named_by_uri() -> None:
-    assert isinstance(open_store("memory://x"), MemoryStore)
+def test_registries_are_named_by_uri() -> None:
     store = open_store("oci://registry.example:5000/team/cache/")
     assert isinstance(store, OciStore)
     assert store.uri == "oci://registry.example:5000/team/cache"
 
 
-@pytest.mark.parametrize("uri", ["memory://x", "file:///tmp/x", "oci://h:1/a/b"])
+@pytest.mark.parametrize("uri", ["file:///tmp/x", "oci://h:1/a/b"])
 def test_a_store_is_opened_again_by_its_uri(uri: str) -> None:
     assert open_store(open_store(uri).uri).uri == uri
 
@@ -39,6 +37,7 @@ def test_a_store_is_opened_again_by_its_uri(uri: str) -> None:
     [
         "",
         "ftp://host/x",
+        "memory://x",
         "http://host/x",
         "file://host/x",
         "oci://",

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError
-from bootseer.store.faulty import Fault, FaultyStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.retry import read_all, retrying
 from store.contract import DATA, put
+from store_doubles import Fault, FaultyStore, MemoryStore
 
 
 class Clock:

@@ -22,6 +22,7 @@ from bootseer.checkpoint.head import (
     PEEK_BYTES,
     STRIPES,
     Head,
+    is_head_size,
     is_hidden,
     parse_head,
     part_path,
@@ -29,8 +30,10 @@ from bootseer.checkpoint.head import (
     peek,
 )
 from bootseer.checkpoint.layout import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import (
+from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
+from bootseer.io.tasks import Tasks
+from bootseer.places import open_place
+from bootseer.places.place import (
     TEMPORARY,
     Entry,
     IsFolderError,
@@ -42,8 +45,6 @@ from bootseer.checkpoint.places.place import (
     make_alike,
     name_of,
 )
-from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
-from bootseer.io.tasks import Tasks
 
 GONE = ".gone"
 """Hidden names of what is being deleted end so: any process may go on with it."""
@@ -76,6 +77,11 @@ class FileInfo:
         return self.entry.is_folder
 
 
+def maybe_head(entry: Entry) -> bool:
+    """Whether this can be the head of a striped file, by its length; its first bytes decide."""
+    return not entry.is_folder and is_head_size(entry.size_bytes)
+
+
 class Files:
     """The visible tree of a place.
 
@@ -98,7 +104,7 @@ class Files:
     def list(self, path: str) -> Iterator[FileInfo]:
         """What lies in a folder, in any order. Files that vanish meanwhile are left out."""
         entries = list(self.names(path))
-        self._peek_all(entry for entry in entries if entry.maybe_head)
+        self._peek_all(entry for entry in entries if maybe_head(entry))
         for entry in entries:
             with contextlib.suppress(NotFoundError):
                 yield self._info(entry)
@@ -221,7 +227,7 @@ class Files:
         check_name(f"{path}/".removeprefix(self._within))
 
     def _info(self, entry: Entry) -> FileInfo:
-        size_bytes = self._size(entry) if entry.maybe_head else None
+        size_bytes = self._size(entry) if maybe_head(entry) else None
         if size_bytes is None:
             return FileInfo(entry, entry.size_bytes, is_striped=False)
         return FileInfo(entry, size_bytes, is_striped=True)
@@ -252,7 +258,7 @@ class Files:
                     asked.exception()
 
     def _head(self, entry: Entry) -> Head | None:
-        if not entry.maybe_head or self._size(entry) is None:
+        if not maybe_head(entry) or self._size(entry) is None:
             return None
         try:
             return parse_head(self.place.read_bytes(entry.path, MAX_HEAD_BYTES))

@@ -11,7 +11,9 @@ import os
 from collections.abc import Callable, Iterator
 
 from bootseer.checkpoint.files import OtherFolderError
-from bootseer.checkpoint.places.place import (
+from bootseer.checkpoint.writing.sending import TooLargeError
+from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
+from bootseer.places.place import (
     IsFolderError,
     NoSpaceError,
     NoSpaceNowError,
@@ -19,8 +21,6 @@ from bootseer.checkpoint.places.place import (
     NotFolderError,
     TakenError,
 )
-from bootseer.checkpoint.writing.sending import TooLargeError
-from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
 
 _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
     (OtherFolderError, errno.EXDEV),

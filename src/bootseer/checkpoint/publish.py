@@ -23,7 +23,12 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
 from bootseer.checkpoint.layout import Policy, encode_policy
-from bootseer.checkpoint.places.place import (
+from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.checkpoint.writing.pipeline import FileSource
+from bootseer.checkpoint.writing.writing import Verify, Writing
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.io.tasks import Count, Tasks
+from bootseer.places.place import (
     IsFolderError,
     NoSpaceError,
     NoSpaceNowError,
@@ -32,11 +37,6 @@ from bootseer.checkpoint.places.place import (
     join,
     make_alike,
 )
-from bootseer.checkpoint.writing.lane import WritingSettings
-from bootseer.checkpoint.writing.pipeline import FileSource
-from bootseer.checkpoint.writing.writing import Verify, Writing
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
-from bootseer.io.tasks import Count, Tasks
 from bootseer.units import format_bytes
 
 _FILES_AT_ONCE = 4

@@ -19,10 +19,10 @@ from bootseer.checkpoint.catalog import lost_parts, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import chunk_place, row_of, xor_into
-from bootseer.checkpoint.places.place import OpenFile
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.tasks import Count, Tasks
+from bootseer.places.place import OpenFile
 
 _ROWS_AT_ONCE = 8
 """Or pieces, or small files."""

@@ -99,9 +99,9 @@ def put_command(
     bootseer ckpt put model.pt hdfs://namenode/jobs/moe --name step-1000.pt --stripes 8 --parity
     bootseer ckpt put ./step-1000 hdfs://namenode/jobs/moe --keep-last 3 --dry-run
     """
-    from bootseer.checkpoint.places.place import TakenError
     from bootseer.checkpoint.publish import PutSettings, put_checkpoint
     from bootseer.launch.interrupt import interruptible
+    from bootseer.places.place import TakenError
 
     local = Path(source).absolute()
     began_s = time.monotonic()

@@ -44,8 +44,8 @@ def split(uri: str) -> tuple[str, str]:
 def files_at(uri: str) -> Iterator[Files]:
     """The files of a place, which is a folder or not there yet. Whoever waits for it sees why."""
     from bootseer.checkpoint.files import Files
-    from bootseer.checkpoint.places.open import open_place
-    from bootseer.checkpoint.places.place import NotFolderError
+    from bootseer.places import open_place
+    from bootseer.places.place import NotFolderError
 
     with closing(open_place(uri)) as place:
         with _patience(f"waiting for {place.uri}"):

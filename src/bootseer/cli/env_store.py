@@ -71,7 +71,7 @@ def full_key(catalog: Catalog, digits: str) -> str:
         raise UsageError(
             f"{digits!r} is not a key", hint=f"give at least its first {_LEAST_DIGITS} digits: bootseer env list"
         )
-    found = sorted(key for key in catalog.keys("document") if key.startswith(digits))
+    found = sorted(key for key in catalog.published_keys() if key.startswith(digits))
     if len(found) > 1:
         raise UsageError(f"{len(found)} snapshots begin with {digits}", hint="give more digits: bootseer env list")
     if not found:
@@ -290,12 +290,12 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
     from rich.text import Text
 
     from bootseer.artifact.places import runtime_root
-    from bootseer.env.life import prune as life
+    from bootseer.env.life.catalog import prune
     from bootseer.mounts.state import Runtime
 
     runtime = Runtime(runtime_root(os.environ, os.getuid()))
     with catalog_of(store, plain_http) as catalog:
-        done = life.prune(
+        done = prune(
             catalog,
             time.time(),
             grace_s=parse_duration(grace, "--grace"),

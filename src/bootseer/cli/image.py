@@ -102,10 +102,6 @@ def convert_command(
     uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
         raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
-    if uri.startswith("memory://"):
-        raise UsageError(
-            f"{uri}: a store in memory ends with this command", hint="name a folder, oci://HOST/REPOSITORY or s3://..."
-        )
     signed = signatures({}, os.environ, keys)
     limits = LayerLimits(**parse_layer_limits(layer_limits))
     began_s = time.monotonic()

@@ -1,36 +1,51 @@
-"""Objects as files in a folder, `file:///dir`: a disk, NFS, Lustre. Made by `open.open_store`.
+"""Objects as files of a place: a folder, `file:///dir`, or HDFS, `hdfs://host:port/dir` (which needs the extra `hdfs`).
 
     <dir>/images/sha256-…            objects with path names
     <dir>/sha256/ab/abcdef…          objects with content names
     <dir>/.uploads/<random>          objects on their way; renamed into their place when they are durable
 
-Because a file system knows files and folders, `a` and `a/b` cannot both be objects here. Deadlines are checked between
-pieces; a file system that hangs cannot be interrupted.
+Because a file system knows files and folders, `a` and `a/b` cannot both be objects here. What reaches no symbolic link,
+waits for no pipe, has deadlines and survives `fork` is for the places to know (`bootseer.places`).
 
-Several users may write to a store: what lies below its folder is opened from descriptor to descriptor, follows no
-symbolic link and waits for no pipe. Objects have mode 0640 and the group of the store's folder, or the one that is
-asked for; folders have mode 2750, or 2770 where the group may write to the store's own. The umask plays no part.
+Several users may write to a store in a folder: objects have mode 0640 and the group of the store's folder, or the one
+that is asked for; folders have mode 2750, or 2770 where the group may write to the store's own. The umask plays no
+part.
 
 No shared state but the file system: any number of threads, processes and nodes may use one folder.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import errno
 import grp
 import hashlib
-import os
 import re
 import secrets
 import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
-from typing import TypeVar
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.io.trusted_folder import FOLDER, NEW, enter
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.deadline import within
+from bootseer.logs import logger
+from bootseer.places import open_place
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import (
+    Entry,
+    IsFolderError,
+    NotEmptyError,
+    NotFolderError,
+    OpenFile,
+    Place,
+    TakenError,
+    folder_of,
+    name_of,
+)
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -43,33 +58,33 @@ from bootseer.store.store import (
     upload_ended,
 )
 
-T = TypeVar("T")
-
+_LOG = logger(__name__)
 STORE_GROUP = "BOOTSEER_STORE_GROUP"
 """Environment variable: the group that may read what is written into a store in a folder."""
 _UPLOADS = ".uploads"
-# A killed writer leaves its file; one that nobody wrote to for a day has no writer any more.
-_ABANDONED_S = 24 * 3600
 _UPLOAD = re.compile(r"[0-9a-f]{32}")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-_IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
+# A killed writer leaves its file; one that was begun a day ago has no writer any more.
+_ABANDONED_S = 24 * 3600
+_WINDOW_BYTES = 1024 * 1024
+_WINDOWS = 4
+"""Asked for ahead of the consumer: enough that a DataNode need not wait for it."""
+_BUFFER_BYTES = 4 * 1024 * 1024
+_ANY_LENGTH = 1 << 62
+_IN_THE_WAY = (TakenError, IsFolderError, NotFolderError, NotEmptyError)
+_FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
 
 
-class FileStore:
-    """A `Store` in a folder, which is made when the first object is written."""
+class PlaceStore:
+    """A `Store` in a place."""
 
-    def __init__(self, root: Path, *, group: str = "") -> None:
-        """`group` is the name or number of the group that may read new objects; empty: that of the folder."""
-        self._root = root.absolute()
-        self._uri = f"file://{self._root}"
-        self._group = _gid_of(group) if group else None
+    def __init__(self, place: Place, uri: str) -> None:
+        self.place = place
+        self._uri = uri
+        self._swept = False
 
     @property
     def uri(self) -> str:
-        """`file://` and the absolute path of the folder."""
+        """Where the folder is."""
         return self._uri
 
     def read(
@@ -77,319 +92,309 @@ class FileStore:
     ) -> Generator[bytes, None, None]:
         """See `Store.read`."""
         check_range(start, length)
+        path = content_path(check_name(name))
+        what = f"{self._uri}: {name}"
+        late = TransientError(f"{what}: reading it took longer than {timeout_s:g} s")
         until = time.monotonic() + timeout_s
-        try:
-            with self._parent(name) as (folder, last):
-                descriptor = os.open(last, _READ, dir_fd=folder)
-            try:
-                size_bytes = self._size(os.fstat(descriptor), name)
-                at, end = start, range_end(f"{self._uri}: {name}", size_bytes, start, length)
-                while at < end:
-                    if time.monotonic() > until:
-                        raise TransientError(f"{self._uri}: reading {name} took longer than {timeout_s:g} s")
-                    piece = os.pread(descriptor, min(PIECE_BYTES, end - at), at)
-                    if not piece:
-                        raise TransientError(f"{self._uri}: {name} became shorter while it was read")
-                    at += len(piece)
-                    yield piece
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise self._mapped(error, name) from error
+        with self._naming(name), contextlib.closing(self.place.open(path, deadline_s=max(timeout_s, 0.0))) as file:
+            end = range_end(what, file.size_bytes, start, length)
+            pieces = _pieces_here if self.place.is_local else _pieces_ahead
+            yield from pieces(file, start, end, until, late)
 
-    def upload(self) -> FileUpload:
+    def upload(self) -> PlaceUpload:
         """See `Store.upload`."""
-        return FileUpload(self._root, self._uri, self._group)
+        return PlaceUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`. A file system that hangs cannot be interrupted, so that `timeout_s` does not matter."""
+        """See `Store.create`. A local file system that hangs cannot be interrupted."""
         check_new(name, data)
-        with contextlib.suppress(NotFoundError):
-            self.stat(name)
-            return False  # what most who ask get to know costs no write
-        upload = self.upload()
-        try:
-            upload.write(data)
-            return upload.commit_new(name)
-        finally:
-            upload.abort()
+
+        def make() -> bool:
+            with contextlib.suppress(NotFoundError):
+                self.stat(name)
+                return False  # what most who ask get to know costs no write
+            upload = self.upload()
+            try:
+                upload.write(data)
+                return upload.commit_new(name)
+            finally:
+                upload.abort()
+
+        return make() if self.place.is_local else within(timeout_s, f"{self._uri}: {name}", make)
 
     def stat(self, name: str) -> Stored:
         """See `Store.stat`."""
-        try:
-            with self._parent(name) as (folder, last):
-                return Stored(name, self._size(os.stat(last, dir_fd=folder, follow_symlinks=False), name))
-        except OSError as error:
-            raise self._mapped(error, name) from error
+        with self._naming(name):
+            found = self.place.stat(content_path(check_name(name)))
+            if found.is_folder:
+                raise NotFoundError(name)
+        return Stored(name, found.size_bytes)
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """See `Store.list`."""
-        return self._walk(self._root, None, "", prefix)
+        folders = [""]
+        while folders:
+            for entry in self._listed(folders.pop()):
+                below = entry.path + "/"
+                if name_of(entry.path).startswith(".") or entry.path == "sha256":
+                    continue
+                if entry.is_folder and (below.startswith(prefix) or prefix.startswith(below)):
+                    folders.append(entry.path)
+                elif not entry.is_folder and entry.path.startswith(prefix):
+                    yield Stored(entry.path, entry.size_bytes)
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
-        try:
-            with self._parent(name) as (folder, last):
-                os.unlink(last, dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return  # the name of another object's folder, or below another object: no object itself
-        except OSError as error:
-            raise self._mapped(error, name) from error
+        # A folder has no name of an object, so that it must not be removed by one.
+        with contextlib.suppress(NotFoundError):
+            self.stat(name)
+            self.place.delete(content_path(name))
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """See `Store.close`."""
+        self.place.close()
+
+    def make_folder(self, path: str) -> None:
+        """Make the folder of an object, and those above it. HDFS gives it the rights of its own folders."""
+        self.place.make_folder(path, parents=True)
+
+    def share(self, path: str, mode: int) -> None:
+        """Let those who may use the store use what was made there."""
+
+    def new_path(self) -> str:
+        """Where an upload is written."""
+        if not self._swept:
+            self._swept = not self.place.is_local
+            self._sweep()
+        return f"{_UPLOADS}/{secrets.token_hex(16)}"
+
+    def in_the_way(self, name: str) -> PermanentError:
+        """Why an object cannot have a name."""
+        return PermanentError(f"{self._uri}: {name}: in a folder, one object's name cannot be the folder of another's")
+
+    def _sweep(self) -> None:
+        oldest_ns = (time.time() - _ABANDONED_S) * 1e9
+        for entry in self._listed(_UPLOADS):
+            if _UPLOAD.fullmatch(name_of(entry.path)) and entry.mtime_ns < oldest_ns:
+                _LOG.info("%s: the upload %s was abandoned; it is removed", self._uri, entry.path)
+                with contextlib.suppress(NotFoundError):  # another process was faster
+                    self.place.delete(entry.path)
+
+    def _listed(self, folder: str) -> Iterator[Entry]:
+        """What lies in a folder; nothing when it is not there, or was removed meanwhile."""
+        with contextlib.suppress(NotFoundError):
+            yield from sorted(self.place.list(folder), key=lambda entry: entry.path)
 
     @contextlib.contextmanager
-    def _parent(self, name: str) -> Iterator[tuple[int, str]]:
-        """The folder that an object lies in, and its name there."""
-        *folders, last = content_path(check_name(name)).split("/")
-        folder = os.open(self._root, FOLDER & ~os.O_NOFOLLOW)
+    def _naming(self, name: str) -> Iterator[None]:
         try:
-            for step in folders:
-                above, folder = folder, enter(step, folder)
-                os.close(above)
-            yield folder, last
-        finally:
-            os.close(folder)
+            yield
+        except (NotFoundError, IsFolderError) as error:
+            raise NotFoundError(f"{self._uri} has no object {name}") from error
+        except AccessError as error:
+            if not self.place.is_local:
+                raise
+            raise AccessError(f"{error}; objects are for the store's group ({STORE_GROUP})") from error
 
-    def _walk(self, path: Path | str, above: int | None, name: str, prefix: str) -> Iterator[Stored]:
-        """The objects in the folder `path` below `above`, whose names begin with `name`."""
+
+class FileStore(PlaceStore):
+    """A `Store` in a folder, which is made when the first object is written."""
+
+    def __init__(self, root: Path, *, group: str = "") -> None:
+        """`group` is the name or number of the group that may read new objects; empty: that of the folder."""
+        super().__init__(FolderPlace(root), f"file://{root.absolute()}")
+        self._group = _checked_group(group)
+
+    def make_folder(self, path: str) -> None:
+        """See `PlaceStore.make_folder`: with the group, which may write there if it may write to the store's own."""
+        with contextlib.suppress(NotFoundError):
+            if self.place.stat(path).is_folder:
+                return
+        if path:
+            self.make_folder(folder_of(path))
+        else:
+            self.place.make_folder("", mode=0o700, parents=True)
+        with contextlib.suppress(TakenError):
+            if path:
+                self.place.make_folder(path, mode=0o700)
+            writable = path and self.place.stat("").mode & stat.S_IWGRP
+            self.share(path, _FOLDER_MODE | 0o20 if writable else _FOLDER_MODE)
+            return
         try:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if above is None else os.O_NOFOLLOW)
-            folder = os.open(path, flags, dir_fd=above)
-        except (FileNotFoundError, NotADirectoryError):
-            return  # nothing was written yet, or the folder was removed meanwhile
-        except OSError as error:
-            raise self._mapped(error, name) from error
-        try:
-            with os.scandir(folder) as scan:
-                entries = sorted(scan, key=lambda entry: entry.name)
-            for entry in entries:
-                found = name + entry.name
-                if entry.name.startswith(".") or found == "sha256":
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    below = found + "/"
-                    if below.startswith(prefix) or prefix.startswith(below):
-                        yield from self._walk(entry.name, folder, below, prefix)
-                elif found.startswith(prefix) and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield Stored(found, entry.stat(follow_symlinks=False).st_size)
-        except OSError as error:
-            raise self._mapped(error, name) from error
-        finally:
-            os.close(folder)
+            there = self.place.stat(path)
+        except NotFoundError:
+            raise AccessError(f"{self._uri}/{path} is a symbolic link, which is not followed: delete it") from None
+        if not there.is_folder:
+            raise NotFolderError(f"{self._uri}/{path} is not a folder")
 
-    def _size(self, status: os.stat_result, name: str) -> int:
-        if not stat.S_ISREG(status.st_mode):
-            raise NotFoundError(f"{self._uri} has no object {name}")
-        return status.st_size
-
-    def _mapped(self, error: OSError, name: str) -> BootseerError:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-            return NotFoundError(f"{self._uri} has no object {name}")
-        if error.errno == errno.EACCES:
-            return AccessError(
-                f"{self._uri}: {name}: {error.strerror}; objects are for the store's group ({STORE_GROUP})"
-            )
-        return mapped(error, self._uri, name)
-
-
-class FileUpload:
-    """An `Upload` into a folder. Belongs to one thread at a time."""
-
-    def __init__(self, root: Path, uri: str, group: int | None) -> None:
-        self._uri = uri
-        self._group = group
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self._root = self._uploads = self._descriptor = -1
-        self._name = secrets.token_hex(16)
-        self._open = contextlib.ExitStack()
-        with self._open as opened:
+    def share(self, path: str, mode: int) -> None:
+        if self._group:
             try:
-                root.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    root.mkdir(mode=0o700)
-                    self._share(root, None)
-                self._root = os.open(root, FOLDER & ~os.O_NOFOLLOW)
-                opened.callback(os.close, self._root)
-                self._uploads = self._folder(_UPLOADS, self._root)
-                opened.callback(os.close, self._uploads)
-                _remove_abandoned(self._uploads)
-                self._descriptor = os.open(self._name, NEW, 0o600, dir_fd=self._uploads)
-                opened.callback(os.close, self._descriptor)
-                self._give(self._descriptor, 0o640)
-            except OSError as error:
-                if self._descriptor >= 0:
-                    os.unlink(self._name, dir_fd=self._uploads)
-                raise mapped(error, uri, "") from error
-            self._open = opened.pop_all()
+                self.place.set_owner(path, None, self._group)
+            except AccessError as error:
+                raise AccessError(
+                    f"{self._uri}: this user does not belong to group {self._group} ({STORE_GROUP})"
+                ) from error
+        elif path:
+            # A group that this user does not belong to: then the object's readers are those of the user's own.
+            with contextlib.suppress(BootseerError):
+                self.place.set_owner(path, None, self.place.stat("").group)
+        self.place.set_mode(path, mode)
+
+    def new_path(self) -> str:
+        self.make_folder(_UPLOADS)
+        return super().new_path()
+
+
+class HdfsStore(PlaceStore):
+    """A `Store` in HDFS. What is written is as durable as HDFS makes it: its DataNodes have acknowledged it."""
+
+    def __init__(self, uri: str) -> None:
+        place = open_place(uri)
+        super().__init__(place, place.uri)
+
+
+class PlaceUpload:
+    """An `Upload` into a place. Belongs to one thread at a time."""
+
+    def __init__(self, store: PlaceStore) -> None:
+        self._store = store
+        self._place = store.place
+        self._hash = hashlib.sha256()
+        self._buffer = bytearray()
+        self._size_bytes = 0
+        self._is_open = True
+        self._path = store.new_path()
+        mode = _FILE_MODE if self._place.is_local else 0o644
+        (self._writer,) = self._place.begin_parts([self._path], part_bytes=_ANY_LENGTH, mode=mode)
+        try:
+            store.share(self._path, _FILE_MODE)
+        except BaseException:
+            self._writer.abort()
+            raise
 
     def write(self, data: bytes | memoryview) -> None:
         """See `Upload.write`."""
-        if self._descriptor < 0:
-            raise upload_ended(self._uri)
+        if not self._is_open:
+            raise upload_ended(self._store.uri)
         self._hash.update(data)
-        rest = memoryview(data).cast("B")
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            self.abort()
-            raise mapped(error, self._uri, "") from error
-        self._size += memoryview(data).nbytes
+        self._buffer += data
+        if self._place.is_local or len(self._buffer) >= _BUFFER_BYTES:
+            with self._aborting():
+                self._flush()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         """See `Upload.commit`."""
-        name = name_of_upload(self._uri, name, self._hash.hexdigest())
-        self._place(name, self._rename)
-        self._close()
-        return Stored(name, self._size)
+        if not self._is_open:
+            raise upload_ended(self._store.uri)
+        name = name_of_upload(self._store.uri, name, self._hash.hexdigest())
+        self._publish(name, replace=True)
+        return Stored(name, self._size_bytes)
 
     def commit_new(self, name: str) -> bool:
         """Make the object visible under a path name that nothing has yet: whether it was free."""
-        made = self._place(name, self._link)
-        self.abort()
-        return made
-
-    def _place(self, name: str, put: Callable[[str, int], T]) -> T:
-        if self._descriptor < 0:
-            raise upload_ended(self._uri)
-        *folders, last = content_path(name).split("/")
         try:
-            os.fsync(self._descriptor)
-            folder = os.dup(self._root)
-            try:
-                for step in folders:
-                    above, folder = folder, self._folder(step, folder)
-                    os.close(above)
-                done = put(last, folder)
-                sync_folder(".", dir_fd=folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            self.abort()
-            raise mapped(error, self._uri, name) from error
-        return done
-
-    def _rename(self, name: str, folder: int) -> None:
-        os.rename(self._name, name, src_dir_fd=self._uploads, dst_dir_fd=folder)
-
-    def _link(self, name: str, folder: int) -> bool:
-        try:
-            os.link(self._name, name, src_dir_fd=self._uploads, dst_dir_fd=folder, follow_symlinks=False)
-        except FileExistsError:
-            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                raise
-            # A file server whose answer was lost is asked again, and then finds what it had made itself.
-            return os.fstat(self._descriptor).st_nlink > 1
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                os.stat(name, dir_fd=folder, follow_symlinks=False)
-                return False
-            self._rename(name, folder)
+            self._publish(name, replace=False)
+        except TakenError:
+            if self._place.stat(name).is_folder:
+                raise self._store.in_the_way(name) from None
+            return False
         return True
-
-    def _folder(self, name: str, above: int) -> int:
-        """A folder of the store, which is made when it is missing, so that it survives a power failure."""
-        try:
-            return enter(name, above)
-        except FileNotFoundError:
-            try:
-                os.mkdir(name, 0o700, dir_fd=above)
-            except FileExistsError:
-                if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
-                    raise OSError(errno.ELOOP, f"{name} is a symbolic link, which is not followed: delete it") from None
-            else:
-                self._share(name, above)
-                sync_folder(".", dir_fd=above)
-            return enter(name, above)
-
-    def _share(self, folder: Path | str, above: int | None) -> None:
-        """Let the group into a new folder, and write there if it may write to the folder of the store."""
-        writable = above is not None and os.fstat(self._root).st_mode & stat.S_IWGRP
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
-        try:
-            self._give(opened, 0o2770 if writable else 0o2750)
-        finally:
-            os.close(opened)
-
-    def _give(self, descriptor: int, mode: int) -> None:
-        if self._group is not None:
-            try:
-                os.fchown(descriptor, -1, self._group)
-            except PermissionError as error:
-                why = f"this user does not belong to group {self._group} ({STORE_GROUP})"
-                raise PermissionError(error.errno, why) from error
-        elif self._root >= 0:
-            # A group that this user does not belong to: then the object's readers are those of the user's own.
-            with contextlib.suppress(OSError):
-                os.fchown(descriptor, -1, os.fstat(self._root).st_gid)
-        os.fchmod(descriptor, mode)
 
     def abort(self) -> None:
         """See `Upload.abort`."""
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._name, dir_fd=self._uploads)
-            self._close()
+        if self._is_open:
+            self._is_open = False
+            self._writer.abort()
 
-    def _close(self) -> None:
-        self._descriptor = -1
-        # What matters was synced before; a late error of close has nothing to add.
-        with contextlib.suppress(OSError):
-            self._open.close()
+    def _publish(self, name: str, *, replace: bool) -> None:
+        path = content_path(name)
+        with self._aborting():
+            self._flush()
+            self._writer.close()
+            try:
+                self._show(name, path, replace=replace)
+            except BaseException:
+                with contextlib.suppress(BootseerError):
+                    self._place.delete(self._path)
+                raise
+        self._is_open = False
+        _LOG.debug("%s: %s is published, %d bytes", self._store.uri, name, self._size_bytes)
 
+    def _show(self, name: str, path: str, *, replace: bool) -> None:
+        """Give it its name. Raises `TakenError` when that is not to be replaced."""
+        try:
+            self._store.make_folder(folder_of(path))
+        except _IN_THE_WAY as error:
+            raise self._store.in_the_way(name) from error
+        try:
+            self._place.rename(self._path, path, replace=replace)
+        except _IN_THE_WAY as error:
+            if isinstance(error, TakenError) and not replace:
+                raise
+            raise self._store.in_the_way(name) from error
 
-def mapped(error: OSError, where: str, name: str) -> BootseerError:
-    """An error of the file system as one of ours."""
-    what = f"{where}: {name}: {error.strerror}" if name else f"{where}: {error.strerror}"
-    if error.errno == errno.ENOENT:
-        return NotFoundError(f"{where} has no object {name}")
-    if error.errno in _FULL:
-        return PermanentError(f"{what}; nothing was stored, make room and try again")
-    if error.errno in _REFUSED:
-        return AccessError(what)
-    if error.errno in _IN_THE_WAY:
-        return PermanentError(f"{what}; in a folder, one object's name cannot be the folder of another's")
-    return TransientError(what)
+    def _flush(self) -> None:
+        data, self._buffer = self._buffer, bytearray()
+        if data:
+            self._writer.write(data)
+            self._size_bytes += len(data)
 
-
-def sync_folder(folder: Path | str, *, dir_fd: int | None = None) -> None:
-    """Wait until the names in a folder are on the disk. `dir_fd`: what the folder is relative to."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder; there the rename is durable by itself.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abort()
             raise
-    finally:
-        os.close(descriptor)
 
 
-def _remove_abandoned(uploads: int) -> None:
-    oldest = time.time() - _ABANDONED_S
-    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=uploads)
+def _pieces_here(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
+    """The bytes from `start` to `end`, each piece read by this thread when it is wanted."""
+    outcomes: list[ReadOutcome] = []
+    for at in range(start, end, PIECE_BYTES):
+        if time.monotonic() > until:
+            raise late
+        buffer = bytearray(min(PIECE_BYTES, end - at))
+        file.read_into(at, memoryview(buffer), outcomes.append, here=True)
+        if (error := outcomes.pop().error) is not None:
+            raise error
+        yield bytes(buffer)
+
+
+def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
+    """The bytes from `start` to `end`, with a few windows on their way at a time."""
+    cancels: list[Callable[[], None]] = []
+    waiting: collections.deque[tuple[bytearray, Future[ReadOutcome]]] = collections.deque()
     try:
-        with os.scandir(folder) as scan:
-            for entry in scan:
-                # Another process may remove or rename it first.
-                with contextlib.suppress(FileNotFoundError):
-                    if _UPLOAD.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_mtime < oldest:
-                        os.unlink(entry.name, dir_fd=folder)
+        asked = start
+        while waiting or asked < end:
+            while asked < end and len(waiting) < _WINDOWS:
+                buffer = bytearray(min(_WINDOW_BYTES, end - asked))
+                future: Future[ReadOutcome] = Future()
+                left_s = max(until - time.monotonic(), 0.0)
+                ticket = file.read_into(asked, memoryview(buffer), future.set_result, deadline_s=left_s)
+                cancels.append(ticket.cancel)
+                waiting.append((buffer, future))
+                asked += len(buffer)
+            buffer, future = waiting.popleft()
+            try:
+                outcome = future.result(max(until - time.monotonic(), 0))
+            except LateError:
+                raise late from None
+            if outcome.error is not None:
+                raise outcome.error
+            del cancels[0]
+            for at in range(0, len(buffer), PIECE_BYTES):
+                yield bytes(memoryview(buffer)[at : at + PIECE_BYTES])
     finally:
-        os.close(folder)
+        for cancel in cancels:
+            cancel()
 
 
-def _gid_of(group: str) -> int:
-    if group.isdecimal():
-        return int(group)
+def _checked_group(group: str) -> str:
     try:
-        return grp.getgrnam(group).gr_gid
+        return group if not group or group.isdecimal() else grp.getgrnam(group).gr_name
     except KeyError:
         raise UsageError(
             f"there is no group {group!r}", hint=f"{STORE_GROUP} names the group that reads the store"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 PLAIN_HTTP = "BOOTSEER_PLAIN_HTTP"
 """Environment variable: registries, separated by commas, that are spoken to without encryption."""
-_SCHEMES = "a folder, file://, memory://, oci://, s3://, gs://, az:// or hdfs://"
+_SCHEMES = "a folder, file://, oci://, s3://, gs://, az:// or hdfs://"
 
 
 def open_store(uri: str, *, plain_http: bool = False) -> Store:
-    """The store at `uri`: `/dir`, `file:///dir`, `memory://name`, `oci://host/repository`, `s3://bucket/prefix`,
+    """The store at `uri`: `/dir`, `file:///dir`, `oci://host/repository`, `s3://bucket/prefix`,
     `gs://…`, `az://…` or `hdfs://host:port/dir`.
 
     `plain_http` permits to speak without encryption; registries that are named in `BOOTSEER_PLAIN_HTTP`, and those at
@@ -46,10 +46,6 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
         )
     if "?" in rest or "#" in rest:
         raise UsageError(f"{shown(uri)!r} has parts that no store knows", hint="leave out what follows ? or #")
-    if scheme == "memory":
-        from bootseer.store.memory import MemoryStore
-
-        return MemoryStore(rest)
     if scheme == "oci":
         from bootseer.store.oci import OciStore
 
@@ -92,10 +88,8 @@ def _open_object_store(uri: str, plain_http: bool) -> Store:
 
 
 def _open_hdfs(uri: str) -> Store:
-    try:
-        from bootseer.store.hdfs import HdfsStore
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{uri}: the program for HDFS is missing", hint="pip install 'bootseer[hdfs]'") from error
+    from bootseer.store.file import HdfsStore
+
     return HdfsStore(uri)
 
 

@@ -12,10 +12,10 @@ import pytest
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.mount.content import Content, MountContext
 from bootseer.checkpoint.mount.open_files import Nodes
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import Entry
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.filesystem import Data
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Entry
 
 DATA = b"0123456789"
 

@@ -19,10 +19,10 @@ import pytest
 
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
-from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.places.place import NoSpaceError, NoSpaceNowError
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.hdfs.namenode import NameNode
+from bootseer.places import open_place
+from bootseer.places.place import NoSpaceError, NoSpaceNowError
 from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from hdfs_links import links_missing

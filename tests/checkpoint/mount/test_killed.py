@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.places.folder import FolderPlace
 from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, until
 from stepwise_place import StepwisePlace
 

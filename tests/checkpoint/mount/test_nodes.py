@@ -8,7 +8,7 @@ import pytest
 
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.mount.open_files import Nodes
-from bootseer.checkpoint.places.place import Entry
+from bootseer.places.place import Entry
 
 
 def info(path: str, version: str = "1", *, folder: bool = False) -> FileInfo:

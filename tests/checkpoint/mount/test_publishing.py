@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.places.folder import FolderPlace
 from checkpoint.mount.conftest import Mounts
 from checkpoint.mounted_place import DEADLINE_S, MountedPlace, number_of, until
 from stepwise_place import StepwisePlace

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.places.folder import FolderPlace
 from checkpoint.faulty_place import FaultyPlace
 
 

@@ -174,7 +174,7 @@ def test_whoever_closes_waits_no_longer_than_the_disk_goes_on():
 LOADER = """
 import sys
 from bootseer.cache.cache import Cache
-from bootseer.checkpoint.places.folder import FolderPlace
+from bootseer.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from pathlib import Path

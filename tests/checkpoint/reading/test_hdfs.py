@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.places import open_place
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_hdfs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.places import open_place
 from checkpoint.striped_files import content_of, part_paths, put_striped
 from hdfs_cluster import HdfsCluster, needs_links
 

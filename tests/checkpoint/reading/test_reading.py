@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.ahead import AheadSettings
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
+from bootseer.places.folder import FolderPlace
 from checkpoint.faulty_place import ERROR, GOOD, NEVER, WRONG, FaultyPlace
 from checkpoint.striped_files import content_of, part_paths, put_striped
 

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.context import ReadContext, Segments
 from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters, Transfer
+from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
 

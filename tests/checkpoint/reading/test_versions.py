@@ -7,9 +7,9 @@ import os
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, put_striped
 
 MIB = 1 << 20

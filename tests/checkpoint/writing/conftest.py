@@ -12,9 +12,9 @@ import pytest
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
+from bootseer.places.folder import FolderPlace
 from stepwise_place import StepwisePlace
 
 MIB = 1 << 20

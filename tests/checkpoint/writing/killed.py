@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
+from bootseer.places.folder import FolderPlace
 from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace
 

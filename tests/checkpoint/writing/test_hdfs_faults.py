@@ -18,12 +18,12 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.layout import Policy
-from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
+from bootseer.places import open_place
 from hdfs_cluster import HdfsCluster, needs_links
 from stepwise_place import StepwisePlace
 
@@ -205,7 +205,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_on
         "import sys\n"
         "from pathlib import Path\n"
         "from bootseer.checkpoint.files import Files\n"
-        "from bootseer.checkpoint.places.open import open_place\n"
+        "from bootseer.places import open_place\n"
         "from bootseer.checkpoint.layout import Policy\n"
         "from bootseer.checkpoint.writing.writing import Writing\n"
         "writing = Writing(Files(open_place(sys.argv[1])), spool=Path(sys.argv[2]))\n"

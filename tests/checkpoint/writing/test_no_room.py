@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.places.place import NoSpaceError
 from bootseer.checkpoint.writing.pipeline import BytesSource
+from bootseer.places.place import NoSpaceError
 
 from .conftest import MIB, SMALL, Desk
 

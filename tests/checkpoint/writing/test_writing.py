@@ -14,13 +14,13 @@ from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, parity_chunk
-from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.places.place import IsFolderError
 from bootseer.checkpoint.writing import lane
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.pipeline import BytesSource, FileSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import IsFolderError
 
 from .conftest import MIB, SMALL, Desk
 
@@ -262,7 +262,7 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "from bootseer.checkpoint.files import Files\n"
-        "from bootseer.checkpoint.places.folder import FolderPlace\n"
+        "from bootseer.places.folder import FolderPlace\n"
         "from bootseer.checkpoint.layout import Policy\n"
         "from bootseer.checkpoint.writing.pipeline import BytesSource\n"
         "from bootseer.checkpoint.writing.writing import Writing\n"

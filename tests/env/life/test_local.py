@@ -18,10 +18,9 @@ from bootseer.env.life.decide import Lookup
 from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import NotFoundError, TransientError
-from bootseer.store.faulty import Fault, FaultyStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from env.life.samples import KEY, OTHER_KEY, document, store_objects
+from store_doubles import Fault, FaultyStore, MemoryStore
 
 DOWN = Fault(status=503, retry_after_s=3600)
 

@@ -12,20 +12,18 @@ from dataclasses import replace
 import pytest
 
 from bootseer.artifact.hotsets import hotset_name
-from bootseer.artifact.objects import missing
+from bootseer.artifact.lease_state import LeaseRecord
+from bootseer.artifact.objects import missing, put
+from bootseer.artifact.prune import GRACE_S
 from bootseer.env.document import document_name
-from bootseer.env.life.catalog import Catalog, put
-from bootseer.env.life.lease import lease_name
-from bootseer.env.life.lease_state import LeaseRecord
-from bootseer.env.life.prune import GRACE_S, prune
+from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, prune
+from bootseer.env.life.election import lease_name
 from bootseer.env.life.quarantine import quarantine_name
-from bootseer.env.life.tombstone import TRASH, Tombstone
 from bootseer.errors import PermanentError, TransientError
-from bootseer.store.faulty import Fault, FaultyStore, Request
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from env.life.samples import BUILT_S, KEY, OTHER_KEY, document, store_objects
+from store_doubles import Fault, FaultyStore, MemoryStore, Request
 
 LATER_S = BUILT_S + GRACE_S + 1
 DOWN = Fault(status=503, retry_after_s=3600)
@@ -127,7 +125,7 @@ def test_nothing_goes_while_it_is_not_known_what_is_used(catalog: Catalog, store
     done = prune(catalog, LATER_S, also_used=unknown)
     assert done.problems == ["nothing was deleted, since it is not known what else is used: no answer about images"]
     put(store, document_name(OTHER_KEY), json.dumps({"schema": "bootseer.environment/9"}).encode())
-    assert "not all snapshots could be read" in prune(catalog, LATER_S).problems[0]
+    assert "not all environments could be read" in prune(catalog, LATER_S).problems[0]
     assert is_complete(catalog)
     assert len(trash(store)) == 1
 
@@ -165,7 +163,7 @@ def test_a_tombstone_from_the_future_is_counted_from_today(catalog: Catalog, sto
 
 def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> None:
     published(catalog)
-    good = json.loads(Tombstone.of(document(), BUILT_S).encode())
+    good = json.loads(ENVIRONMENTS.tombstone(document(), BUILT_S).encode(TOMBSTONE_SCHEMA))
     forged = [
         {"objects": [[document_name(KEY), 5]]},
         {"objects": [["../x", 5]]},
@@ -173,7 +171,7 @@ def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> N
         {"key": OTHER_KEY},
         {"identity": "x"},
     ]
-    name = Tombstone.of(document(), BUILT_S).name
+    name = TRASH + ENVIRONMENTS.tombstone(document(), BUILT_S).name
     for change in forged:
         put(store, name, json.dumps({**good, **change}).encode())
         done = prune(catalog, LATER_S)
@@ -207,8 +205,8 @@ def test_quarantines_without_a_snapshot_and_old_leases_go(catalog: Catalog, stor
     for key in (KEY, OTHER_KEY, gone):
         put(store, quarantine_name(key), b"x")
     prune(catalog, now_s)
-    assert catalog.keys("quarantine") == {KEY, OTHER_KEY}
-    assert catalog.keys("lease") == {OTHER_KEY}
+    assert catalog.keys_with("quarantine") == {KEY, OTHER_KEY}
+    assert catalog.keys_with("lease") == {OTHER_KEY}
 
 
 class CrashedError(BaseException):

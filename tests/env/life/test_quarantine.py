@@ -6,13 +6,12 @@ import uuid
 
 import pytest
 
-from bootseer.env.life.catalog import put
+from bootseer.artifact.objects import put
 from bootseer.env.life.quarantine import Quarantine, quarantine_name
 from bootseer.errors import NotFoundError
-from bootseer.store.faulty import Fault, FaultyStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Store
 from env.life.samples import KEY, document
+from store_doubles import Fault, FaultyStore, MemoryStore
 
 A, B = document(), document(content="other")
 READ_ONLY = Fault(status=403)

@@ -23,8 +23,8 @@ from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.store.file import FileStore
-from bootseer.store.memory import MemoryStore
 from restoring import KEY, Setup, wait_until
+from store_doubles import MemoryStore
 
 pytestmark = pytest.mark.root
 SIZE = 6 << 20

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from bootseer.env.changes import Action
 from bootseer.env.snapshot.bytecode import EARLIEST_S, Source, settled, source_of
-from bootseer.store.memory import MemoryStore
 from env_snapshots import BEGAN_S, changes_of, overlay, reader_of, shown, snapshot, written
 from erofs_images import needs_root
+from store_doubles import MemoryStore
 
 FLAGS = {mode: number for number, mode in ((0, PycInvalidationMode.TIMESTAMP), (1, PycInvalidationMode.UNCHECKED_HASH), (3, PycInvalidationMode.CHECKED_HASH))}  # fmt: skip  # noqa: E501
 

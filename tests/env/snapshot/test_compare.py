@@ -11,8 +11,8 @@ import pytest
 
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.oracle import compare
-from bootseer.store.memory import MemoryStore
 from env_snapshots import changes_of, deleted, snapshot
+from store_doubles import MemoryStore
 
 
 @pytest.fixture

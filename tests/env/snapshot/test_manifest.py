@@ -16,9 +16,9 @@ from bootseer.env.snapshot import manifest as format_
 from bootseer.env.snapshot.manifest import SCHEMA, Entry, Manifest, path_bytes
 from bootseer.env.snapshot.write import store_manifest
 from bootseer.errors import BootseerError, CorruptError, PermanentError
-from bootseer.store.memory import MemoryStore
 from bootseer.store.store import Stored
 from env_snapshots import load_manifest
+from store_doubles import MemoryStore
 
 DIGEST = "blake3:" + "0f" * 32
 FILE = {"path": "/a", "kind": "file", "mode": 0o644, "size": 3, "digest": DIGEST}

@@ -12,9 +12,9 @@ import pytest
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.errors import PermanentError, UsageError
-from bootseer.store.memory import MemoryStore
 from env_snapshots import snapshot
 from erofs_images import needs_root
+from store_doubles import MemoryStore
 from wheels import make_wheel
 
 SECRET = "7Gq2xK9wLmT4vB8nRz5pYc3d"  # noqa: S105 - drawn for this test

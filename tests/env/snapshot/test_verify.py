@@ -13,9 +13,9 @@ import pytest
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Difference, verify
-from bootseer.store.memory import MemoryStore
 from env_snapshots import changes_of, deleted, overlay, shown, snapshot, written
 from erofs_images import needs_root
+from store_doubles import MemoryStore
 
 
 def _fill(root: Path) -> Path:

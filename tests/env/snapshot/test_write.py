@@ -22,8 +22,6 @@ from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.bytecode import EARLIEST_S
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import PermanentError
-from bootseer.store.faulty import Fault, FaultyStore
-from bootseer.store.memory import MemoryStore
 from bootseer.store.open import open_store
 from env_snapshots import (
     BEGAN_S,
@@ -38,6 +36,7 @@ from env_snapshots import (
     written,
 )
 from erofs_images import facts_of_folder, facts_of_image, needs_root
+from store_doubles import Fault, FaultyStore, MemoryStore
 
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)  # cap_net_bind_service=ep
 ACL = struct.pack("<IHHIHHIHHIHHIHHI", 2, 1, 6, ~0 & 0xFFFFFFFF, 2, 4, 1000, 4, 4, ~0 & 0xFFFFFFFF, 16, 4, ~0 & 0xFFFFFFFF, 32, 4, ~0 & 0xFFFFFFFF)  # fmt: skip  # noqa: E501

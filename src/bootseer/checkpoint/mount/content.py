@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.os_errors import number_of, refusal, stale
-from bootseer.checkpoint.places.place import Entry
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.writing.publication import Written
 from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.filesystem import Data, Reply
+from bootseer.places.place import Entry
 
 _COPY_BYTES = 4 << 20
 _LOOK_S = 0.5

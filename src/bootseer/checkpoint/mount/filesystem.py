@@ -22,11 +22,11 @@ from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
 from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
 from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
-from bootseer.checkpoint.places.local_files import group_of, owner_of, shown_gid, shown_uid
-from bootseer.checkpoint.places.place import Entry, folder_of, join
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.callers import is_dying
 from bootseer.fuse.filesystem import Attributes, Caller, Changes, FoundNode, Listed, Opened, Reply, Space
+from bootseer.places.local_files import group_of, owner_of, shown_gid, shown_uid
+from bootseer.places.place import Entry, folder_of, join
 
 _MAX_NAME = 255
 _MAX_NAMES = 100

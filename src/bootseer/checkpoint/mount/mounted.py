@@ -22,14 +22,15 @@ from typing import Any, Literal
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.mount.serving import MountRequest, Serving
-from bootseer.checkpoint.places.open import open_place
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.fuse.attach import detach
 from bootseer.mounts import kernel
-from bootseer.mounts.daemon import FILES, Daemon, DaemonSpec, Waiting, start_daemon
+from bootseer.mounts.daemon import Daemon, Waiting, start_daemon
 from bootseer.mounts.kernel import mount_table, visible
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.serve import FILES, DaemonSpec
 from bootseer.mounts.state import MountState, Runtime
+from bootseer.places import open_place
 
 END_S = 600.0
 """How long an unmount waits for what is still being sent to the place."""

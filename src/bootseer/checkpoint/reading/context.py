@@ -20,7 +20,6 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
-from bootseer.checkpoint.places.place import OpenFile, Place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.node_cache import CacheWriter, DedupSources
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -28,6 +27,7 @@ from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.timer import Timer
+from bootseer.places.place import OpenFile, Place
 
 Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
 """Called with the open file, or with the reason why there is none."""

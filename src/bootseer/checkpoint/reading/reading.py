@@ -16,7 +16,6 @@ from itertools import count
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.head import PEEK_BYTES, Head, Segment, is_head_size, parse_head, peek
 from bootseer.checkpoint.layout import CHUNK_BYTES, make_ready, row_of
-from bootseer.checkpoint.places.place import OpenFile, Place, Ticket
 from bootseer.checkpoint.reading.chunk_read import ChunkRead
 from bootseer.checkpoint.reading.context import Engine, ReadContext, Segments, alike
 from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
@@ -27,6 +26,7 @@ from bootseer.checkpoint.reading.source import Counters, Job, Source, Waiting, W
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
+from bootseer.places.place import OpenFile, Place, Ticket
 
 
 class OrdinarySource:

@@ -20,13 +20,13 @@ from pathlib import Path
 from bootseer.cache.disk import punch
 from bootseer.checkpoint.head import Segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, Policy
-from bootseer.checkpoint.places.place import NoSpaceError, Place
 from bootseer.checkpoint.ranges import Ranges
 from bootseer.checkpoint.writing.pipeline import Pipeline
 from bootseer.checkpoint.writing.publication import read_segment
 from bootseer.checkpoint.writing.segment import SegmentWriter, Target
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.places.place import NoSpaceError, Place
 
 
 class TooLargeError(PermanentError):

@@ -18,9 +18,8 @@ from pathlib import Path
 import bootseer
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.any_capture import Capture
-from bootseer.env.capturing.effects import Effects
-from bootseer.env.capturing.mentions import mentions
-from bootseer.env.capturing.unaccounted import unaccounted
+from bootseer.env.capturing.effects import Effects, mentions
+from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
 from bootseer.env.changes import Change
 from bootseer.env.document import Trust

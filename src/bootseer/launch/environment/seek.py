@@ -17,14 +17,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bootseer.artifact.lease import Held, Lease, NoLease
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.keys import gate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.request_key import Ask, Base
-from bootseer.env.life import lease as leases
+from bootseer.env.life import election
 from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Action, Decision, Lookup, decide, elected, waited
-from bootseer.env.life.lease import Held, Lease, NoLease
 from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.errors import BootseerError, TransientError
@@ -257,7 +257,7 @@ class _Seeker:
         return None if refusal is None else (refusal.code, refusal.message)
 
     def _elected(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
-        asked = leases.elect(catalog, self._key.digest, self._task.node, replaces=decision.replaces)
+        asked = election.elect(catalog, self._key.digest, self._task.node, replaces=decision.replaces)
         if isinstance(asked, Lease):
             return elected(decision, "ours"), asked
         if isinstance(asked, Held):
@@ -269,7 +269,7 @@ class _Seeker:
 
     def _waited(self, catalog: Catalog, decision: Decision) -> tuple[Decision, Lease | None]:
         key, wanted = self._key.digest, self._task.wanted
-        ended = leases.wait(catalog, key, self._task.node, timeout_s=wanted.wait_s, replaces=decision.replaces)
+        ended = election.wait(catalog, key, self._task.node, timeout_s=wanted.wait_s, replaces=decision.replaces)
         decided = waited(
             decision,
             ended.ended,

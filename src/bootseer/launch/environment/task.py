@@ -6,13 +6,7 @@ Made by whoever runs a setup or shows a snapshot: `environment_stage`, `environm
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import stat
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bootseer.artifact.places import CACHE, environments_folder, own_folder
+from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.errors import PermanentError
 from bootseer.launch.environment.plain import STAGE
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import in_foreground
-from bootseer.mounts.kernel import is_mounted_anywhere
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
@@ -84,86 +77,6 @@ def own_store(cache: Path) -> str:
     return str(environments_folder(cache) / "store")
 
 
-_LOCK = "lock"
-_PREFIX, _NEW = "run-", "new-"
-_LEFT_OVER_S = 3600.0
-
-
-class RunFolder:
-    """One such folder. `lock` is a descriptor that children may keep."""
-
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self.lock = lock
-
-    @classmethod
-    def made(cls, root: Path) -> RunFolder:
-        """A new folder below `root`. Raises `PermanentError` when it cannot be made, or others could change it."""
-        try:
-            root = own_folder(root)
-            clean_up(root)
-            new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
-            lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Nobody cleans it up before it has this name, and then it is locked.
-            path = new.rename(root / (_PREFIX + new.name.removeprefix(_NEW)))
-        except OSError as error:
-            raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
-        return cls(path, lock)
-
-    def remove(self) -> None:
-        """Delete the folder with everything in it. What cannot be deleted now is tried again by a later start."""
-        try:
-            with contextlib.suppress(OSError):
-                _delete(self.path)
-        finally:
-            os.close(self.lock)
-
-
-def clean_up(root: Path) -> None:
-    """Delete the folders that nobody holds. What cannot be deleted now is tried again by the next start."""
-    for path in root.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _delete(path)
-            finally:
-                os.close(lock)
-    for path in root.glob(f"{_NEW}*"):  # whoever made it was killed before it had a name and a lock
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _delete(path: Path) -> None:
-    """All but the lock first: until the last file is gone it says whose folder this is.
-
-    Nothing while something in it is mounted: what the setup or the command left running still works on these layers.
-    """
-    if is_mounted_anywhere(f"/{path.name}/"):
-        return
-    for entry in list(path.iterdir()):
-        if entry.name != _LOCK:
-            if entry.is_dir() and not entry.is_symlink():
-                _open_up(entry)
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink()
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _open_up(top: Path) -> None:
-    """The kernel's own folders in a layer may be entered by nobody, and setups make folders read-only."""
-    for folder, folders, _ in os.walk(top):
-        for name in ("", *folders):
-            path = Path(folder, name)
-            with contextlib.suppress(OSError):
-                mode = path.lstat().st_mode
-                if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
-                    path.chmod(0o700)
-
-
 @dataclass(frozen=True)
 class Task:
     """One start's environment."""
@@ -178,7 +91,7 @@ class Task:
     session: Session | None
     own_group: bool
     """Whether what is started leads a process group of its own (`supervise`)."""
-    folder: RunFolder
+    folder: OwnedFolder
     show: Show = no_progress
     """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -209,7 +122,7 @@ class Task:
             own_env=env if own_env is None else own_env,
             session=session,
             own_group=not in_foreground() if own_group is None else own_group,
-            folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
+            folder=OwnedFolder.made(environments_folder(wanted.cache) / "runs", "run-"),
             show=show,
         )
 

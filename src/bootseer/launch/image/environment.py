@@ -17,10 +17,9 @@ from typing import Protocol
 
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.capture import container_changes
+from bootseer.env.capturing.effects import mentions
 from bootseer.env.capturing.exclude import Exclusions, caches_of, credentials_of
-from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch
-from bootseer.env.capturing.mentions import mentions
-from bootseer.env.capturing.unaccounted import unaccounted
+from bootseer.env.capturing.leftovers import SCRATCH, left_in_scratch, unaccounted
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
 from bootseer.env.document import Export

@@ -1,0 +1,53 @@
+"""How long the tests take: `make quick`, then `make test`, as a contributor calls them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from harness import ROOT, Benchmark, Must, Outcome
+
+_LIMITS_S = {"quick": 90.0, "test": 720.0}
+
+
+def _measure(quick: bool) -> Outcome:
+    samples: dict[str, list[float]] = {}
+    details: dict[str, object] = {}
+    for target in ("quick",) if quick else ("quick", "test"):
+        with tempfile.TemporaryDirectory() as folder:
+            report, before = Path(folder) / "report.xml", os.times()
+            started = time.monotonic()
+            # In a group of its own: what ends the run ends its workers.
+            subprocess.run(["make", target, f"ARGS=--junitxml={report}"], cwd=ROOT, check=True, process_group=0)
+            samples[f"make {target}"] = [time.monotonic() - started]
+            after = os.times()
+            details[f"make {target}"] = {
+                "cpu_s": after.children_user + after.children_system - before.children_user - before.children_system,
+                **_facts(report),
+            }
+    limits = [Must(f"make {name}", samples[f"make {name}"][0], s, "s") for name, s in _LIMITS_S.items()]
+    return Outcome(
+        parameters={"rounds": 1},
+        samples=samples,
+        unit="s",
+        must_reach=limits[: len(samples)],
+        details=details,
+        method="one run of each on an idle machine; processor time is that of all processes that were waited for",
+    )
+
+
+def _facts(report: Path) -> dict[str, object]:
+    suite = ElementTree.parse(report).getroot()[0]  # noqa: S314 - pytest has just written it
+    cases = [(float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')}") for case in suite]
+    return {
+        "tests": int(suite.get("tests", 0)),
+        "skipped": int(suite.get("skipped", 0)),
+        "slowest_s": {name: took for took, name in sorted(cases, reverse=True)[:10]},
+    }
+
+
+BENCHMARK = Benchmark("tests", "How long do the tests take?", _measure)

@@ -1,0 +1,57 @@
+"""File systems that checkpoints and stores lie in: `place` says what they can do, `folder` and `hdfs` do it, and
+`open_place` finds the one that an address names.
+
+The adapter of HDFS is imported when it is needed: it wants an extra that may be missing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bootseer.errors import UsageError
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import OWN_NAMES, Place
+
+_FORMS = "use hdfs://host:port/dir, hdfs://service/dir, hdfs:///dir, file:///dir or the path of a folder"
+
+
+def open_place(uri: str) -> Place:
+    """The place at `uri`: `hdfs://host:port/dir`, `hdfs:///dir`, `file:///dir` or `/dir`. Nothing is connected yet.
+
+    Raises `UsageError` for an invalid address.
+    """
+    scheme, separator, rest = uri.partition("://")
+    # hdfs:/dir is not meant to be a local folder of this name.
+    if not uri or "\0" in uri or (not separator and uri.startswith(("hdfs:", "file:"))):
+        raise UsageError(f"{uri!r} is not a place for checkpoints", hint=_FORMS)
+    names = (rest if separator else uri).split("/")
+    if any(name.startswith(OWN_NAMES) for name in names):
+        raise UsageError(f"{uri} lies in a folder that is BootSeer's own", hint="name the folder above it")
+    if not separator:
+        return FolderPlace(Path(uri))
+    if scheme == "file":
+        if rest and not rest.startswith("/"):
+            raise UsageError(f"{uri} names no folder", hint="file:/// and the absolute path")
+        return FolderPlace(Path(rest or "/"))
+    if scheme != "hdfs":
+        raise UsageError(f"{scheme}:// is not a place for checkpoints", hint=_FORMS)
+    return _open_hdfs(uri, rest)
+
+
+def _open_hdfs(uri: str, rest: str) -> Place:
+    authority, _, path = rest.partition("/")
+    if "@" in authority:
+        # It would end up in logs and process lists.
+        raise UsageError("hdfs://…: a user or password does not belong into an address", hint="set HADOOP_USER_NAME")
+    if {".", ".."} & set(path.split("/")):
+        raise UsageError(f"{uri} has steps upwards", hint="write the folder's own path")
+    try:
+        from bootseer.hdfs.addresses import default_authority
+        from bootseer.hdfs.client import HdfsClient
+        from bootseer.places.hdfs import HdfsPlace
+    except ImportError as error:
+        missing = error.name or "hdfs-native"
+        raise UsageError(f"{missing} is not installed", hint="pip install 'bootseer[hdfs]'") from error
+    return HdfsPlace(
+        HdfsClient(authority or default_authority(uri)), "/".join(name for name in path.split("/") if name)
+    )

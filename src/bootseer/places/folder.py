@@ -1,0 +1,356 @@
+"""A folder as the place of checkpoints: a disk, NFS, Lustre, or whatever the kernel has mounted.
+
+Every path is walked from the root by descriptors, without following symbolic links: what lies outside cannot be
+reached, whatever others put into the folder meanwhile. Symbolic links and special files are not shown.
+
+What is written is synced to the disk, with the folder that names it, before it is reported as written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.io.trusted_folder import FOLDER, NEW, enter
+from bootseer.places.folder_reads import FolderFile, FolderReads, version_of
+from bootseer.places.local_files import (
+    drop,
+    gid_of,
+    group_of,
+    mapped,
+    owner_of,
+    rename_new,
+    sync,
+    uid_of,
+    write_temporary,
+)
+from bootseer.places.place import (
+    TEMPORARY,
+    Entry,
+    IsFolderError,
+    PartWriter,
+    TakenError,
+    make_alike,
+    names_of,
+)
+
+# Not blocking: opening a pipe must not wait for its other end. It means nothing for files.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAX_NAME_BYTES = 255
+
+
+class FolderPlace:
+    """A `Place` in a folder, which must be there. Links in its own path are followed: the caller has named it so."""
+
+    is_local = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = Path(os.path.realpath(root))
+        self._reads = FolderReads()
+        self.uri = f"file://{self._root}".removesuffix("/")
+
+    def refusal(self, name: str) -> str:
+        return "" if len(os.fsencode(name)) <= _MAX_NAME_BYTES else f"it has more than {_MAX_NAME_BYTES} bytes"
+
+    def stat(self, path: str) -> Entry:
+        with self._parent(path) as (folder, name):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            entry = _entry(path, status)
+        if entry is None:
+            raise NotFoundError(f"there is no {self._what(path)}")
+        return entry
+
+    def list(self, path: str) -> Iterator[Entry]:
+        with self._parent(path) as (folder, name):
+            descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder)
+        front = f"{path}/" if path else ""
+        entries = []
+        with self._mapping(path):
+            try:
+                with os.scandir(descriptor) as scan:
+                    for found in scan:
+                        with contextlib.suppress(FileNotFoundError):
+                            entries.append(_entry(front + found.name, found.stat(follow_symlinks=False)))
+            finally:
+                os.close(descriptor)
+        return (entry for entry in entries if entry is not None)
+
+    def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
+        return FolderFile(
+            self._open(path), self._what(path), self._reads, lambda error: mapped(error, self._what(path))
+        )
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        """See `Place.delay_s`: not known."""
+        return 0.0
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        descriptor = self._open(path)
+        try:
+            length = self._size(descriptor, path) - start
+            if length > limit:
+                raise PermanentError(f"{self._what(path)} has {length} bytes, more than the {limit} that it may have")
+            return self._read(descriptor, path, start, length)
+        finally:
+            os.close(descriptor)
+
+    def read_first(self, path: str, length: int) -> bytes:
+        descriptor = self._open(path)
+        try:
+            return self._read(descriptor, path, 0, min(length, self._size(descriptor, path)))
+        finally:
+            os.close(descriptor)
+
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
+        with self._parent(path) as (folder, name):
+            temporary = write_temporary(folder, data, mode)
+            try:
+                entry = _entry(path, os.stat(temporary, dir_fd=folder, follow_symlinks=False))
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                drop(temporary, folder)
+                raise
+            sync(folder)
+        assert entry is not None  # noqa: S101 - it is a file
+        return entry
+
+    def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
+        with self._parent(path) as (folder, name):
+            temporary = write_temporary(folder, data, mode)
+            try:
+                rename_new(temporary, folder, name, folder)
+            except FileExistsError:
+                return False
+            finally:
+                drop(temporary, folder)
+            sync(folder)
+        return True
+
+    def begin_parts(
+        self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
+        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+    ) -> Sequence[PartWriter]:  # fmt: skip
+        """See `Place.begin_parts`. One folder has one disk: nothing to choose."""
+        begun: list[PartWriter] = []
+        try:
+            for path in paths:
+                folder = path.rpartition("/")[0]
+                make_alike(self, folder.rpartition("/")[0])
+                self.make_folder(folder, parents=True)
+                begun.append(_FolderWriter(self, path, part_bytes, mode))
+        except BaseException:
+            for writer in begun:
+                writer.abort()
+            raise
+        return begun
+
+    def rename(self, source: str, target: str, *, replace: bool = True) -> None:
+        with self._parent(source) as (old, name), self._parent(target) as (new, new_name):
+            if replace:
+                os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
+            else:
+                rename_new(name, old, new_name, new)
+            sync(new)
+            sync(old)
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        self._not_root(path)
+        with self._parent(path) as (folder, name):
+            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+            elif recursive:
+                try:
+                    shutil.rmtree(name, dir_fd=folder)
+                except RecursionError:
+                    raise PermanentError(f"{self._what(path)} has folders that are too deep") from None
+            else:
+                os.rmdir(name, dir_fd=folder)
+            sync(folder)
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        if parents:
+            with contextlib.suppress(NotFoundError):
+                if self.stat(path).is_folder:
+                    return
+            if not path:
+                with self._mapping(path):
+                    self._root.mkdir(mode, parents=True, exist_ok=True)
+                return
+            self.make_folder(path.rpartition("/")[0], mode=mode, parents=True)
+        try:
+            self._make_folder(path, mode)
+        except TakenError:
+            if not (parents and self.stat(path).is_folder):
+                raise
+
+    def _make_folder(self, path: str, mode: int) -> None:
+        with self._parent(path) as (folder, name):
+            os.mkdir(name, mode, dir_fd=folder)
+            self._chmod(name, mode, folder)
+            sync(folder)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        with self._parent(path) as (folder, name):
+            self._chmod(name, mode, folder)
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        with self._parent(path) as (folder, name):
+            os.chown(name, uid_of(owner), gid_of(group), dir_fd=folder, follow_symlinks=False)
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        with self._parent(path) as (folder, name):
+            read_ns = os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns
+            os.utime(name, ns=(read_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
+
+    def now_s(self) -> float:
+        """See `Place.now_s`. A file server's clock may differ from ours, so that it is asked by a file."""
+        name = f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            with self._parent(name) as (folder, _):
+                descriptor = os.open(name, NEW, 0o600, dir_fd=folder)
+                try:
+                    return os.fstat(descriptor).st_mtime_ns / 1e9
+                finally:
+                    os.close(descriptor)
+                    drop(name, folder)
+        except AccessError:
+            return time.time()  # a caller that may not write there has no lease there
+
+    def space(self) -> tuple[int, int]:
+        with self._mapping(""):
+            status = os.statvfs(self._root)
+        return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+
+    def facts(self) -> dict[str, object]:
+        return self._reads.facts()
+
+    def close(self) -> None:
+        self._reads.close()
+
+    @contextlib.contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """The folder of a path, by descriptor, and the name in it, "." for the root. Errors inside are mapped."""
+        *folders, name = names_of(path) or ["."]
+        with self._mapping(path):
+            descriptor = os.open(self._root, FOLDER & ~os.O_NOFOLLOW)
+            try:
+                for folder in folders:
+                    below = enter(folder, descriptor)
+                    os.close(descriptor)
+                    descriptor = below
+                yield descriptor, name
+            finally:
+                os.close(descriptor)
+
+    def _open(self, path: str) -> int:
+        with self._parent(path) as (folder, name):
+            return os.open(name, _READ, dir_fd=folder)
+
+    def _size(self, descriptor: int, path: str) -> int:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsFolderError(f"{self._what(path)} is a folder")
+        if not stat.S_ISREG(status.st_mode):
+            raise NotFoundError(f"there is no {self._what(path)}")
+        return status.st_size
+
+    def _read(self, descriptor: int, path: str, start: int, length: int) -> bytes:
+        pieces = []
+        with self._mapping(path):
+            while length > 0:
+                piece = os.pread(descriptor, length, start)
+                if not piece:
+                    raise TransientError(f"{self._what(path)} became shorter while it was read")
+                pieces.append(piece)
+                start, length = start + len(piece), length - len(piece)
+        return b"".join(pieces)
+
+    def _chmod(self, name: str, mode: int, folder: int) -> None:
+        descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            # By /proc: fchmod wants a file that was opened for reading, which the owner may have forbidden to itself.
+            Path(f"/proc/self/fd/{descriptor}").chmod(mode)
+        finally:
+            os.close(descriptor)
+
+    def _not_root(self, path: str) -> None:
+        if not path:
+            raise PermanentError(f"{self.uri} is the root and cannot be removed")
+
+    def _what(self, path: str) -> str:
+        return f"{self.uri}/{path}" if path else self.uri
+
+    @contextlib.contextmanager
+    def _mapping(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise mapped(error, self._what(path)) from error
+
+
+class _FolderWriter:
+    """A `PartWriter` of a folder. Belongs to one thread at a time."""
+
+    nodes: tuple[str, ...] = ()
+
+    def __init__(self, place: FolderPlace, path: str, part_bytes: int, mode: int) -> None:
+        self.path = path
+        self._place = place
+        self._left = part_bytes
+        self._folder = -1
+        with place._parent(path) as (folder, self._name):
+            self._descriptor = os.open(self._name, NEW, mode, dir_fd=folder)
+            os.fchmod(self._descriptor, mode)
+            self._folder = os.dup(folder)
+
+    def write(self, data: bytes | bytearray) -> None:
+        if self._descriptor < 0:
+            raise PermanentError(f"{self.path}: written to after its end")
+        if len(data) > self._left:
+            raise PermanentError(f"{self.path}: {len(data)} more bytes than the part was to have")
+        self._left -= len(data)
+        rest = memoryview(data)
+        with self._place._mapping(self.path):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+
+    def close(self) -> tuple[str, ...]:
+        with self._place._mapping(self.path):
+            os.fsync(self._descriptor)
+            sync(self._folder)
+        self._release()
+        return ()
+
+    def abort(self) -> None:
+        if self._descriptor >= 0:
+            drop(self._name, self._folder)
+            self._release()
+
+    def _release(self) -> None:
+        for descriptor in (self._descriptor, self._folder):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptor = self._folder = -1
+
+
+def _entry(path: str, status: os.stat_result) -> Entry | None:
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not stat.S_ISREG(status.st_mode):
+        return None
+    return Entry(
+        path=path,
+        is_folder=is_folder,
+        size_bytes=0 if is_folder else status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        mode=stat.S_IMODE(status.st_mode),
+        owner=owner_of(status.st_uid),
+        group=group_of(status.st_gid),
+        version=version_of(status),
+    )

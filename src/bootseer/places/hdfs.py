@@ -1,0 +1,330 @@
+"""A folder of HDFS as the place of checkpoints.
+
+Names, folders and writing go through `hdfs.client`, reading through its own connections to the DataNodes. Every call
+has a deadline. A file that appears whole is written under a hidden name beside it and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError
+from bootseer.hdfs.client import HdfsClient
+from bootseer.hdfs.errors import NoRoomError
+from bootseer.hdfs.errors import TakenError as NameTakenError
+from bootseer.hdfs.lease import NoNodesError
+from bootseer.hdfs.located import FileStatus
+from bootseer.hdfs.native import NativeWriter
+from bootseer.hdfs.placing import LongWriter, PlacedWriter
+from bootseer.places.place import (
+    SMALL_COPIES,
+    TEMPORARY,
+    Entry,
+    IsFolderError,
+    NoSpaceError,
+    NoSpaceNowError,
+    NotEmptyError,
+    NotFolderError,
+    OpenFile,
+    PartWriter,
+    TakenError,
+    names_of,
+    read_now,
+)
+
+_ERROR_KINDS: dict[str, type[PermanentError]] = {
+    "PathIsNotEmptyDirectoryException": NotEmptyError,
+    "is not empty": NotEmptyError,
+    "ParentNotDirectoryException": NotFolderError,
+    "Path is not a file": IsFolderError,
+    "already exists as a directory": IsFolderError,
+    "must both be directories": IsFolderError,
+}
+
+
+@contextlib.contextmanager
+def place_errors() -> Iterator[None]:
+    """Errors that pass through here become more exact, where HDFS says it only in words."""
+    try:
+        yield
+    except NoNodesError as error:
+        if not error.is_short:
+            raise
+        raise NoSpaceNowError(str(error)) from error
+    except PermanentError as error:
+        exact = _exact(error)
+        if exact is error:
+            raise
+        raise exact from error
+
+
+def _exact(error: PermanentError) -> BootseerError:
+    text = str(error)
+    if isinstance(error, NoRoomError):
+        return NoSpaceError(text)
+    for part, kind in _ERROR_KINDS.items():
+        if part in text:
+            return kind(text)
+    return TakenError(text) if isinstance(error, NameTakenError) else error
+
+
+_READ_S = 60.0
+"""For a small file."""
+_CLOCK_S = 60.0
+"""So long, the difference between the cluster's clock and ours is believed."""
+_MIB = 1 << 20
+_CHECKSUM_BYTES = 512
+"""Blocks are whole numbers of what HDFS has checksums of."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""A longer part becomes several blocks, of the cluster's size: DataNodes copy and check blocks as wholes."""
+
+
+class HdfsPlace:
+    """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
+
+    is_local = False
+
+    def __init__(self, client: HdfsClient, root: str) -> None:
+        self._client = client
+        self._root = "/".join(["", *names_of(root.strip("/"))])
+        self.uri = f"{client.uri}{self._root}"
+        self._clock: tuple[float, float] | None = None
+        self._may_copy = True
+        self._lock = threading.Lock()
+
+    def refusal(self, name: str) -> str:
+        if ":" in name:
+            return "HDFS takes no name with a colon"
+        return "" if _is_utf8(name) else "names in HDFS are UTF-8"
+
+    def stat(self, path: str) -> Entry:
+        with place_errors():
+            return self._entry(self._client.stat(self._full(path)))
+
+    def list(self, path: str) -> Iterator[Entry]:
+        full = self._full(path)
+        with place_errors():
+            # To the end: a caller that takes only some of it would leave the library's call behind, half done.
+            found = list(self._client.list(full))
+        if len(found) == 1 and found[0].path == full:
+            raise NotFolderError(f"{self._what(path)} is not a folder")
+        return map(self._entry, found)
+
+    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
+        with place_errors():
+            return self._client.reads().open(self._full(path), deadline_s=deadline_s)
+
+    def delay_s(self, nodes: Sequence[str], length: int) -> float:
+        return self._client.reads().delay_s(nodes, length)
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        with contextlib.closing(self.open(path)) as file:
+            length = file.size_bytes - start
+            if length > limit:
+                raise PermanentError(f"{self._what(path)} has {length} bytes, more than the {limit} that it may have")
+            return self._read(file, path, start, length)
+
+    def read_first(self, path: str, length: int) -> bytes:
+        with contextlib.closing(self.open(path)) as file:
+            return self._read(file, path, 0, min(length, file.size_bytes))
+
+    def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
+        with self._temporary(path, data, mode) as (temporary, status):
+            self._client.rename(temporary, self._full(path), overwrite=True)
+        return replace(self._entry(status), path=path)
+
+    def create_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> bool:
+        try:
+            with self._temporary(path, data, mode) as (temporary, _):
+                self._client.rename(temporary, self._full(path))
+        except TakenError:
+            return False
+        return True
+
+    def begin_parts(
+        self, paths: Sequence[str], *, part_bytes: int, mode: int = 0o644, replication: int | None = None,
+        avoid: frozenset[str] = frozenset(), spare: Sequence[str] = (),
+    ) -> Sequence[PartWriter]:  # fmt: skip
+        """See `Place.begin_parts`. A part begins to exist, and to have a node, with its first bytes."""
+        begun: Sequence[PlacedWriter | LongWriter | NativeWriter]
+        full = [self._full(path) for path in paths]
+        with place_errors():
+            if part_bytes > _MAX_BLOCK_BYTES:
+                begun = self._begin_long(full, mode, replication)
+            else:
+                begun = self._client.begin_apart(
+                    full, block_size=part_bytes, mode=mode, replication=replication, avoid=avoid, spare=spare
+                )
+        return [_HdfsPart(path, writer) for path, writer in zip(paths, begun, strict=True)]
+
+    def rename(self, source: str, target: str, *, replace: bool = True) -> None:
+        with place_errors():
+            try:
+                self._client.rename(self._full(source), self._full(target), overwrite=replace)
+            except PermanentError as error:
+                if "must both be directories" not in str(error):
+                    raise
+                if not replace:
+                    raise TakenError(f"{self._what(target)} is there already") from error
+                if self.stat(source).is_folder:
+                    raise NotFolderError(f"{self._what(target)} is not a folder") from error
+                raise IsFolderError(f"{self._what(target)} is a folder") from error
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        if not path:
+            raise PermanentError(f"{self.uri} is the root and cannot be removed")
+        with place_errors():
+            self._client.delete(self._full(path), recursive=recursive)
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        with place_errors():
+            self._client.make_folder(self._full(path), mode=mode, parents=parents)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        with place_errors():
+            self._client.set_permission(self._full(path), mode)
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        with place_errors():
+            self._client.set_owner(self._full(path), owner, group)
+
+    def set_mtime(self, path: str, mtime_ns: int) -> None:
+        """See `Place.set_mtime`. HDFS keeps milliseconds."""
+        with place_errors():
+            self._client.set_times(self._full(path), mtime_ns // 1_000_000)
+
+    def now_s(self) -> float:
+        """See `Place.now_s`. Nothing tells the NameNode's clock but the time of a file that is written now."""
+        with self._lock:
+            clock = self._clock
+        if clock is not None and time.monotonic() - clock[1] < _CLOCK_S:
+            return clock[0] + time.monotonic() - clock[1]
+        full = self._full(f"{TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            with place_errors():
+                self._client.put(full, b"")
+                now_s = self._client.stat(full).mtime_ms / 1000
+                self._client.delete(full)
+        except AccessError:
+            return time.time()  # a caller that may not write there has no lease there
+        with self._lock:
+            self._clock = (now_s, time.monotonic())
+        return now_s
+
+    def space(self) -> tuple[int, int]:
+        with place_errors():
+            return self._client.space(self._root or "/")
+
+    def facts(self) -> Mapping[str, object]:
+        facts = self._client.reads().facts()
+        return {**facts, "fallback": facts["fallback"] or self._client.fallback}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _begin_long(
+        self, paths: Sequence[str], mode: int, replication: int | None
+    ) -> Sequence[LongWriter | NativeWriter]:
+        """Files of several blocks each, which lie where the NameNode puts them."""
+        with contextlib.ExitStack() as begun:
+            writers = []
+            for path in paths:
+                writer = self._client.create(path, mode=mode, replication=replication)
+                begun.callback(writer.abort)
+                writers.append(writer)
+            begun.pop_all()
+        return writers
+
+    @contextlib.contextmanager
+    def _temporary(self, path: str, data: bytes, mode: int) -> Iterator[tuple[str, FileStatus]]:
+        """A file beside `path`, and what is known of it; removed when it was not renamed."""
+        full = self._full(path)
+        folder = full.rpartition("/")[0]
+        temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        with place_errors():
+            try:
+                yield temporary, self._put(temporary, data, mode)
+            except BaseException as error:
+                with contextlib.suppress(BootseerError):
+                    self._client.delete(temporary)
+                if isinstance(error, PermanentError) and folder and not self._client.stat(folder).is_folder:
+                    raise NotFolderError(f"{self._what(path)}: its folder is a file") from None
+                raise
+
+    def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
+        """Write a file whose folder must be there: one that was just removed must not come back."""
+        # Quotas count whole blocks until a file has ended. The rest tells one content from another of the same length
+        # whose time somebody has set to the same, as heads of versions that `tar` copied: see `Entry.version`.
+        block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
+        if self._may_copy:
+            copies = max(self._client.replication or 0, SMALL_COPIES)
+            try:
+                return self._client.put(full, data, mode=mode, block_size=block_size, replication=copies, parents=False)
+            except BootseerError as error:
+                if "exceeds maximum" not in str(error):
+                    raise
+                self._may_copy = False
+        return self._client.put(full, data, mode=mode, block_size=block_size, parents=False)
+
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        with place_errors():
+            return bytes(read_now(file, start, length, self._what(path), _READ_S))
+
+    def _entry(self, status: FileStatus) -> Entry:
+        return Entry(
+            path=status.path[len(self._root) + 1 :],
+            is_folder=status.is_folder,
+            size_bytes=status.size_bytes,
+            mtime_ns=status.mtime_ms * 1_000_000,
+            mode=status.mode,
+            owner=status.owner,
+            group=status.group,
+            version=f"{status.mtime_ms:x}-{status.size_bytes:x}-{status.block_size:x}",
+        )
+
+    def _full(self, path: str) -> str:
+        if not _is_utf8(path):
+            raise NotFoundError(f"{path!r} is not a valid path: names in HDFS are UTF-8")
+        return "/".join([self._root, *names_of(path)]) or "/"
+
+    def _what(self, path: str) -> str:
+        return f"{self._client.uri}{self._full(path)}"
+
+
+def _is_utf8(text: str) -> bool:
+    """Python keeps other bytes of local names as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _HdfsPart:
+    """A `PartWriter` under its path in the place."""
+
+    def __init__(self, path: str, writer: PlacedWriter | LongWriter | NativeWriter) -> None:
+        self.path = path
+        self._writer = writer
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self._writer.nodes
+
+    def write(self, data: bytes | bytearray) -> None:
+        with place_errors():
+            self._writer.write(data)
+
+    def close(self) -> tuple[str, ...]:
+        with place_errors():
+            return self._writer.close()
+
+    def abort(self) -> None:
+        self._writer.abort()

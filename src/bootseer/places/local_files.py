@@ -1,0 +1,187 @@
+"""The kernel's file systems as a place needs them: names in a folder that is known by its descriptor, where no step
+follows a symbolic link; errors as ours; users and groups by name, as this machine knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import grp
+import os
+import pwd
+import secrets
+import stat
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.io.trusted_folder import NEW
+from bootseer.places.place import (
+    TEMPORARY,
+    IsFolderError,
+    NoSpaceError,
+    NotEmptyError,
+    NotFolderError,
+    TakenError,
+)
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def write_temporary(folder: int, data: bytes, mode: int) -> str:
+    """Write a small hidden file, durable, and return its name."""
+    name = f"{TEMPORARY}{secrets.token_hex(8)}"
+    create(folder, name, data, mode)
+    return name
+
+
+def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
+    """Rename unless the new name is taken. Raises `FileExistsError`."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        try:
+            # A link is made or not in one step, which a rename that replaces nothing is not everywhere.
+            os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+        except FileExistsError:
+            # A file server whose answer was lost is asked again, and then finds what it had made itself.
+            there = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+            if there.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino:
+                raise
+            drop(name, folder)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        else:
+            drop(name, folder)
+            return
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, new_name)
+    try:
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # another one was faster
+            raise FileExistsError(errno.EEXIST, new_name) from None
+        raise
+
+
+def create(folder: int, name: str, data: bytes, mode: int) -> None:
+    """Write a small file, durable but for its name. Raises `FileExistsError`."""
+    descriptor = os.open(name, NEW, mode, dir_fd=folder)
+    try:
+        os.fchmod(descriptor, mode)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except OSError:
+        drop(name, folder)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def drop(name: str, folder: int) -> None:
+    """Remove a file, if that can be."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+
+
+def sync(folder: int) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; there the rename is durable by itself.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_KINDS: dict[int, type[BootseerError]] = {
+    errno.EEXIST: TakenError,
+    errno.ENOTEMPTY: NotEmptyError,
+    errno.EISDIR: IsFolderError,
+    errno.ENOTDIR: NotFolderError,
+    errno.EACCES: AccessError,
+    errno.EPERM: AccessError,
+    errno.EROFS: AccessError,
+    errno.ENAMETOOLONG: PermanentError,
+    errno.EINVAL: PermanentError,
+    errno.EXDEV: PermanentError,
+    errno.ENOTSUP: PermanentError,
+}
+
+
+def mapped(error: OSError, what: str) -> BootseerError:
+    """An error of the file system as one of ours; `what` was asked for."""
+    if error.errno in (errno.ENOENT, errno.ELOOP):  # a symbolic link is no file here
+        return NotFoundError(f"there is no {what}")
+    text = f"{what}: {os.strerror(error.errno) if error.errno else error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"{text}; nothing was stored, make room and try again")
+    return _KINDS.get(error.errno or 0, TransientError)(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def owner_of(uid: int) -> str:
+    """The name of a user."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+@functools.lru_cache(maxsize=1024)
+def group_of(gid: int) -> str:
+    """The name of a group."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def uid_of(name: str | None) -> int:
+    """The number of a user; -1 for None. Raises `PermanentError` for an unknown name."""
+    if name is None:
+        return -1
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return _number(name, "user")
+
+
+def gid_of(name: str | None) -> int:
+    """The same for a group."""
+    if name is None:
+        return -1
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return _number(name, "group")
+
+
+@functools.lru_cache(maxsize=4096)
+def shown_uid(owner: str) -> int:
+    """The number of a user for programs of this machine. An unknown user is shown as the one who mounted: the place
+    decides what a caller may do, and knows the mount by that one identity."""
+    try:
+        return pwd.getpwnam(owner).pw_uid
+    except KeyError:
+        return int(owner) if owner.isdecimal() else os.geteuid()
+
+
+@functools.lru_cache(maxsize=4096)
+def shown_gid(group: str) -> int:
+    """The same for a group."""
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        return int(group) if group.isdecimal() else os.getegid()
+
+
+def _number(name: str, kind: str) -> int:
+    if not name.isdecimal():
+        raise PermanentError(f"this machine knows no {kind} {name!r}")
+    return int(name)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.errors import CorruptError, TransientError
+from bootseer.fetch.pending import CorruptBlocks, ForeignClaims, PendingRead, PendingReads
+
+
+def ticket(deadline=10.0, file=0):
+    return PendingRead(file, 0, 0, 0.0, deadline, lambda answer: None, lambda ticket: None)
+
+
+def test_a_read_is_complete_when_its_last_block_is_here_and_holds_what_came():
+    tickets, one, other = PendingReads(), ticket(), ticket()
+    tickets.wait(one, [1, 2])
+    tickets.wait(other, [2])
+    assert tickets.arrived((0, 2), b"two") == [other]
+    assert tickets.arrived((1, 1), b"another file's") == []
+    assert tickets.arrived((0, 1), None) == [one]
+    assert one.held == {2: b"two"}
+    assert len(tickets) == 0
+
+
+def test_a_block_that_does_not_come_fails_its_reads_and_says_what_else_they_waited_for():
+    tickets, one, other = PendingReads(), ticket(), ticket()
+    tickets.wait(one, [1, 2, 3])
+    tickets.wait(other, [3])
+    assert tickets.given_up((0, 1)) == [(one, {2, 3})]
+    assert tickets.arrived((0, 3), b"") == [other]
+
+
+def test_a_read_expires_once_at_its_deadline_and_not_when_it_was_closed():
+    tickets, late, closed, later = PendingReads(), ticket(5.0), ticket(5.0), ticket(6.0)
+    for each in (late, closed, later):
+        tickets.wait(each, [1])
+    assert tickets.close(closed) == {1}
+    assert tickets.close(closed) == set()
+    assert tickets.next_deadline == 5.0
+    assert tickets.expired(4.9) == []
+    assert tickets.expired(5.0) == [(late, {1})]
+    assert tickets.expired(5.5) == []
+    assert tickets.next_deadline == 6.0
+
+
+def test_a_read_may_wait_again_for_a_block_that_vanished():
+    tickets, one = PendingReads(), ticket()
+    tickets.wait(one, [1])
+    assert tickets.arrived((0, 1), None) == [one]
+    tickets.wait(one, [1])
+    assert tickets.arrived((0, 1), b"here") == [one]
+    assert one.held == {1: b"here"}
+
+
+@given(
+    waits=st.lists(st.frozensets(st.integers(0, 5), min_size=1), max_size=8),
+    events=st.lists(
+        st.tuples(st.sampled_from(["arrive", "give up", "close", "expire"]), st.integers(0, 7)), max_size=30
+    ),
+)
+def test_each_read_ends_at_most_once_and_nothing_is_left_of_it(waits, events):
+    tickets = PendingReads()
+    open_ones = [ticket(deadline=number) for number in range(len(waits))]
+    for each, blocks in zip(open_ones, waits, strict=True):
+        tickets.wait(each, blocks)
+    ended = []
+    for event, number in events:
+        if event == "arrive":
+            ended += tickets.arrived((0, number), b"")
+        elif event == "give up":
+            ended += [each for each, _ in tickets.given_up((0, number))]
+        elif event == "expire":
+            ended += [each for each, _ in tickets.expired(number)]
+        elif number < len(open_ones) and tickets.close(open_ones[number]):
+            ended.append(open_ones[number])
+    rest = tickets.close_all()
+    assert len(tickets) == 0
+    assert sorted(map(id, [*ended, *rest])) == sorted(map(id, open_ones))
+
+
+def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
+    tickets, gone = PendingReads(), ticket()
+    tickets.wait(gone, [1, 2])
+    tickets.arrived((0, 1), b"one")
+    tickets.close(gone)
+    assert gone.held == {}
+
+
+def test_a_corrupt_block_is_known_for_a_while_and_then_worth_an_attempt():
+    blocks = CorruptBlocks()
+    blocks.add((1, 7), CorruptError("first"), 100.0)
+    assert str(blocks.error(1, [6, 7], 129.9)) == "first"
+    assert blocks.error(0, [7], 101.0) is None
+    assert blocks.error(1, [7], 130.0) is None
+
+
+def test_what_came_soundly_or_failed_otherwise_is_not_known():
+    blocks = CorruptBlocks()
+    blocks.add((0, 1), TransientError("no answer"), 0.0)
+    blocks.add((0, 2), CorruptError("wrong"), 0.0)
+    blocks.forget((0, 2))
+    assert blocks.error(0, [1, 2], 1.0) is None
+    assert blocks.first == "wrong"
+
+
+def test_a_block_of_others_is_looked_at_soon_and_then_less_and_less_often():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 0.0)
+    elsewhere.watch((0, 1), 0.0)
+    times = []
+    while len(times) < 30:
+        now = elsewhere.next_look
+        assert elsewhere.due(now) == [(0, 1)]
+        times.append(now)
+    pauses = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    assert pauses[0] <= 0.005
+    assert all(later >= 0.99 * earlier for earlier, later in pairwise(pauses))
+    assert 0.04 <= pauses[-1] <= 0.1
+
+
+def test_a_forgotten_block_is_not_looked_at():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 0.0)
+    elsewhere.forget((0, 1))
+    assert elsewhere.due(1.0) == []
+    assert elsewhere.next_look is None
+
+
+def test_a_claim_that_is_held_for_a_minute_is_overdue():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 10.0)
+    assert not elsewhere.overdue((0, 1), 69.0)
+    assert elsewhere.overdue((0, 1), 70.0)
+    assert not elsewhere.overdue((0, 2), 70.0)

@@ -1,0 +1,181 @@
+"""A folder as a place: the contract, and what others may have put into it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.hdfs.requests import ReadOutcome
+from bootseer.places import open_place
+from bootseer.places.folder import FolderPlace
+from bootseer.places.place import Place, TakenError
+from places.contract import PlaceContract, opened, read
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "root").mkdir()
+    opened_place = open_place(f"file://{tmp_path}/root")
+    yield opened_place
+    opened_place.close()
+
+
+class TestFolderPlace(PlaceContract):
+    """The contract."""
+
+
+def test_links_and_special_files_are_neither_shown_nor_followed(place: Place, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_bytes(b"secret")
+    root = tmp_path / "root"
+    (root / "folder-link").symlink_to(secret)
+    (root / "file-link").symlink_to(secret / "key")
+    os.mkfifo(root / "pipe")
+    assert list(place.list("")) == []
+    for path in ("folder-link", "file-link", "pipe", "folder-link/key"):
+        with pytest.raises(NotFoundError):
+            place.stat(path)
+        with pytest.raises(NotFoundError):
+            place.open(path)
+        with pytest.raises(NotFoundError):
+            place.read_bytes(path, 100)
+    with pytest.raises(NotFoundError):
+        place.write_bytes("folder-link/new", b"x")
+    with pytest.raises(NotFoundError):
+        place.set_mode("folder-link/key", 0o777)
+    assert sorted(path.name for path in secret.iterdir()) == ["key"]
+
+
+def test_writing_over_a_link_replaces_the_link(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
+    place.write_bytes("link", b"new")
+    assert (tmp_path / "secret").read_bytes() == b"secret"
+    assert place.read_bytes("link", 10) == b"new"
+
+
+def test_removing_a_folder_does_not_follow_links_in_it(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"x")
+    place.make_folder("a")
+    (tmp_path / "root" / "a" / "link").symlink_to(tmp_path / "kept")
+    place.delete("a", recursive=True)
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def test_a_file_that_is_written_to_or_cut_while_it_is_read_is_an_error(place: Place, tmp_path: Path) -> None:
+    place.write_bytes("file", b"0123456789")
+    with opened(place, "file") as file:
+        os.utime(tmp_path / "root" / "file", ns=(1, 1))
+        with pytest.raises(TransientError, match="changed"):
+            read(file, 0, 10)
+    with opened(place, "file") as file:
+        os.truncate(tmp_path / "root" / "file", 5)
+        with pytest.raises(TransientError, match="shorter"):
+            read(file, 0, 10)
+
+
+def test_closing_an_open_file_waits_for_nobody_and_ends_no_read(place: Place) -> None:
+    data = os.urandom(4 << 20)
+    place.write_bytes("file", data)
+    file = place.open("file")
+    into = [bytearray(1 << 20) for _ in range(32)]
+    ends = threading.Semaphore(0)
+    outcomes: list[ReadOutcome] = []
+
+    def done(outcome: ReadOutcome) -> None:
+        outcomes.append(outcome)
+        ends.release()
+
+    for number, buffer in enumerate(into):
+        file.read_into(number % 4 << 20, memoryview(buffer), done, urgent=number % 2 == 0)
+    file.close()
+    file.close()
+    for _ in into:
+        assert ends.acquire(timeout=180)
+    assert [outcome.error for outcome in outcomes] == [None] * 32
+    assert all(buffer == data[number % 4 << 20 : (number % 4 + 1) << 20] for number, buffer in enumerate(into))
+    with pytest.raises(PermanentError, match="closed"):
+        file.read_into(0, memoryview(bytearray(1)), done)
+
+
+def test_a_read_outside_of_the_file_is_refused(place: Place) -> None:
+    place.write_bytes("file", b"123")
+    with opened(place, "file") as file:
+        for offset, length in ((-1, 1), (0, 4), (3, 1)):
+            with pytest.raises(PermanentError):
+                file.read_into(offset, memoryview(bytearray(length)), lambda outcome: None)
+
+
+def test_a_child_of_fork_reads_too(place: Place) -> None:
+    place.write_bytes("file", b"content")
+    with opened(place, "file") as file:
+        assert read(file, 0, 7) == b"content"
+        held = file._lock
+        held.acquire()  # as by another thread, which is not in the child
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            os._exit(0 if read(file, 0, 7) == b"content" else 1)
+        held.release()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_root_that_is_not_there_is_not_found_and_can_be_made(tmp_path: Path) -> None:
+    place = FolderPlace(tmp_path / "not" / "there")
+    with pytest.raises(NotFoundError):
+        list(place.list(""))
+    with pytest.raises(NotFoundError):
+        place.stat("")
+    place.make_folder("", parents=True)
+    assert list(place.list("")) == []
+    place.close()
+
+
+def test_a_root_that_is_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    place = FolderPlace(tmp_path / "link")
+    place.write_bytes("file", b"x")
+    assert (tmp_path / "real" / "file").read_bytes() == b"x"
+    place.close()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["", "s3://bucket/x", "file://host/dir", "hdfs://", "hdfs:///dir", "hdfs://user@host/x", "/a/.stripes/b", "a\0b"],
+)
+def test_what_is_no_place_is_refused_with_a_hint(uri: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_place(uri)
+    assert caught.value.hint
+
+
+def test_a_root_that_is_a_loop_of_links_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    place = open_place(f"{tmp_path}/loop/below")
+    with pytest.raises(NotFoundError):
+        place.list("")
+    place.close()
+
+
+def test_of_many_that_want_a_folders_name_one_gets_it_and_the_others_hear_that_it_is_taken(place: Place) -> None:
+    def rename(number: int) -> bool:
+        try:
+            place.rename(f"{number}", f"target{number // 4}", replace=False)
+        except TakenError:
+            return False
+        return True
+
+    for number in range(400):
+        place.make_folder(f"{number}/below", parents=True)
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(rename, range(400))) == 100

@@ -1,0 +1,127 @@
+"""HDFS as a place, against a real cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.writing.pipeline import BytesSource
+from bootseer.checkpoint.writing.writing import Writing
+from bootseer.errors import NotFoundError
+from bootseer.places import open_place
+from bootseer.places.place import Place
+from hdfs_cluster import HdfsCluster, needs_hdfs
+from places.contract import PlaceContract
+
+pytestmark = needs_hdfs
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    # A node that has just been busy would count as one that takes nothing.
+    settings = {"dfs.namenode.redundancy.considerLoad": "false"}
+    with HdfsCluster(tmp_path_factory.mktemp("cluster"), num_datanodes=3, settings=settings) as running:
+        yield running
+
+
+@pytest.fixture
+def place(cluster: HdfsCluster) -> Iterator[Place]:
+    opened = open_place(f"{cluster.uri}/tests/{next(_numbers)}")
+    opened.make_folder("", parents=True)
+    yield opened
+    opened.close()
+
+
+class TestHdfsPlace(PlaceContract):
+    """The contract."""
+
+
+def test_parts_that_are_begun_together_lie_on_different_nodes(place: Place) -> None:
+    writers = place.begin_parts([f"parts/{number}" for number in range(3)], part_bytes=1 << 20)
+    for writer in writers:
+        writer.write(bytes(1 << 20))
+    nodes = [writer.close() for writer in writers]
+    assert len({node for lie in nodes for node in lie}) == 3
+
+
+def test_nodes_that_are_spare_are_taken_before_two_parts_share_one(place: Place) -> None:
+    nodes = _nodes_of_parts(place, "first", 3)
+    assert len(set(nodes)) == 3
+    for spare in (nodes[:1], nodes[1:]):
+        alone = {_nodes_of_parts(place, f"{len(spare)}/{number}", 1, spare)[0] for number in range(6)}
+        assert not alone & set(spare)
+    assert len(set(_nodes_of_parts(place, "again", 3, nodes[:2]))) == 3
+
+
+def _nodes_of_parts(place: Place, folder: str, count: int, spare: Sequence[str] = ()) -> list[str]:
+    writers = place.begin_parts([f"{folder}/{number}" for number in range(count)], part_bytes=1 << 20, spare=spare)
+    for writer in writers:
+        writer.write(bytes(1000))
+    return [writer.close()[0] for writer in writers]
+
+
+def test_a_part_of_more_than_the_largest_block_becomes_several_blocks(cluster: HdfsCluster, place: Place) -> None:
+    (writer,) = place.begin_parts(["long"], part_bytes=2 << 30)
+    for _ in range(129):
+        writer.write(bytes(8 << 20))
+    writer.close()
+    assert place.stat("long").size_bytes == 129 * (8 << 20)
+    blocks = [block.size_bytes for block in cluster.where(f"{urlsplit(place.uri).path}/long")]
+    assert blocks == [128 << 20] * 8 + [8 << 20]
+
+
+def test_a_small_file_has_as_many_copies_as_the_cluster_allows(
+    cluster: HdfsCluster, place: Place, tmp_path: Path
+) -> None:
+    place.write_bytes("small", b"x" * 5000)
+    assert place.create_bytes("new", b"x")
+    for name in ("small", "new"):
+        (block,) = cluster.where(f"{urlsplit(place.uri).path}/{name}", replicas=3)
+        assert len(block.nodes) == 3
+    with HdfsCluster(tmp_path, settings={"dfs.replication.max": "2"}) as frugal:
+        other = open_place(frugal.uri)
+        other.write_bytes("small", b"x")
+        other.write_bytes("small", b"y")
+        assert other.read_bytes("small", 1) == b"y"
+        other.close()
+
+
+def test_a_small_file_has_copies_also_where_its_policy_wants_one_of_each_part(
+    cluster: HdfsCluster, place: Place
+) -> None:
+    policy = Policy(stripes=2, parity=True, replication=1, min_bytes_per_stripe=1 << 20)
+    with contextlib.closing(Writing(Files(place))) as writing:
+        writing.write_file("metadata", BytesSource(b"x" * 5000), policy=policy)
+        writing.write_file("tensors", BytesSource(bytes(3 << 20)), policy=policy)
+    folder = urlsplit(place.uri).path
+    copies = {name: cluster.where(f"{folder}/{name}", replicas=3)[0].nodes for name in ("metadata", "tensors")}
+    assert [len(nodes) for nodes in copies.values()] == [3, 3]
+    (part, *_) = [entry.path for folder in place.list(".stripes") for entry in place.list(folder.path)]
+    assert len(cluster.where(f"{folder}/{part}")[0].nodes) == 1
+
+
+def test_names_that_hdfs_cannot_have_are_known_before_and_never_found(place: Place) -> None:
+    assert place.refusal("step-1_12:30") != ""
+    assert place.refusal("bad\udcff") != ""
+    assert place.refusal("schön=1.ckpt") == ""
+    for ask in (place.stat, place.open, place.delete, place.make_folder):
+        with pytest.raises(NotFoundError):
+            ask("bad\udcff")
+
+
+def test_contents_of_the_same_length_and_time_are_told_apart(place: Place) -> None:
+    versions = set()
+    for number in range(8):
+        place.write_bytes("head", b"%d" % number)
+        place.set_mtime("head", 10**18)
+        versions.add(place.stat("head").version)
+    # By chance, two of eight may be alike.
+    assert len(versions) >= 7
