@@ -23,7 +23,8 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
 from bootseer.image.reference import Place, Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import Source, open_source
+from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import ImageSource
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import retrying
@@ -176,9 +177,9 @@ class _Opener:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._source: Source | None = None
+        self._source: ImageSource | None = None
 
-    def source(self) -> Source:
+    def source(self) -> ImageSource:
         if self._source is None:
             wanted = self._wanted
             self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)

@@ -70,7 +70,7 @@ def ask_for(
 
 def base_of_image(request: Request) -> Base:
     """The image that a setup runs in. Raises what its registry or store raises."""
-    from bootseer.image.sources.source import open_source
+    from bootseer.image.sources.open import open_source
 
     with contextlib.closing(
         open_source(request.reference, platform=request.platform, plain_http=request.plain_http)

@@ -36,8 +36,8 @@ from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.inroot import is_executable
 from bootseer.image.containers.process import passed_on
+from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.launch.environment.plain import ScriptRun, script_run
