@@ -19,7 +19,7 @@ from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source
+from bootseer.image.sources.open import open_source
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
 from bootseer.store.store import Store

@@ -22,7 +22,7 @@ from bootseer.image.catalog import IMAGES, images_in, read_document, read_stored
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import this_platform
+from bootseer.image.sources.open import this_platform
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
