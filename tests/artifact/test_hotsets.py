@@ -9,9 +9,7 @@ import pytest
 from bootseer.artifact.hotsets import HotSets, hotset_name, publishes
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import AccessError, TransientError
-from bootseer.fetch.hotset import HotSet, Record
-from bootseer.fetch.hotset_format import encode
-from bootseer.fetch.need import Found, Need
+from bootseer.fetch.hotset import Found, HotSet, Need, Record, encode_hot_set
 from bootseer.store.file import FileStore
 from bootseer.store.store import Upload
 from signing_keys import make_key, trust
@@ -90,7 +88,10 @@ def test_a_store_that_is_away_costs_the_set_and_nothing_else(tmp_path: Path) -> 
     assert said == ["no hot set: no answer"]
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", encode(HotSet(DIGEST, "other")), encode(HotSet("other", WORKLOAD))])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"nonsense", encode_hot_set(HotSet(DIGEST, "other")), encode_hot_set(HotSet("other", WORKLOAD))],
+)
 def test_a_set_that_is_none_or_another_s_is_not_used(tmp_path: Path, data: bytes) -> None:
     store = FileStore(tmp_path / "store")
     upload = store.upload()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.document import CLOCK_SKEW_S, MAX_BYTES, EnvironmentDocument, Export, OtherVersionError, document_name
+from bootseer.artifact.document import OtherVersionError
+from bootseer.env.document import CLOCK_SKEW_S, MAX_BYTES, EnvironmentDocument, Export, document_name
 from bootseer.errors import CorruptError, PermanentError
 from env.life.samples import BUILT_S, KEY, digest_of, document
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import pytest
 
-from bootseer.errors import PermanentError
+from bootseer.errors import NotFoundError, PermanentError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.need import Found
-from bootseer.fetch.purpose import Purpose
-from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.hotset import Found
+from bootseer.fetch.settings import FetchSettings, Purpose
+from bootseer.fetch.transfer import Form
 from fetch.files import BLOCK, stored
 from fetch.waiting import until
-from store_doubles import Fault
+from store_doubles import Fault, FaultyStore
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_after_prefetch_was_stopped_only_what_is_read_is_fetched(fetching, data)
     until(lambda: store.requests)
     fetcher.stop_prefetch()
     gate.set()
-    until(lambda: fetcher._engine.scheduler.idle)
+    until(lambda: fetcher._scheduler.idle)
     assert not cached.ready(99)
     assert fetcher.read_blocking(0, 99 * BLOCK, 10) == data[99 * BLOCK : 99 * BLOCK + 10]
 
@@ -214,7 +215,38 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(fetching, data, c
         file.write(b"x" * 100)
     other = cache.open(index)
     again = Fetcher()
-    again.add(index, fetcher._files[0].origin, other)
+    again.add(index, fetcher._files[0].origins[0].store, other)
     assert again.read_blocking(0, 4 * BLOCK, 3 * BLOCK) == data[4 * BLOCK : 7 * BLOCK]
     again.close()
     other.close()
+
+
+class Neighbour:
+    """An origin that has the plain bytes of some blocks, one of them damaged, and not the others."""
+
+    uri, form = "peer://neighbour", Form.PLAIN
+
+    def __init__(self, data, has, damaged):
+        self.data, self.has, self.damaged = data, has, damaged
+
+    def read(self, index, blocks, timeout_s):
+        for block in blocks:
+            if block not in self.has:
+                raise NotFoundError(f"block {block} is not here")
+            plain = self.data[block * BLOCK : (block + 1) * BLOCK]
+            yield block, bytes(len(plain)) if block == self.damaged else plain
+
+
+def test_plain_blocks_of_a_nearer_origin_are_verified_and_the_store_gives_the_rest(cache, origin, index, data):
+    store, near = FaultyStore(origin), Neighbour(data, range(60), damaged=6)
+    cached = cache.open(index)
+    with closing(Fetcher()) as fetcher:
+        fetcher.add(index, store, cached, nearer=[near])
+        assert fetcher.read_blocking(0, 4 * BLOCK, 2 * BLOCK) == data[4 * BLOCK : 6 * BLOCK]
+        assert not store.requests
+        assert fetcher.read_blocking(0, 6 * BLOCK, BLOCK) == data[6 * BLOCK : 7 * BLOCK]
+        assert len(store.requests) == 1
+        fetcher.pull_all()
+        assert fetcher.stats().corrupt_blocks == 1
+    assert cached.path.read_bytes() == data
+    cached.close()

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.settings import Purpose
 from fetch.virtual import BLOCK, Layout, World, void
 
 pytestmark = pytest.mark.slow

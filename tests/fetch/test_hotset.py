@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.fetch.hotset import MAX_RUNS, HotSet, Quality, Record, judge
-from bootseer.fetch.need import Found, Need
+from bootseer.fetch.hotset import MAX_RUNS, Found, HotSet, Need, Quality, Record, judge
 
 FILE = "ab" * 32
 EMPTY = HotSet("image", "workload")

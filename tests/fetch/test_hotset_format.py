@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
-from bootseer.fetch import hotset_format
-from bootseer.fetch.hotset import HotSet, Record
-from bootseer.fetch.hotset_format import encode, parse
-from bootseer.fetch.need import MAX_NEEDS, Found, Need
+from bootseer.fetch import hotset
+from bootseer.fetch.hotset import MAX_NEEDS, Found, HotSet, Need, Record, encode_hot_set, parse_hot_set
 
 FILES = ["ab" * 32, "cd" * 32, "00" * 32]
 needs = st.lists(
@@ -48,21 +46,21 @@ def opened(data: bytes) -> dict:
 
 @given(sets)
 def test_a_set_comes_back_as_it_was_and_equal_sets_have_equal_bytes(hot_set):
-    data = encode(hot_set)
-    assert parse(data) == hot_set
-    assert encode(parse(data)) == data
+    data = encode_hot_set(hot_set)
+    assert parse_hot_set(data) == hot_set
+    assert encode_hot_set(parse_hot_set(data)) == data
 
 
 def test_a_set_of_real_size_is_small():
     rows = tuple(Need(FILES[at % 2], 3 * at, 2 * at, Found(at % 3)) for at in range(4000))
-    data = encode(HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8))))
+    data = encode_hot_set(HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8))))
     assert len(data) < 20_000
 
 
 @pytest.mark.parametrize("schema", ["bootseer.hotset/2", "bootseer.hotset/1.5"])
 def test_a_later_version_is_told_apart_from_nonsense(schema):
     with pytest.raises(PermanentError, match="version") as raised:
-        parse(packed({**opened(encode(SET)), "schema": schema}))
+        parse_hot_set(packed({**opened(encode_hot_set(SET)), "schema": schema}))
     assert not isinstance(raised.value, CorruptError)
 
 
@@ -96,28 +94,28 @@ def test_a_later_version_is_told_apart_from_nonsense(schema):
     ],
 )
 def test_each_impossible_value_is_refused(path, value):
-    document = opened(encode(SET))
+    document = opened(encode_hot_set(SET))
     place = document
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
     with pytest.raises(CorruptError):
-        parse(packed(document))
+        parse_hot_set(packed(document))
 
 
 def test_a_block_that_is_named_twice_in_a_run_is_refused():
-    document = opened(encode(SET))
+    document = opened(encode_hot_set(SET))
     document["runs"][0]["file"] = [0, 0]
     document["runs"][0]["block"] = [7, 0]
     with pytest.raises(CorruptError, match="twice"):
-        parse(packed(document))
+        parse_hot_set(packed(document))
 
 
 def test_runs_in_the_wrong_order_are_refused():
-    document = opened(encode(SET))
+    document = opened(encode_hot_set(SET))
     document["runs"] = [document["runs"][0], {**document["runs"][0], "started_s": 4.0}]
     with pytest.raises(CorruptError, match="order"):
-        parse(packed(document))
+        parse_hot_set(packed(document))
 
 
 @pytest.mark.parametrize(
@@ -125,43 +123,43 @@ def test_runs_in_the_wrong_order_are_refused():
     [
         b"",
         b"{}",
-        b"x" * (hotset_format.MAX_STORED_BYTES + 1),
-        zstandard.ZstdCompressor().compress(b" " * (hotset_format.MAX_JSON_BYTES + 1)),
+        b"x" * (hotset.MAX_STORED_BYTES + 1),
+        zstandard.ZstdCompressor().compress(b" " * (hotset.MAX_JSON_BYTES + 1)),
         zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"),
         zstandard.ZstdCompressor().compress(b"[" * 1_000_000),
         zstandard.ZstdCompressor().compress(b"\xff\xfe"),
         zstandard.ZstdCompressor().compress(b'{"a":1' + b"0" * 5000 + b"}"),
         packed([]),
-        encode(SET)[:-3],
-        encode(SET) + b"more",
+        encode_hot_set(SET)[:-3],
+        encode_hot_set(SET) + b"more",
     ],
     ids=range(11),
 )
 def test_what_is_no_hot_set_is_refused_before_it_takes_memory(data):
     with pytest.raises(CorruptError):
-        parse(data)
+        parse_hot_set(data)
 
 
 @given(st.binary(max_size=200), st.integers(0, 500))
 def test_damaged_bytes_end_in_an_error_of_ours_or_in_a_set(noise, at):
-    data = bytearray(encode(SET))
+    data = bytearray(encode_hot_set(SET))
     data[at % len(data) : at % len(data) + len(noise)] = noise
     with contextlib.suppress(BootseerError):
-        parse(bytes(data))
+        parse_hot_set(bytes(data))
 
 
 def test_the_oldest_runs_are_left_out_when_all_do_not_fit(monkeypatch):
     rows = tuple(Need(FILES[0], at * 7919 % 2**20, at * 37, Found.MISSING) for at in range(1000))
     whole = HotSet("image", "workload", tuple(Record(float(run), 9000, rows) for run in range(8)))
-    monkeypatch.setattr(hotset_format, "MAX_JSON_BYTES", 50_000)
-    kept = parse(encode(whole))
+    monkeypatch.setattr(hotset, "MAX_JSON_BYTES", 50_000)
+    kept = parse_hot_set(encode_hot_set(whole))
     assert 0 < len(kept.records) < 8
     assert kept.records == whole.records[-len(kept.records) :]
 
 
 def test_more_needs_than_a_run_may_have_are_refused():
-    document = opened(encode(SET))
+    document = opened(encode_hot_set(SET))
     for column in ("file", "block", "t_ms", "found"):
         document["runs"][0][column] = [0] * (MAX_NEEDS + 1)
     with pytest.raises(CorruptError):
-        parse(packed(document))
+        parse_hot_set(packed(document))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
-from bootseer.fetch.pace import Pace
+from bootseer.fetch.ledger import Pace
 from bootseer.fetch.settings import FetchSettings
 
 SETTINGS = FetchSettings()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.fetch import record as record_module
-from bootseer.fetch.hotset import Record
-from bootseer.fetch.need import Found, Need
+from bootseer.fetch.hotset import Found, Need, Record
 from bootseer.fetch.record import RecordWriter, read_record
 from fetch.waiting import until
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from bootseer.blocks.codec import Buffer
 from bootseer.errors import AccessError, BootseerError, TransientError
 from bootseer.fetch.ledger import Fetch
-from bootseer.fetch.purpose import Purpose
-from bootseer.fetch.settings import FetchSettings
+from bootseer.fetch.settings import FetchSettings, Purpose
 from fetch.virtual import BLOCK, Fault, Layout, World
 
 SMALL = FetchSettings(
@@ -54,7 +53,8 @@ def test_every_read_is_answered_once_by_its_deadline_and_nothing_is_left_over(da
     def fault(fetch: Fetch, earlier: int) -> Fault | None:
         return script.pop() if script else None
 
-    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault)
+    origins = data.draw(st.sampled_from([("store",), ("near", "store")]))
+    world = World(files, settings=SMALL, latency_s=0.05, bytes_per_s=20e6, fault=fault, origins=origins)
     block = st.integers(0, len(files) - 1).flatmap(
         lambda file: st.tuples(st.just(file), st.integers(0, files[file].num_blocks - 1))
     )

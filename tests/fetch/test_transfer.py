@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bootseer.blocks.codec import decode
 from bootseer.errors import TransientError
-from bootseer.fetch.transfer import _cut, transfer
+from bootseer.fetch.transfer import StoreOrigin, _cut
 from fetch.files import BLOCK
 from store_doubles import Fault, FaultyStore
 
@@ -22,7 +22,7 @@ def test_pieces_of_any_size_are_cut_into_the_parts_asked_for(pieces, data):
 
 def test_an_answer_that_is_too_short_yields_the_blocks_that_are_whole(origin, index):
     store = FaultyStore(origin, [Fault(short_after=BLOCK + 10)])
-    blocks = transfer(index, store, range(4), 5.0)
+    blocks = StoreOrigin(store).read(index, range(4), 5.0)
     with pytest.raises(TransientError, match="ended too early"):
         for block, stored in blocks:
             last = block, stored
@@ -31,7 +31,7 @@ def test_an_answer_that_is_too_short_yields_the_blocks_that_are_whole(origin, in
 
 def test_blocks_of_zeros_alone_need_no_request(origin, index):
     store = FaultyStore(origin)
-    [(block, stored)] = transfer(index, store, range(1, 2), 5.0)
+    [(block, stored)] = StoreOrigin(store).read(index, range(1, 2), 5.0)
     assert decode(index.place(block).codec, stored, BLOCK, index.digest(block)) == bytes(BLOCK)
     assert not store.requests
 
@@ -46,7 +46,7 @@ def test_closing_early_ends_the_request(origin, index):
             finally:
                 closed.append(True)
 
-    blocks = transfer(index, Watched(origin, lambda request: Fault(piece_bytes=100)), range(8), 5.0)
+    blocks = StoreOrigin(Watched(origin, lambda request: Fault(piece_bytes=100))).read(index, range(8), 5.0)
     next(blocks)
     blocks.close()
     assert closed == [True]
@@ -59,4 +59,4 @@ def test_an_answer_that_is_too_long_is_an_error(origin, index):
             yield b"more"
 
     with pytest.raises(TransientError, match="longer"):
-        list(transfer(index, Generous(origin), range(4), 5.0))
+        list(StoreOrigin(Generous(origin)).read(index, range(4), 5.0))

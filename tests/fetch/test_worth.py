@@ -3,15 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.fetch.hotset import HotSetTrust
 from bootseer.fetch.settings import FetchSettings
-from bootseer.fetch.worth import Worth
 
 SETTINGS = FetchSettings()
 WINDOW = 32 << 20
 
 
-def judged(*needs: bool) -> Worth:
-    worth = Worth(SETTINGS)
+def judged(*needs: bool) -> HotSetTrust:
+    worth = HotSetTrust(SETTINGS)
     for covered in needs:
         worth.needed(covered)
     return worth

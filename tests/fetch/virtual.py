@@ -1,7 +1,7 @@
 """A world in virtual time for the scheduler: an origin with latency, shared bandwidth and faults, and its readers.
 
-The line is shared evenly by all requests that are past their latency. The world drives `Scheduler` and `Tickets` as
-the fetcher does, and checks at each step what must always hold.
+The line is shared evenly by all requests that are past their latency. The world drives `Scheduler` and `PendingReads`
+as the fetcher does, and checks at each step what must always hold.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Place, Stripe
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.ledger import Fetch
-from bootseer.fetch.purpose import Purpose
+from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.schedule import Scheduler
-from bootseer.fetch.settings import FetchSettings
-from bootseer.fetch.tickets import Ticket, Tickets
+from bootseer.fetch.settings import FetchSettings, Purpose
 
 BLOCK = 128 << 10
 _EPSILON = 1e-9
@@ -85,15 +84,16 @@ class World:
         latency_s: float = 0.02,
         bytes_per_s: float = 100e6,
         fault: Callable[[Fetch, int], Fault | None] | None = None,
+        origins: Sequence[str] = ("origin",),
         seed: int = 0,
     ) -> None:
         self.settings = settings or FetchSettings()
         self.now = 0.0
         self.layouts = layouts
         self.scheduler = Scheduler(self.settings, Random(seed).random)
-        self.tickets = Tickets()
+        self.tickets = PendingReads()
         for layout in layouts:
-            self.scheduler.add(layout, "origin")
+            self.scheduler.add(layout, *origins)
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self._fault = fault or (lambda fetch, earlier: None)
@@ -121,14 +121,14 @@ class World:
 
     def read(
         self, file: int, blocks: Sequence[int], done: Callable[[Buffer | BootseerError], None], deadline_s: float = 30.0
-    ) -> Ticket:
+    ) -> PendingRead:
         """One read of whole blocks."""
         for block in blocks:
             if (file, block) not in self.seen:
                 self.seen.add((file, block))
                 self.scheduler.needed(file, block, self.now)
         missing = [block for block in blocks if (file, block) not in self.here]
-        ticket = Ticket(file, 0, 0, self.now, self.now + deadline_s, done, self._leave)
+        ticket = PendingRead(file, 0, 0, self.now, self.now + deadline_s, done, self._leave)
         if missing:
             self.scheduler.want(file, missing, Purpose.DEMAND, self.now)
             self.tickets.wait(ticket, missing)
@@ -150,7 +150,7 @@ class World:
 
         step()
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: PendingRead) -> None:
         self.scheduler.cancelled(ticket.file, self.tickets.close(ticket))
 
     def _bring(self, file: int, block: int) -> None:

@@ -42,14 +42,22 @@ def parse_object(data: bytes, what: str, limit: int) -> dict[str, Any]:
     return value
 
 
-def decode(data: bytes, kind: type[_T], what: str, *, limit: int, schema: str) -> _T:
+def decode(
+    data: bytes,
+    kind: type[_T],
+    what: str,
+    *,
+    limit: int,
+    schema: str,
+    other_version: type[PermanentError] = OtherVersionError,
+) -> _T:
     """The document in `data`, of at most `limit` bytes. `what` is it for people: `environment document`.
 
-    Raises `CorruptError`, and `OtherVersionError` where its key `schema` is not `schema`.
+    Raises `CorruptError`, and `other_version` where its key `schema` is not `schema`.
     """
     value = parse_object(data, what, limit)
     if value.pop("schema", None) != schema:
-        raise OtherVersionError(f"{what}: another version, this BootSeer reads {schema}")
+        raise other_version(f"{what}: another version, this BootSeer reads {schema}")
     return convert(value, kind, what)
 
 

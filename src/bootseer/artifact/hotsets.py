@@ -20,8 +20,7 @@ from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
-from bootseer.fetch.hotset import Block, HotSet, Record, judge
-from bootseer.fetch.hotset_format import MAX_STORED_BYTES, encode, parse
+from bootseer.fetch.hotset import MAX_STORED_BYTES, Block, HotSet, Record, encode_hot_set, judge, parse_hot_set
 from bootseer.fetch.record import read_record
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
@@ -124,7 +123,7 @@ class HotSets:
             if is_signed(data):
                 self._signed.add(workload)
             data = self._signatures.open(name, data, store.uri, reuse=True)  # its runs are signed with ours
-        found = parse(data)
+        found = parse_hot_set(data)
         if (found.image, found.workload) != (self._digest, workload):
             raise CorruptError(f"{store.uri}: {name} is of another image or workload")
         return found
@@ -133,7 +132,7 @@ class HotSets:
         # As the image's own the registry lists it beside the image and forgets it with the image; a store that does not
         # have the image itself takes it all the same.
         subjects = (self._digest, None) if store is self._store else (None,)
-        name, data = hotset_name(self._digest, hot_set.workload), encode(hot_set)
+        name, data = hotset_name(self._digest, hot_set.workload), encode_hot_set(hot_set)
         if store is self._store:
             try:
                 data = self._signatures.seal(name, data)

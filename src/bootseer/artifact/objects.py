@@ -5,7 +5,7 @@ What is kept lets a node start again what it has while the store is away; a full
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bootseer.artifact.progress import Say
@@ -21,16 +21,21 @@ WRITE_S = 60.0
 _THREADS = 8
 
 
-def put(store: Store, name: str, data: bytes, refs: Iterable[Stored] = (), *, timeout_s: float = WRITE_S) -> None:
-    """Write a small object, in place of one that may be there, with retries."""
-    refs = tuple(refs)
-    retrying(lambda left_s: put_once(store, name, data, refs), deadline_s=timeout_s)
-
-
-def put_once(
-    store: Store, name: str, data: bytes, refs: tuple[Stored, ...] = (), *, subject: str | None = None
+def put(
+    store: Store,
+    name: str,
+    data: bytes,
+    refs: Sequence[Stored] = (),
+    *,
+    subject: str | None = None,
+    timeout_s: float = WRITE_S,
 ) -> None:
-    """The same in one attempt. `subject`: see `Upload.commit`."""
+    """Write a small object, in place of one that may be there, with retries. `subject`: see `Upload.commit`."""
+    retrying(lambda left_s: put_once(store, name, data, refs, subject=subject), deadline_s=timeout_s)
+
+
+def put_once(store: Store, name: str, data: bytes, refs: Sequence[Stored] = (), *, subject: str | None = None) -> None:
+    """The same in one attempt."""
     upload = store.upload()
     try:
         upload.write(data)

@@ -74,7 +74,7 @@ def show_command(reference: str, store: str | None, plain_http: bool, output: Ou
 @_JSON
 def merge_command(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, output: Output) -> None:
     """Add the runs of exported hot sets to those that are known, and publish the result."""
-    from bootseer.fetch.hotset_format import MAX_STORED_BYTES, parse
+    from bootseer.fetch.hotset import MAX_STORED_BYTES, parse_hot_set
 
     rows = []
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
         for path in files:
             try:
                 with path.open("rb") as file:
-                    given = parse(file.read(MAX_STORED_BYTES + 1))
+                    given = parse_hot_set(file.read(MAX_STORED_BYTES + 1))
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}", hint="name a file that `hotset export` wrote") from error
             if given.image != found.document.digest:
@@ -105,7 +105,7 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
 @_PLAIN
 def export_command(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
     """Write the hot set WORKLOAD of the image REF into FILE (- for standard output), for another store or site."""
-    from bootseer.fetch.hotset_format import encode
+    from bootseer.fetch.hotset import encode_hot_set
 
     with ExitStack() as stack:
         _, sets = _open(stack, reference, store, plain_http)
@@ -115,9 +115,9 @@ def export_command(reference: str, workload: str, file: Path, store: str | None,
         raise UsageError(f"no hot set {workload!r}", hint=f"there are: {', '.join(known) or 'none'}")
     try:
         if str(file) == "-":
-            sys.stdout.buffer.write(encode(hot_set))
+            sys.stdout.buffer.write(encode_hot_set(hot_set))
         else:
-            file.write_bytes(encode(hot_set))
+            file.write_bytes(encode_hot_set(hot_set))
     except OSError as error:
         raise PermanentError(f"{file}: cannot be written: {error.strerror}") from error
 

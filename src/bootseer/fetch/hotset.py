@@ -5,22 +5,44 @@ records are kept, a block is hot when at least half of the runs needed it, and i
 the times at which it was needed. What no run needs any more disappears by itself; runs that have nothing in common
 with the newest ones are dropped, and a set that has stopped to cover what is needed starts over.
 
-The key is (image identity, workload key): two strings of whoever asks. Written down by `hotset_format`; the plan goes
-to the fetcher. A set comes from outside and may be nonsense: then it costs bandwidth, never a wrong byte.
+The key is (image identity, workload key). As bytes a set is bounded JSON in a zstd frame, docs/formats/hotset.md. Hot
+sets lie in stores that others write to, so nothing in them is believed: sizes are bounded before anything is allocated,
+and numbers are checked one by one. A wrong set costs bandwidth, never a wrong byte.
 Decides and touches nothing.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import accumulate, pairwise
 
-from bootseer.fetch.need import Found, Need
+import zstandard
+
+from bootseer.errors import CorruptError, PermanentError
+from bootseer.fetch.settings import FetchSettings
 
 Block = tuple[str, int]
 """Identity of a block file, number of a block."""
 
 MAX_RUNS = 8
+MAX_NEEDS = 1 << 17
+"""Of one run: 32 GiB in blocks of 256 KiB. A start that reads more than that should not be lazy."""
+MAX_BLOCK = 1 << 26
+MAX_MS = 1 << 40
+SCHEMA = "bootseer.hotset/1"
+MAX_STORED_BYTES = 16 << 20
+# A parsed JSON text takes up to fifty times its own size.
+MAX_JSON_BYTES = 16 << 20
+MAX_FILES = 4096
+MAX_KEY = 512
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+_LEVEL = 9
 # Two newest runs decide who belongs to them, so that one odd run does not wipe out the others.
 _JUDGES = 2
 _MIN_AGREEMENT = 0.3
@@ -30,6 +52,28 @@ _EARLY = 0.25
 _STALE_COVERAGE = 0.6
 # Too short to speak for or against anything.
 _MIN_NEEDS = 24
+
+
+class Found(IntEnum):
+    """Where a reader found the block that it needed."""
+
+    READY = 0
+    """In the cache."""
+    IN_FLIGHT = 1
+    """On its way: a prefetch that was late, or another reader's."""
+    MISSING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A reader needed a block for the first time."""
+
+    file: str
+    """Identity of the block file."""
+    block: int
+    t_ms: int
+    """Milliseconds since the record began."""
+    found: Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +194,198 @@ def _confidence(num_needed: int, early_ms: int, durations: Sequence[int]) -> flo
 def _agreement(one: frozenset[Block], other: frozenset[Block]) -> float:
     """Common part of two runs: 1 when one of them is the beginning of the other."""
     return len(one & other) / max(min(len(one), len(other)), 1)
+
+
+class HotSetTrust:
+    """Is a hot set worth its bandwidth? Judged by how many of the readers' needs it covers.
+
+    A hot set recorded from another workload is worse than none: it takes bandwidth and processor time from the readers.
+    So a set starts on probation, with little in flight; each need that it covers doubles that, each need that it does
+    not cover halves it. Far more hits than misses: full speed. More misses than hits: suspended, until the latest needs
+    speak for it again. Several misses in a row put it back on probation, however well it did before.
+    """
+
+    def __init__(self, settings: FetchSettings) -> None:
+        self._settings = settings
+        self._latest: deque[bool] = deque(maxlen=settings.judged_window)
+        self._score = 0
+        self._missed_in_row = 0
+        self.needs = 0
+        """Blocks that readers needed since there is a hot set."""
+        self.covered = 0
+        """Those of them that are in the hot set."""
+        self.suspended = False
+        self.suspensions = 0
+
+    def needed(self, covered: bool) -> None:
+        """A reader needed a block for the first time; `covered`: the hot set has it."""
+        self.needs += 1
+        self.covered += covered
+        self._missed_in_row = 0 if covered else self._missed_in_row + 1
+        if self._missed_in_row >= self._settings.parted_needs and self._score > 0:
+            # The workload has left the path of the record: what it needed before says nothing about what comes.
+            self._latest.clear()
+            self._score = 0
+        if len(self._latest) == self._settings.judged_window:
+            self._score -= 1 if self._latest[0] else -1
+        self._latest.append(covered)
+        self._score += 1 if covered else -1
+        if self._score >= self._settings.trust_score:
+            self.suspended = False
+        elif not self.suspended and (
+            self._score <= self._settings.suspend_score
+            or (len(self._latest) >= self._settings.judged_needs and self._score < 0)
+        ):
+            self.suspended = True
+            self.suspensions += 1
+
+    @property
+    def proven(self) -> bool:
+        """Whether the set may use all the bandwidth that readers leave."""
+        return self._score >= self._settings.trust_score
+
+    def allowance(self, window_bytes: int) -> int:
+        """How much of a full window the set may have in flight."""
+        if self.suspended:
+            return 0
+        if self.proven:
+            return window_bytes
+        first = self._settings.min_window_bytes
+        return min(window_bytes, first << self._score if self._score >= 0 else first >> -self._score)
+
+
+def encode_hot_set(hot_set: HotSet) -> bytes:
+    """The bytes of a set, the same for equal sets. The oldest runs are left out when they do not fit."""
+    for start in range(len(hot_set.records) + 1):
+        text = _text(hot_set, hot_set.records[start:])
+        if len(text) <= MAX_JSON_BYTES:
+            break
+    return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(text)
+
+
+def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
+    files: dict[str, int] = {}
+    runs = []
+    for record in records:
+        numbers = [files.setdefault(need.file, len(files)) for need in record.needs]
+        runs.append(
+            {
+                "started_s": record.started_s,
+                "duration_ms": record.duration_ms,
+                "coverage": record.coverage,
+                "file": _deltas(numbers),
+                "block": _deltas([need.block for need in record.needs]),
+                "t_ms": _deltas([need.t_ms for need in record.needs]),
+                "found": _deltas([need.found for need in record.needs]),
+            }
+        )
+    document = {
+        "schema": SCHEMA,
+        "image": hot_set.image,
+        "workload": hot_set.workload,
+        "files": list(files),
+        "runs": runs,
+    }
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse_hot_set(data: bytes) -> HotSet:
+    """Read a set. Raises `CorruptError`, or `PermanentError` for a version that this program does not know."""
+    document = _object(_json(data))
+    schema = document.get("schema")
+    if schema != SCHEMA:
+        if isinstance(schema, str) and schema.startswith("bootseer.hotset/"):
+            raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
+        raise CorruptError("this is not a hot set")
+    files = [_identity(file) for file in _list(document.get("files"), MAX_FILES)]
+    if len(set(files)) != len(files):
+        raise CorruptError("a hot set names a file twice")
+    records = tuple(_record(_object(run), files) for run in _list(document.get("runs"), MAX_RUNS))
+    if any(later.started_s < earlier.started_s for earlier, later in pairwise(records)):
+        raise CorruptError("a hot set has runs that are not in order")
+    return HotSet(_key(document.get("image")), _key(document.get("workload")), records)
+
+
+def _record(run: dict[str, object], files: list[str]) -> Record:
+    numbers = _numbers(run.get("file"), len(files))
+    blocks = _numbers(run.get("block"), MAX_BLOCK)
+    times = _numbers(run.get("t_ms"), MAX_MS)
+    found = _numbers(run.get("found"), len(Found))
+    if not len(numbers) == len(blocks) == len(times) == len(found):
+        raise CorruptError("a hot set has columns of different lengths")
+    if len(set(zip(numbers, blocks, strict=True))) != len(numbers):
+        raise CorruptError("a hot set names a block twice in one run")
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise CorruptError("a hot set has needs that are not in order")
+    coverage = run.get("coverage")
+    return Record(
+        started_s=_number(run.get("started_s"), float("inf")),
+        duration_ms=int(_number(run.get("duration_ms"), MAX_MS)),
+        needs=tuple(
+            Need(files[number], block, t_ms, Found(how))
+            for number, block, t_ms, how in zip(numbers, blocks, times, found, strict=True)
+        ),
+        coverage=None if coverage is None else _number(coverage, 1.0),
+    )
+
+
+def _json(data: bytes) -> object:
+    if len(data) > MAX_STORED_BYTES:
+        raise CorruptError(f"a hot set of {len(data)} bytes is too large")
+    try:
+        # The frame's own word on its size decides what is allocated, so it is read first.
+        size = zstandard.get_frame_parameters(data).content_size
+        if not 0 < size <= MAX_JSON_BYTES:
+            raise CorruptError("a hot set's frame announces an impossible size")
+        return json.loads(zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False))
+    except (zstandard.ZstdError, ValueError, RecursionError) as error:
+        raise CorruptError(f"a hot set cannot be read: {error}") from error
+
+
+def _object(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise CorruptError("a hot set has no object where one belongs")
+    return value
+
+
+def _list(value: object, limit: int) -> list[object]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise CorruptError(f"a hot set has no list, or more than {limit} entries, where a list belongs")
+    return value
+
+
+def _key(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_KEY:
+        raise CorruptError("a hot set has no key")
+    return value
+
+
+def _identity(value: object) -> str:
+    if not isinstance(value, str) or not _IDENTITY.fullmatch(value):
+        raise CorruptError("a hot set names a malformed file identity")
+    return value
+
+
+def _number(value: object, limit: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
+        raise CorruptError("a hot set has an impossible number")
+    number = float(value) if abs(value) < 2**63 else math.inf
+    if not math.isfinite(number):
+        raise CorruptError("a hot set has an impossible number")
+    return number
+
+
+def _deltas(values: list[int]) -> list[int]:
+    """Differences to the value before: most are small, so that they take few digits and compress well."""
+    return [later - earlier for earlier, later in pairwise([0, *values])]
+
+
+def _numbers(value: object, limit: int) -> list[int]:
+    """A column that `_deltas` wrote, each number at least 0 and less than `limit`."""
+    deltas = _list(value, MAX_NEEDS)
+    if not all(type(delta) is int and -limit < delta < limit for delta in deltas):
+        raise CorruptError("a hot set has a column of impossible numbers")
+    numbers = list(accumulate(delta for delta in deltas if isinstance(delta, int)))
+    if numbers and not 0 <= min(numbers) <= max(numbers) < limit:
+        raise CorruptError("a hot set has a column of impossible numbers")
+    return numbers

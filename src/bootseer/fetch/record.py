@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.fetch.hotset import Record
-from bootseer.fetch.need import MAX_BLOCK, MAX_MS, MAX_NEEDS, Found, Need
+from bootseer.fetch.hotset import MAX_BLOCK, MAX_MS, MAX_NEEDS, Found, Need, Record
 
 SCHEMA = "bootseer.record/1"
 WINDOW_S = 600.0

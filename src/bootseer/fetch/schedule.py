@@ -1,37 +1,37 @@
-"""Decide which blocks to fetch next, and how many at once.
+"""Decide which blocks to fetch next, from where, and how many at once.
 
 The fetcher reports what happened: a reader wants blocks, a block arrived, a request failed. `tick` answers with the
 requests to start now and when to ask again. The rules:
 
+- A block is asked from the first of its file's origins that is well. What an origin does not give is asked from the
+  next one; the last one is tried again with growing pauses. Pace and health of each are learned (`ledger.Pace`).
 - A reader's block (`DEMAND`) goes first and has slots and bytes that prefetch cannot take, because a blocked `read(2)`
   stalls the whole container. A queued prefetch that a reader wants is promoted; a running one is not asked for again
-  but counts as the reader's from then on.
+  but counts as the reader's from then on. One that is late is asked for a second time (hedge).
 - Hot blocks go in the order of recorded need, adjacent ones in one request, as long as the hot set proves its worth
-  (`worth`). Until then they give way whenever a reader waits for a block that is not hot.
+  (`HotSetTrust`). Until then they give way whenever a reader waits for a block that is not hot.
 - Cold blocks go when hot ones are done and readers are silent.
-- What runs is bounded in requests and bytes; the pace of each origin is learned (`pace`).
-- Failed blocks are tried again with growing pauses. A reader's block that is late is asked for a second time (hedge).
+- What runs is bounded in requests and bytes.
 
-Readers have deadlines, which their keeper (`tickets`) watches: it says `cancelled`, and a block without readers falls
-back to the purpose that it has besides. Called by `engine`, with a lock held, and by simulations in virtual time.
-Decides and touches nothing.
+Readers have deadlines, which `pending` watches: a read that is over is reported as `cancelled`, and a block without
+readers falls back to the purpose that it has besides. Decides and touches nothing: simulations run it in virtual time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
-from bootseer.fetch.ledger import Counts, Fetch, Geometry, Ledger
-from bootseer.fetch.purpose import Purpose
-from bootseer.fetch.queues import Key, Origin, Wanted
-from bootseer.fetch.settings import FetchSettings
-from bootseer.fetch.worth import Worth
+from bootseer.fetch.hotset import HotSetTrust
+from bootseer.fetch.ledger import Fetch, Key, Ledger, Origin, Request, Wanted
+from bootseer.fetch.settings import FetchSettings, Purpose
 
 # Never ask to be called again at once: a clock may stand still.
 _MIN_SLEEP_S = 0.001
+# A run of all-zero blocks has no bytes that would end it.
+_MAX_RUN = 1024
 # A window holds several requests, so that one ends while the others fill the line.
 _REQUESTS_PER_WINDOW = 4
 
@@ -49,129 +49,109 @@ class Plan:
     """Call `tick` then, even if nothing happens. None: nothing to do before something happens."""
 
 
-class Scheduler:
+class Scheduler(Ledger):
     """All files of one fetcher. `jitter` gives random numbers from 0 to 1; `now` is seconds of one clock throughout."""
 
     def __init__(self, settings: FetchSettings, jitter: Callable[[], float]) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._jitter = jitter
-        self._ledger = Ledger(settings)
+        self._next_number = 0
+        self._timeouts = {
+            Purpose.DEMAND: settings.demand_timeout_s,
+            Purpose.HOT: settings.hot_timeout_s,
+            Purpose.COLD: settings.cold_timeout_s,
+        }
+        self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
         self._late: list[tuple[float, Key]] = []
         self._given_up: list[tuple[int, int, BootseerError]] = []
         self._last_need: float | None = None
         self._hedge_credit = settings.first_hedge_credit
         self._has_hot_set = False
         self._rush = False
-        self.worth = Worth(settings)
+        self.worth = HotSetTrust(settings)
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
 
-    @property
-    def counts(self) -> Counts:
-        """What was done so far."""
-        return self._ledger.counts
-
-    @property
-    def inflight_bytes(self) -> int:
-        """What the running requests may still bring."""
-        return self._ledger.inflight_bytes
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is wanted and nothing runs."""
-        ledger = self._ledger
-        return not (ledger.wanted or ledger.running or any(origin.cold for origin in ledger.origins.values()))
-
     # What happened
-
-    def add(self, geometry: Geometry, origin: str) -> int:
-        """A new file; files of the same origin share its pace. Returns the file's number."""
-        return self._ledger.add(geometry, origin)
-
-    def have(self, file: int, block: int) -> None:
-        """The block is here: from an earlier start, or another process brought it."""
-        self._ledger.done((file, block))
 
     def needed(self, file: int, block: int, now: float) -> None:
         """A reader needs the block for the first time, whether it is here or not."""
         self._last_need = now
         if self._has_hot_set:  # one that comes late is not judged by what was needed before
-            self.worth.needed(bool(self._ledger.files[file].hot[block]))
+            self.worth.needed(bool(self.files[file].hot[block]))
 
     def want(self, file: int, blocks: Iterable[int], purpose: Purpose, now: float) -> None:
-        """Somebody wants these blocks. A reader that wants a block says `cancelled` if it leaves before the block is
+        """These blocks are wanted. A reader that wants a block says `cancelled` if it leaves before the block is
         here or given up. A block that was here and is wanted again is fetched again."""
+        first = self._first_well(file, now)
         if purpose is Purpose.DEMAND:
             self._last_need = now
-            origin = self._ledger.files[file].origin
             for block in blocks:
-                if self._ledger.demand((file, block)):
+                if self._demand((file, block), first):
                     self._watch((file, block), now)
+                origin = self.origin_of((file, block))
                 if (file, block) in origin.uncovered:
                     origin.yield_until = now + self._settings.window_s
         else:
             self._has_hot_set |= purpose is Purpose.HOT
             for block in blocks:
-                self._ledger.prefetch((file, block), purpose)
+                self._prefetch((file, block), purpose, first)
 
     def want_rest(self, file: int, blocks: range, now: float) -> None:
         """All these blocks are wanted, cold; those that are here already do not matter."""
-        self._ledger.files[file].origin.cold.append((file, blocks))
-        if self._last_need is None:  # a file that nobody has read yet is about to be read
+        self.files[file].origins[self._first_well(file, now)].cold.append((file, blocks))
+        if self._last_need is None:  # a file that has not been read yet is about to be read
             self._last_need = now
 
     def rush(self) -> None:
         """Everything is wanted, and soon: nothing waits for readers' silence, and no hot set is judged."""
         self._rush = True
 
-    def stop_prefetch(self, file: int) -> None:
-        """Nothing of this file is wanted in advance any more."""
-        self._ledger.stop_prefetch(file)
-
     def cancelled(self, file: int, blocks: Iterable[int]) -> None:
         """One reader does not wait for these blocks any more."""
         for block in blocks:
-            self._ledger.leave((file, block))
+            self._leave((file, block))
 
-    def expired(self, file: int, blocks: Iterable[int], now: float) -> None:
+    def expired(self, file: int, blocks: Collection[int], now: float) -> None:
         """One reader has waited for these blocks in vain, and does not any more."""
-        self._ledger.files[file].origin.pace.gave_up(now)
+        for origin in {id(origin): origin for origin in (self.origin_of((file, each)) for each in blocks)}.values():
+            origin.pace.gave_up(now)
         self.cancelled(file, blocks)
 
     def arrived(self, number: int, block: int, now: float) -> None:
         """A running request brought a block, verified."""
-        request = self._ledger.running[number]
-        self._ledger.received(request, block, now)
+        request = self.running[number]
+        self._received(request, block, now)
         if request.fetch.purpose is Purpose.DEMAND:
             self._hedge_credit = min(self._hedge_credit + self._settings.hedge_credit, self._settings.max_hedge_credit)
         key = (request.fetch.file, block)
-        self._ledger.detach(number, key)
-        self._ledger.done(key)
+        self._detach(number, key)
+        self.have(*key)
 
     def elsewhere(self, number: int, block: int) -> None:
         """Another process is about to bring a block of this request. `have` or `freed` follows."""
-        request = self._ledger.running[number]
-        self._ledger.release(request, block)
-        wanted = self._ledger.detach(number, (request.fetch.file, block))
+        request = self.running[number]
+        self._release(request, block)
+        wanted = self._detach(number, (request.fetch.file, block))
         if wanted is not None:
             wanted.elsewhere = True
 
     def freed(self, file: int, block: int) -> None:
         """The other process stopped without bringing the block."""
-        wanted = self._ledger.wanted.get((file, block))
+        wanted = self.wanted.get((file, block))
         if wanted is not None and wanted.elsewhere:
             wanted.elsewhere = False
-            self._ledger.requeue((file, block))
+            self._requeue((file, block))
 
     def failed(self, number: int, block: int, error: BootseerError, now: float) -> None:
         """One block of a running request cannot be used; the request goes on."""
-        request = self._ledger.running[number]
-        self._ledger.received(request, block, now)
+        request = self.running[number]
+        self._received(request, block, now)
         self._lost(number, (request.fetch.file, block), error, now)
 
     def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         """A request has ended, `error` says why when it broke off. Blocks that it did not bring are tried again."""
-        request = self._ledger.end(number)
+        request = self._end(number)
         pace = request.origin.pace
         if request.cancelled:
             pass  # it broke off because we wanted it to
@@ -181,57 +161,66 @@ class Scheduler:
             self.counts.failures += 1
             pace.failed(error, request.started, now, self._jitter())
         for block in list(request.left):
-            self._ledger.release(request, block)
+            self._release(request, block)
             self._lost(number, (request.fetch.file, block), error, now)
 
     # What is known
 
     def in_flight(self, file: int, block: int) -> bool:
         """Whether the block is on its way."""
-        wanted = self._ledger.wanted.get((file, block))
+        wanted = self.wanted.get((file, block))
         return wanted is not None and wanted.on_its_way
 
     def requests_for(self, file: int, block: int) -> list[int]:
         """Numbers of the running requests that are to bring the block."""
-        wanted = self._ledger.wanted.get((file, block))
+        wanted = self.wanted.get((file, block))
         return list(wanted.requests) if wanted else []
 
     def error(self, file: int, block: int) -> BootseerError | None:
         """Why the latest attempt for a block that is still wanted failed."""
-        wanted = self._ledger.wanted.get((file, block))
+        wanted = self.wanted.get((file, block))
         return wanted.error if wanted else None
 
     def hopeless(self, file: int, until: float, now: float) -> BootseerError | None:
-        """Why no reader of the file can get a block until then: the origin is down, and said to come back later."""
-        pace = self._ledger.files[file].origin.pace
-        return pace.error if pace.is_down(now) and pace.paused_until > until else None
+        """Why no reader of the file can get a block until then: all origins are down, and said to come back later."""
+        paces = [origin.pace for origin in self.files[file].origins]
+        return paces[-1].error if all(pace.is_down(now) and pace.paused_until > until for pace in paces) else None
 
     @property
     def origin_error(self) -> BootseerError | None:
         """Why an origin that brings nothing brings nothing."""
-        return next((origin.pace.error for origin in self._ledger.origins.values() if origin.pace.error), None)
+        return next((origin.pace.error for origin in self.origins.values() if origin.pace.error), None)
+
+    def _first_well(self, file: int, now: float) -> int:
+        """Which of the file's origins to ask first: none that is down or has asked us to wait, but for the last one."""
+        paces = [origin.pace for origin in self.files[file].origins[:-1]]
+        for number, pace in enumerate(paces):
+            if not pace.is_down(now) and now >= max(pace.paused_until, pace.prefetch_after):
+                return number
+        return len(paces)
 
     # What to do
 
     def tick(self, now: float) -> Plan:
         """The requests to start now, and when to ask again."""
         fetches: list[Fetch] = []
-        origins = list(self._ledger.origins.values())
+        origins = list(self.origins.values())
         for origin in origins:
             for key in origin.due(now):
-                wanted = self._ledger.wanted.get(key)
+                wanted = self.wanted.get(key)
                 if wanted is not None and wanted.later:
                     wanted.later = False
-                    self._ledger.requeue(key)
+                    self._requeue(key)
         self._start_hedges(now, fetches)
         for origin in origins:
             self._start_demand(origin, now, fetches)
         for origin in origins:
-            self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin, now), now, fetches)
+            if origin.hot:
+                self._start_prefetch(origin, Purpose.HOT, self._hot_window(origin, now), now, fetches)
         if self._cold_from(now) <= now:
             for origin in origins:
                 self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now, fetches)
-        cancelled, self._ledger.cancelled = self._ledger.cancelled, []
+        cancelled, self.superfluous = self.superfluous, []
         given_up, self._given_up = self._given_up, []
         return Plan(fetches, cancelled, given_up, self._wake_at(now))
 
@@ -240,15 +229,15 @@ class Scheduler:
             return
 
         def eligible(key: Key) -> bool:
-            return key in origin.demand or (not self._hot_suspended and self._is_next(key, Purpose.HOT))
+            return key in origin.demand or (not self._hot_suspended and self._is_next(key, Purpose.HOT, origin))
 
         while origin.demand and self._has_demand_slot(origin):
             key = next(iter(origin.demand))
-            room = self._settings.inflight_bytes - self._ledger.inflight_bytes
-            blocks, sizes = self._ledger.run(key, min(self._settings.demand_bytes, room), eligible)
-            if sum(sizes) > room and self._ledger.inflight_bytes:
+            room = self._settings.inflight_bytes - self.inflight_bytes
+            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
+            if sum(sizes) > room and self.inflight_bytes:
                 return
-            fetches.append(self._launch(key[0], blocks, sizes, Purpose.DEMAND, now))
+            fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now))
 
     def _start_prefetch(
         self, origin: Origin, purpose: Purpose, window_bytes: int, now: float, fetches: list[Fetch]
@@ -257,36 +246,36 @@ class Scheduler:
             return
 
         def eligible(key: Key) -> bool:
-            return self._is_next(key, purpose)
+            return self._is_next(key, purpose, origin)
 
-        while origin.num_running < origin.pace.limit and len(self._ledger.running) < self._settings.max_requests:
+        while origin.num_running < origin.pace.limit and len(self.running) < self._settings.max_requests:
             key = self._next_hot(origin) if purpose is Purpose.HOT else self._next_cold(origin)
             if key is None:
                 return
-            most = self._settings.inflight_bytes - self._settings.reserved_bytes - self._ledger.inflight_bytes
+            most = self._settings.inflight_bytes - self._settings.reserved_bytes - self.inflight_bytes
             room = min(window_bytes - origin.prefetch_bytes, most)
-            blocks, sizes = self._ledger.run(
+            blocks, sizes = self._adjacent(
                 key, min(origin.next_bytes, window_bytes // _REQUESTS_PER_WINDOW, room), eligible
             )
             # One block may go alone, however small the window.
-            if sum(sizes) > (room if origin.num_prefetch else most) and self._ledger.inflight_bytes:
+            if sum(sizes) > (room if origin.num_prefetch else most) and self.inflight_bytes:
                 return
-            fetches.append(self._launch(key[0], blocks, sizes, purpose, now))
+            fetches.append(self._launch(origin, key[0], blocks, sizes, purpose, now))
 
     def _start_hedges(self, now: float, fetches: list[Fetch]) -> None:
         while self._late and self._late[0][0] <= now:
             late_at, key = heapq.heappop(self._late)
-            wanted = self._ledger.wanted.get(key)
+            wanted = self.wanted.get(key)
             if wanted is None or wanted.late_at != late_at or not self._may_hedge(wanted):
                 continue
-            origin = self._ledger.origin_of(key)
-            room = self._settings.inflight_bytes - self._ledger.inflight_bytes
+            origin = self.origin_of(key)
+            room = self._settings.inflight_bytes - self.inflight_bytes
 
             def eligible(other: Key, hedges: int = wanted.hedges) -> bool:
-                beside = self._ledger.wanted.get(other)
+                beside = self.wanted.get(other)
                 return beside is not None and beside.hedges == hedges and self._may_hedge(beside)
 
-            blocks, sizes = self._ledger.run(key, min(self._settings.demand_bytes, room), eligible)
+            blocks, sizes = self._adjacent(key, min(self._settings.demand_bytes, room), eligible)
             if (
                 now < origin.pace.paused_until
                 or self._hedge_credit < 1
@@ -297,8 +286,8 @@ class Scheduler:
                 continue
             self._hedge_credit -= 1
             for block in blocks:
-                self._ledger.wanted[key[0], block].hedges += 1
-            fetches.append(self._launch(key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True))
+                self.wanted[key[0], block].hedges += 1
+            fetches.append(self._launch(origin, key[0], blocks, sizes, Purpose.DEMAND, now, hedge=True))
 
     def _may_hedge(self, wanted: Wanted) -> bool:
         return wanted.readers > 0 and wanted.on_its_way and wanted.hedges < self._settings.max_hedges
@@ -306,22 +295,72 @@ class Scheduler:
     def _has_demand_slot(self, origin: Origin) -> bool:
         reserved = self._settings.reserved_requests
         in_all = self._settings.max_requests + reserved
-        return origin.num_running < origin.pace.limit + reserved and len(self._ledger.running) < in_all
+        return origin.num_running < origin.pace.limit + reserved and len(self.running) < in_all
+
+    def _adjacent(self, key: Key, most_bytes: int, eligible: Callable[[Key], bool]) -> tuple[range, list[int]]:
+        """The block and those after it whose bytes follow in the same stripe, and their stored sizes.
+
+        At least the block itself, then as many as are `eligible` and fit into `most_bytes`.
+        """
+        number, first = key
+        geometry = self.files[number].geometry
+        step = len(geometry.stripes)
+        place = geometry.place(first)
+        sizes, total, end = [place.length], place.length, place.offset + place.length
+        block = first + step
+        while block < geometry.num_blocks and len(sizes) < _MAX_RUN and eligible((number, block)):
+            place = geometry.place(block)
+            if place.length:
+                total += place.length
+                if total > most_bytes or (place.offset != end and total > place.length):
+                    break
+                end = place.offset + place.length
+            sizes.append(place.length)
+            block += step
+        return range(first, first + step * len(sizes), step), sizes
 
     def _launch(
-        self, file: int, blocks: range, sizes: list[int], purpose: Purpose, now: float, *, hedge: bool = False
+        self,
+        origin: Origin,
+        file: int,
+        blocks: range,
+        sizes: list[int],
+        purpose: Purpose,
+        now: float,
+        *,
+        hedge: bool = False,
     ) -> Fetch:
-        fetch = self._ledger.launch(file, blocks, sizes, purpose, now, hedge=hedge)
-        if purpose is Purpose.DEMAND:
-            for block in blocks:
-                self._watch((file, block), now)
+        """Begin a request."""
+        place = self.files[file].origins.index(origin)
+        fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place)
+        self._next_number += 1
+        self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
+        total = sum(sizes)
+        self.inflight_bytes += total
+        origin.pace.launched(origin.num_running, now)
+        origin.num_running += 1
+        if purpose is not Purpose.DEMAND:
+            origin.num_prefetch += 1
+            origin.prefetch_bytes += total
+            origin.next_bytes = min(2 * origin.next_bytes, self._settings.request_bytes)
+        self.counts.requests[purpose] += 1
+        self.counts.hedges += hedge
+        for block in blocks:
+            key = (file, block)
+            origin.demand.pop(key, None)
+            wanted = self.wanted.get(key)
+            if wanted is None:
+                wanted = self.wanted[key] = Wanted(prefetch=purpose, origin=place)
+            wanted.requests.append(fetch.number)
+            if purpose is Purpose.DEMAND:
+                self._watch(key, now)
         return fetch
 
     def _watch(self, key: Key, now: float) -> None:
         """A reader's block is on its way: remember when that has taken too long."""
-        wanted = self._ledger.wanted[key]
+        wanted = self.wanted[key]
         if self._may_hedge(wanted):
-            wanted.late_at = now + self._ledger.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
+            wanted.late_at = now + self.origin_of(key).pace.hedge_after_s() * 2**wanted.hedges
             heapq.heappush(self._late, (wanted.late_at, key))
 
     # Prefetch
@@ -341,7 +380,7 @@ class Scheduler:
 
     def _next_hot(self, origin: Origin) -> Key | None:
         while origin.hot:
-            if self._is_next(origin.hot[0], Purpose.HOT):
+            if self._is_next(origin.hot[0], Purpose.HOT, origin):
                 return origin.hot[0]
             origin.hot.popleft()
         return None
@@ -350,38 +389,39 @@ class Scheduler:
         while origin.cold:
             file, blocks = origin.cold[0]
             for position, block in enumerate(blocks):
-                if self._is_next((file, block), Purpose.COLD):
+                if self._is_next((file, block), Purpose.COLD, origin):
                     origin.cold[0] = file, blocks[position:]
                     return file, block
-                self._ledger.make_cold((file, block))
+                self._make_cold((file, block))
             origin.cold.popleft()
         return None
 
-    def _is_next(self, key: Key, purpose: Purpose) -> bool:
-        """Whether a block can be prefetched now. Cold ones come last, with hot ones that were suspended."""
-        wanted = self._ledger.wanted.get(key)
+    def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
+        """Whether a block can be prefetched from there now. Cold ones come last, with hot ones that were suspended."""
+        wanted = self.wanted.get(key)
         if wanted is None:
-            return purpose is Purpose.COLD and not self._ledger.files[key[0]].done[key[1]]
+            return purpose is Purpose.COLD and not self.files[key[0]].done[key[1]]
         return (
             wanted.queued
             and wanted.purpose is not None
             and wanted.purpose <= Purpose.HOT
             and (purpose is Purpose.COLD or wanted.purpose is Purpose.HOT)
+            and self.files[key[0]].origins[wanted.origin] is origin
         )
 
     def _cold_from(self, now: float) -> float:
         """When cold blocks may go, if nothing happens before."""
-        if self._ledger.hot_left and not self._hot_suspended:
+        if self.hot_left and not self._hot_suspended:
             return float("inf")
         if self._rush or self._last_need is None:
             return now
-        return float("inf") if self._ledger.num_demanded else self._last_need + self._settings.silence_s
+        return float("inf") if self.num_demanded else self._last_need + self._settings.silence_s
 
     # Failures
 
     def _lost(self, number: int, key: Key, error: BootseerError | None, now: float) -> None:
         """Request `number` did not bring a block."""
-        wanted = self._ledger.detach(number, key)
+        wanted = self._detach(number, key)
         if wanted is None:
             return
         wanted.error = error or wanted.error
@@ -389,18 +429,20 @@ class Scheduler:
             return
         purpose = wanted.purpose
         if purpose is None or error is None:
-            self._ledger.requeue(key)
+            self._requeue(key)
+            return
+        if self._try_next_origin(key):
             return
         wanted.attempts += 1
         wanted.corrupt += isinstance(error, CorruptError)
         if self._is_final(wanted, error, purpose):
             self._give_up(key, wanted, error)
             return
-        origin = self._ledger.origin_of(key)
+        origin = self.origin_of(key)
         if wanted.readers and origin.pace.is_down(now):
             self._given_up.append((*key, error))
             while wanted.readers:
-                self._ledger.leave(key)
+                self._leave(key)
             return
         pause = min(self._settings.backoff_s * 2 ** min(wanted.attempts - 1, 20), self._settings.max_backoff_s)
         wanted.later = True
@@ -410,8 +452,8 @@ class Scheduler:
     def _is_final(self, wanted: Wanted, error: BootseerError, purpose: Purpose) -> bool:
         if isinstance(error, CorruptError):
             return wanted.corrupt >= self._settings.corrupt_attempts
-        attempts = self._settings.attempts(purpose)
-        return isinstance(error, PermanentError) or (attempts is not None and wanted.attempts >= attempts)
+        most = self._attempts.get(purpose)  # a reader's block: until the deadlines of its readers
+        return isinstance(error, PermanentError) or (most is not None and wanted.attempts >= most)
 
     def _give_up(self, key: Key, wanted: Wanted, error: BootseerError) -> None:
         if wanted.readers:
@@ -419,15 +461,15 @@ class Scheduler:
         if wanted.prefetch is not None:
             self.counts.dropped += 1
             self.prefetch_error = error
-        self._ledger.forget(key)
+        self._forget(key)
         if isinstance(error, PermanentError) and not isinstance(error, CorruptError):
             self.prefetch_error = error
-            self._ledger.stop_prefetch(key[0])  # the next block would be refused too
+            self.stop_prefetch(key[0])  # the next block would be refused too
 
     def _wake_at(self, now: float) -> float | None:
         times = [late[0] for late in self._late[:1]]
         may_wait = False
-        for origin in self._ledger.origins.values():
+        for origin in self.origins.values():
             times += [later[0] for later in origin.later[:1]]
             if origin.demand:
                 times.append(origin.pace.paused_until)

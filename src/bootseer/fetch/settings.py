@@ -1,4 +1,4 @@
-"""The numbers of the scheduler, each with its reason. Figures and alternatives: docs/adr/0008-fetching.md.
+"""Why blocks are fetched, and the numbers of the scheduler, each with its reason: docs/adr/0008-fetching.md.
 
 Decides and touches nothing.
 """
@@ -6,10 +6,20 @@ Decides and touches nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from bootseer.fetch.purpose import Purpose
+from enum import IntEnum
 
 _MIB = 1 << 20
+
+
+class Purpose(IntEnum):
+    """Why a block is fetched. A higher purpose goes before all lower ones; a block has the highest one asked for."""
+
+    COLD = 1
+    """The rest of the file, in the background, so that the origin is not needed any more."""
+    HOT = 2
+    """An earlier startup needed it."""
+    DEMAND = 3
+    """A reader waits for it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class FetchSettings:
     trust_score: int = 4
     """Full speed, or again allowed, when covered needs outnumber uncovered ones by so many."""
     silence_s: float = 5.0
-    """The rest is fetched when nobody has needed a new block for so long."""
+    """The rest is fetched when no reader has needed a new block for so long."""
 
     deadline_s: float = 30.0
     """What a reader waits at most, all attempts together. An origin that has failed for so long costs each further
@@ -85,15 +95,3 @@ class FetchSettings:
     """Each block that came for a reader earns this part of a hedge, so that hedges cannot flood a slow origin."""
     first_hedge_credit: float = 2.0
     max_hedge_credit: float = 8.0
-
-    def timeout_s(self, purpose: Purpose) -> float:
-        """How long one request may take."""
-        return {
-            Purpose.DEMAND: self.demand_timeout_s,
-            Purpose.HOT: self.hot_timeout_s,
-            Purpose.COLD: self.cold_timeout_s,
-        }[purpose]
-
-    def attempts(self, purpose: Purpose) -> int | None:
-        """How often a block is tried. None: until the readers' deadlines."""
-        return {Purpose.DEMAND: None, Purpose.HOT: self.hot_attempts, Purpose.COLD: self.cold_attempts}[purpose]

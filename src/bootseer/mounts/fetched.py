@@ -17,12 +17,12 @@ from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.need import Found
+from bootseer.fetch.hotset import Found
 from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
-from bootseer.mounts.daemon import OnError, Served
+from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store

@@ -16,6 +16,7 @@ from typing import Any
 from bootseer.env.capturing.capture import Capture, open_capture
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount
+from in_capture import run_in
 
 
 def described(change: Any) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def main() -> None:
     with open_capture(
         captures, say=said.append, way=spec["way"], env=spec["env"], own=spec["own"], folders=spec["folders"]
     ) as capture:
-        code = capture.run(["/bin/sh", "-ec", spec["script"]], spec["env"], stdout=2)
+        code = run_in(capture, ["/bin/sh", "-ec", spec["script"]], spec["env"], stdout=2)
         print(json.dumps(report(capture, code) | {"said": said}))
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from in_capture import JOB_ENV
+
 DEADLINE_S = 120.0
 JOB = Path(__file__).with_name("capture_job.py")
 
@@ -72,6 +74,7 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=become,  # noqa: PLW1509 - no threads in tests
+            env=JOB_ENV,
         )
         assert job.stdin is not None
         job.stdin.write(json.dumps(self.spec(script, way, **more)) + "\n")

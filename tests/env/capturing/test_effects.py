@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.capturing import effects
-from bootseer.env.capturing.effects import Effects
-from bootseer.env.capturing.kernel_state import KernelState
+from bootseer.env.capturing.effects import Effects, KernelState
 from bootseer.env.capturing.watch import unobserved
 from env.capturing.captured import Machine
 from env.capturing.watched import look_at

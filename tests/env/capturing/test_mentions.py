@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bootseer.env.capturing.mentions import mentions
+from bootseer.env.capturing.effects import mentions
 from bootseer.env.changes import Action, Change
 
 

@@ -91,7 +91,7 @@ def test_what_was_there_before_is_said_to_be_unknown(tmp_path: Path) -> None:
         (tmp_path / "text").write_text("new")
         (tmp_path / "gone").unlink()
         (tmp_path / "added").write_text("new")
-        changes = {change.path.rpartition("/")[2]: change for change in capture.changes(wants_before=lambda path: True)}
+        changes = {change.path.rpartition("/")[2]: change for change in capture.changes()}
     assert {name: change.before for name, change in changes.items()} == {"text": "other", "gone": "other", "added": ""}
     assert changes["text"].source == str(tmp_path / "text")
     assert changes["gone"].source == ""

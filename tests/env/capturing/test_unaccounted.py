@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.capturing.unaccounted import unaccounted
+from bootseer.env.capturing.leftovers import unaccounted
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.capturing.before import found_at, state_of
 from bootseer.env.capturing.capture import container_changes
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.walk import Layer, Walk
+from bootseer.env.capturing.walk import Layer, Walk, found_at, state_of
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
 
@@ -40,7 +39,7 @@ def write(folder: str, name: str, text: str = "") -> Path:
 
 
 def found(layer: Layer) -> dict[str, Change]:
-    walk = Walk(Exclusions(), wants_before=lambda path: True)
+    walk = Walk(Exclusions())
     walk.layer(layer)
     return {change.path: change for change in walk.changes()}
 
@@ -146,7 +145,7 @@ def test_secrets_are_withheld_with_all_that_lies_in_their_folder(layer: Layer) -
     write(layer.lower, "home/.netrc", "old")
     for name in (".netrc", ".azure/a/token", ".kube/config", ".kube/kubens"):
         write(layer.upper, f"home/{name}", "new")
-    walk = Walk(Exclusions(homes=["/data/home"], leave_out=["*/kubens"]), wants_before=lambda path: True)
+    walk = Walk(Exclusions(homes=["/data/home"], leave_out=["*/kubens"]))
     walk.layer(layer)
     assert {change.path for change in walk.changes()} == {"/data/home/.kube"}
     withheld = walk.left_out.withheld
@@ -167,7 +166,7 @@ def test_a_file_that_was_written_again_counts_unless_a_rule_says_otherwise(layer
         for name in ("same", "home/.vault-token", "run.pid"):
             write(folder, name, "same")
     again = {"/data/same", "/data/home/.vault-token", "/data/run.pid"}
-    walk = Walk(Exclusions(homes=["/data/home"]), wants_before=lambda path: True, again=again)
+    walk = Walk(Exclusions(homes=["/data/home"]), again=again)
     walk.layer(layer)
     (change,) = walk.changes()
     assert (change.path, change.action, change.before) == (

@@ -12,11 +12,12 @@ from typing import Any
 
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.capturing.effects import Effects
-from bootseer.env.capturing.unaccounted import unaccounted
+from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Watch
 from bootseer.fuse.syscalls import check, libc
 from bootseer.mounts import kernel
 from bootseer.mounts.user_namespace import may_mount
+from in_capture import run_in
 
 _CLONE_NEWUTS = 0x0400_0000
 _MS_REC, _MS_SHARED = 1 << 14, 1 << 20
@@ -43,7 +44,7 @@ def main() -> None:
         watch = Watch.begin(capture.points, real=capture.real, enter=capture.enter)
         env = {**spec["env"], **effects.environment}
         beside(spec.get("beside", ""))
-        code = capture.run(["/bin/sh", "-ec", spec["script"]], env, stdout=2)
+        code = run_in(capture, ["/bin/sh", "-ec", spec["script"]], env, stdout=2)
         watching = watch.pid
         if spec.get("kill_the_watch"):
             os.kill(watching, 9)

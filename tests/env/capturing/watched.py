@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from env.capturing.captured import DEADLINE_S, Machine
+from in_capture import JOB_ENV
 
 _JOB = Path(__file__).with_name("watch_job.py")
 
@@ -30,6 +31,7 @@ def look_at(
         timeout=DEADLINE_S,
         preexec_fn=become,
         check=False,
+        env=JOB_ENV,
     )
     assert ended.returncode == 0, ended.stderr
     said: dict[str, Any] = json.loads(ended.stdout)

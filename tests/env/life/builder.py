@@ -9,8 +9,9 @@ from __future__ import annotations
 import select
 import sys
 
+from bootseer.artifact.lease import Held, Lease
 from bootseer.env.life.catalog import Catalog
-from bootseer.env.life.lease import Held, Lease, elect
+from bootseer.env.life.election import elect
 from bootseer.store.open import open_store
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.objects import missing
+from bootseer.artifact.document import OtherVersionError
+from bootseer.artifact.kind import Tombstone
+from bootseer.artifact.objects import missing, put
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.env.document import MAX_BYTES, OtherVersionError, document_name
-from bootseer.env.life.catalog import Catalog, put
+from bootseer.env.document import MAX_BYTES, document_name
+from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog
 from bootseer.env.life.local import Local
-from bootseer.env.life.tombstone import TRASH, Tombstone
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, SignatureError, TransientError, UsageError
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
@@ -39,7 +40,10 @@ def published(catalog: Catalog, key: str = KEY, content: str = "content") -> Non
 
 
 def tombstones(store: Store) -> list[Tombstone]:
-    return [Tombstone.parse(read_all(store, stored.name, MAX_BYTES)) for stored in store.list(TRASH)]
+    return [
+        Tombstone.parse(read_all(store, stored.name, MAX_BYTES), TOMBSTONE_SCHEMA, MAX_BYTES)
+        for stored in store.list(TRASH)
+    ]
 
 
 def test_what_was_published_is_found_by_its_key(catalog: Catalog) -> None:
@@ -73,7 +77,7 @@ def test_a_snapshot_is_replaced_when_that_is_wanted_and_its_objects_are_remember
     store_objects(store, "other")
     assert catalog.publish(document(content="other"), replace=True, now_s=BUILT_S + 5)
     assert catalog.find(KEY) == document(content="other")
-    assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 5)]
+    assert tombstones(store) == [ENVIRONMENTS.tombstone(document(), BUILT_S + 5)]
 
 
 def test_nobody_finds_a_snapshot_whose_objects_are_missing(catalog: Catalog, store: Store) -> None:
@@ -180,7 +184,7 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(catalog: Catalog, stor
     assert [each.key for each in found.documents] == [KEY, OTHER_KEY]
     assert [line.partition(":")[0] for line in found.broken] == [broken[:12]]
     assert [line.partition(":")[0] for line in found.unread] == [newer[:12], away[:12]]
-    assert catalog.keys("lease") == {"4" * 64}
+    assert catalog.keys_with("lease") == {"4" * 64}
 
 
 def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read_them(
@@ -189,7 +193,7 @@ def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read
     published(catalog)
     assert catalog.remove(KEY, BUILT_S + 9) == document()
     assert catalog.find(KEY) is None
-    assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 9)]
+    assert tombstones(store) == [ENVIRONMENTS.tombstone(document(), BUILT_S + 9)]
     assert missing(catalog.store, document().objects) == []
     assert catalog.remove(KEY, BUILT_S + 10) is None
     assert [grave.removed_s for grave in tombstones(store)] == [BUILT_S + 9]

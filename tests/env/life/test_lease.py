@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.lease import Held, Lease, NoLease, acquire, look, take_over
+from bootseer.artifact.lease_state import LeaseObservation, LeaseRecord
+from bootseer.artifact.objects import put
 from bootseer.env.document import EnvironmentDocument, document_name
-from bootseer.env.life.catalog import Catalog, put
-from bootseer.env.life.lease import Held, Lease, NoLease, acquire, elect, lease_name, look, take_over, wait
-from bootseer.env.life.lease_state import LeaseRecord, Sight
+from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.election import elect, lease_name, wait
 from bootseer.errors import NotFoundError
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_store
@@ -66,7 +68,7 @@ class Clock:
 
 
 def held(store: Store, key: str = KEY, node: str = "node-1", ttl_s: float = 30.0) -> Lease:
-    lease = acquire(store, key, node, ttl_s=ttl_s)
+    lease = acquire(store, lease_name(key), node, ttl_s=ttl_s)
     assert isinstance(lease, Lease)
     return lease
 
@@ -85,7 +87,7 @@ def test_one_of_many_threads_is_elected(catalog: Catalog) -> None:
 
 def test_a_lease_that_was_given_back_can_be_had(catalog: Catalog, store: Store) -> None:
     assert held(store).release()
-    assert look(store, NAME) == Sight("free")
+    assert look(store, NAME) == LeaseObservation("free")
     lease = held(store, node="node-2")
     assert lease.beat()
     assert isinstance(elect(catalog, KEY, "node-3"), Held)
@@ -102,7 +104,7 @@ def test_beats_change_what_others_see(store: Store) -> None:
 
 def test_who_lost_his_lease_gives_nothing_back(store: Store) -> None:
     lease = held(store)
-    taken = take_over(store, KEY, "node-2", look(store, NAME), sleep=lambda seconds: None)
+    taken = take_over(store, NAME, "node-2", look(store, NAME), sleep=lambda seconds: None)
     assert isinstance(taken, Lease)
     assert not lease.beat()
     assert lease.lost
@@ -115,7 +117,7 @@ def test_a_store_that_deletes_nothing_sees_the_lease_as_given_back(store: Store)
     keeping = FaultyStore(store, lambda request: Fault(status=403) if request.verb == "delete" else None)
     assert held(keeping).release()
     assert look(store, NAME).kind == "free"
-    assert isinstance(acquire(keeping, KEY, "node-2"), Lease)
+    assert isinstance(acquire(keeping, lease_name(KEY), "node-2"), Lease)
     assert look(store, NAME).kind == "held"
 
 
@@ -134,8 +136,8 @@ def test_a_lease_whose_answer_was_lost_is_ours(catalog: Catalog, store: Store) -
 
 def test_a_store_that_stumbles_once_is_asked_again(store: Store) -> None:
     stumble = Fault(status=500)
-    assert isinstance(acquire(FaultyStore(store, [stumble]), KEY, "node-1"), Lease)
-    found = acquire(FaultyStore(store, [stumble, None, stumble]), OTHER_KEY, "node-1")
+    assert isinstance(acquire(FaultyStore(store, [stumble]), lease_name(KEY), "node-1"), Lease)
+    found = acquire(FaultyStore(store, [stumble, None, stumble]), lease_name(OTHER_KEY), "node-1")
     assert isinstance(found, NoLease)
     assert "500" in found.why
     assert look(store, lease_name(OTHER_KEY)).kind == "free"
@@ -205,7 +207,7 @@ def test_what_a_builder_published_before_he_died_is_used(catalog: Catalog, store
 def test_a_builder_whose_clock_is_wrong_lives_as_long_as_he_beats(catalog: Catalog, store: Store) -> None:
     for wrong_s in (0.0, 4e9):
         clock = Clock()
-        lease = acquire(store, KEY, "node-1", clock=lambda now_s=wrong_s: now_s)  # type: ignore[misc]
+        lease = acquire(store, lease_name(KEY), "node-1", clock=lambda now_s=wrong_s: now_s)  # type: ignore[misc]
         assert isinstance(lease, Lease)
         for second in range(0, 120, 10):
             clock.at(second, lease.beat)
@@ -234,7 +236,7 @@ def test_who_waits_for_a_dead_builder_waits_for_the_one_who_took_his_place(catal
     held(store)
 
     def take() -> None:
-        lease = take_over(store, KEY, "node-2", look(store, NAME), sleep=lambda seconds: None)
+        lease = take_over(store, NAME, "node-2", look(store, NAME), sleep=lambda seconds: None)
         assert isinstance(lease, Lease)
         clock.at(40, lambda: publish(catalog, document()))
         clock.at(40, lease.release)
@@ -292,7 +294,7 @@ def test_of_two_who_take_over_one_has_it(store: Store) -> None:
             looked.wait(_END_S)
 
     def take(node: str) -> object:
-        return take_over(FaultyStore(store, plan), KEY, node, dead, sleep=lambda seconds: written.wait(_END_S))
+        return take_over(FaultyStore(store, plan), NAME, node, dead, sleep=lambda seconds: written.wait(_END_S))
 
     with ThreadPoolExecutor(2) as pool:
         taken = list(pool.map(take, ["node-2", "node-3"]))
@@ -303,7 +305,7 @@ def test_a_holder_who_comes_back_before_the_takeover_keeps_his_lease(store: Stor
     lease = held(store)
     seen = look(store, NAME)
     assert lease.beat()
-    assert isinstance(take_over(store, KEY, "node-2", seen, sleep=lambda seconds: None), Held)
+    assert isinstance(take_over(store, NAME, "node-2", seen, sleep=lambda seconds: None), Held)
     assert lease.beat()
 
 

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from bootseer.env.life.catalog import put
+from bootseer.artifact.objects import put
 from bootseer.env.life.quarantine import Quarantine, quarantine_name
 from bootseer.errors import NotFoundError
 from bootseer.store.store import Store

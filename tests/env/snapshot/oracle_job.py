@@ -20,6 +20,7 @@ from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
+from in_capture import run_in
 from store_doubles import MemoryStore
 
 PLACE = "/srv"
@@ -36,7 +37,7 @@ def main() -> None:
     tree = folder / "tree"
     began_s = time.time()
     with open_capture(folder / "first", env=env, way="overlay", folders=[PLACE]) as view:
-        code = view.run(["sh", "-ec", spec["setup"]], env, stdout=2)
+        code = run_in(view, ["sh", "-ec", spec["setup"]], env, stdout=2)
         assert code == 0, code
         packages = new_packages(before, installed(python.folders, root=str(view.root)))
         changes = [change for change in view.changes() if change.path.startswith(PLACE + "/")]
@@ -60,7 +61,7 @@ def main() -> None:
             packages,
             written.entries,
             tree,
-            lambda view, env: view.run(["sh", "-ec", spec["setup"]], env, stdout=2),
+            lambda view, env: run_in(view, ["sh", "-ec", spec["setup"]], env, stdout=2),
             folder=folder,
             env=env,
             folders=[PLACE],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.snapshot.oracle import pinned
+from in_capture import JOB_ENV
 from wheels import make_wheel
 
 JOB = Path(__file__).with_name("oracle_job.py")
@@ -51,12 +52,12 @@ def ask(tmp_path, environment):
         (tmp_path / "oracle").mkdir()
         done = subprocess.run(
             [sys.executable, JOB],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             input=json.dumps(spec),
             capture_output=True,
             text=True,
             timeout=300,
             check=False,
+            env=JOB_ENV,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -13,17 +11,9 @@ from typing import IO, Any, Literal, Self
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.walk import LeftOut
 from bootseer.env.changes import Change
-from bootseer.env.restoring.roots import is_system, may_be_edited
-from bootseer.errors import PermanentError
-from bootseer.mounts.process import die_with
 
 Way = Literal["overlay", "user", "scan"]
 Stream = int | IO[Any] | None
-
-
-def may_be_somebodys(path: str) -> bool:
-    """Where `Change.before` is asked for: in folders of the system only where people edit files."""
-    return not is_system(path) or may_be_edited(path)
 
 
 class Capture(ABC):
@@ -56,12 +46,10 @@ class Capture(ABC):
         `OSError`. Ask for a death signal (`process.die_with`) afterwards, as the kernel may forget it."""
 
     @abstractmethod
-    def changes(
-        self, *, wants_before: Callable[[str], bool] = may_be_somebodys, again: Collection[str] = ()
-    ) -> list[Change]:
-        """What is different now, sorted by path; call it when the setup has ended.
+    def changes(self, *, again: Collection[str] = ()) -> list[Change]:
+        """What is different now, sorted by path; call it when the setup has ended. `again` is `Walk`'s.
 
-        `wants_before` tells for which paths `Change.before` is asked; `again` is `Walk`'s. Raises `PermanentError`.
+        Raises `PermanentError`.
         """
 
     @abstractmethod
@@ -74,41 +62,8 @@ class Capture(ABC):
         return ""
 
     @abstractmethod
-    def close(self, *, keep: bool = False) -> None:
-        """End it and delete what was captured, unless it is to be kept until the next capture."""
-
-    def run(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        cwd: Path | str | None = None,
-        *,
-        stdout: Stream = None,
-        stderr: Stream = None,
-    ) -> int:
-        """Run a program in the setup's view to its end; its exit code, 128+N when signal N killed it. It dies with us.
-
-        Raises `PermanentError` when it cannot be started.
-        """
-        parent = os.getpid()
-
-        def begin() -> None:
-            self.enter()
-            die_with(parent)
-
-        try:
-            code = subprocess.run(
-                argv,
-                env=env,
-                cwd=cwd,
-                stdout=stdout,
-                stderr=stderr,
-                preexec_fn=begin,
-                check=False,
-            ).returncode
-        except (OSError, subprocess.SubprocessError) as error:
-            raise PermanentError(f"{argv[0]} cannot be started in the capture: {error}") from error
-        return code if code >= 0 else 128 - code
+    def close(self) -> None:
+        """End it and delete what was captured."""
 
     def __enter__(self) -> Self:
         return self

@@ -3,27 +3,200 @@
 A restore brings back files and the environment, nothing else. So any of these makes a setup "not snapshot-safe", in
 words that say what it was. Users and groups are lines of files and come back with /etc; they are told as notes.
 
-Who calls: whoever runs a setup in a capture: `Effects.before` it, and `after` it has ended.
+*Processes* are the setup's when they run in its mount namespace or have its mark in their environment. Neither depends
+on who the parent is now: a daemon has none. They are left alone, as the job may need them. In a mount namespace none
+can hide; without one (a capture by comparing) those go unseen that drop or overwrite their environment. What another
+program starts for the setup (systemd, a container engine) is not the setup's and never seen.
+
+*The kernel's* modules, settings and shared memory are compared. Settings are files of /proc/sys: those that may be
+written, without the few that move by themselves, so that nothing is blamed on a setup that it did not do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import select
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bootseer.env.capturing import left_running
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.kernel_state import KernelState
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
+from bootseer.env.changes import Change
 from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.process import end_child
+
+MARK = "BOOTSEER_SETUP"
+"""The environment variable that tells the setup's processes."""
+_POLL_S = 0.02
+# Servers that build tools and version control keep for their own speed; they start again by themselves.
+_HARMLESS = frozenset((
+    "dirmngr", "gpg-agent", "keyboxd", "scdaemon", "sccache", "ccache", "dbus-launch", "watchman",
+))  # fmt: skip
+_MAX_NAMED = 5
+
+
+def new_mark() -> str:
+    """A value that nobody else has."""
+    return secrets.token_hex(8)
+
+
+def processes(mark: str, namespace: int | None, *, but: Collection[int] = ()) -> dict[int, str]:
+    """Names of the processes that are the setup's, by process id. `namespace`: the inode of its mount namespace."""
+    needle = f"{MARK}={mark}".encode()
+    found = {}
+    for pid in _pids():
+        if pid != os.getpid() and pid not in but and _is_of_setup(pid, needle, namespace):
+            name = _process_name(pid)
+            if name and name not in _HARMLESS:
+                found[pid] = name
+    return found
+
+
+def left_running(mark: str, namespace: int | None, *, but: Collection[int] = (), grace_s: float = 1.0) -> list[str]:
+    """What the setup left running, for people. Processes that are just ending are waited for, at most `grace_s`."""
+    end = time.monotonic() + grace_s
+    while (found := processes(mark, namespace, but=but)) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    named = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
+    if len(named) > _MAX_NAMED:
+        named[_MAX_NAMED:] = [f"it left {len(named) - _MAX_NAMED} more processes running"]
+    return named
+
+
+def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
+    try:
+        if namespace is not None and os.stat(f"/proc/{pid}/ns/mnt").st_ino == namespace:  # noqa: PTH116
+            return True
+        return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or belongs to somebody else
+        return False
+
+
+def _process_name(pid: int) -> str:
+    """Empty for a process that has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    name, _, rest = stat.partition(b"(")[2].rpartition(b")")
+    return "" if rest.split()[0] in (b"Z", b"X") else os.fsdecode(name)
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - numbers, not paths
+
+
+_SETTINGS = "/proc/sys"
+_MOVING = frozenset((
+    "kernel.ns_last_pid", "kernel.perf_event_max_sample_rate", "kernel.sched_domain", "kernel.tainted",
+    "kernel.pty.nr", "vm.stat_refresh",
+))  # fmt: skip
+# The first may be a mount that appears when it is touched; random numbers differ each time they are read.
+_NOT_ENTERED = ("fs/binfmt_misc", "kernel/random")
+_MAX_SETTING_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KernelState:
+    """A look at it. Takes some 25 ms."""
+
+    modules: frozenset[str]
+    settings: dict[str, bytes]
+    """By names as sysctl(8) has them: `vm.max_map_count`."""
+    shared_memory: frozenset[str]
+    """Ids of System V segments of this user."""
+
+    @classmethod
+    def now(cls) -> KernelState:
+        """What can be read at this moment; the rest is left out."""
+        return cls(
+            frozenset(line.split()[0] for line in _lines("/proc/modules")),
+            dict(_settings()),
+            frozenset(_shared_memory()),
+        )
+
+    def changes(self, before: KernelState) -> list[str]:
+        """What is different from `before`, for people."""
+        found = [f"it loaded the kernel module {name}" for name in sorted(self.modules - before.modules)]
+        found += [
+            f"it changed the kernel setting {name}"
+            for name, value in sorted(self.settings.items())
+            if before.settings.get(name, value) != value
+        ]
+        if new := self.shared_memory - before.shared_memory:
+            found.append(f"it left shared memory behind (System V, id {', '.join(sorted(new))})")
+        return found
+
+
+def _settings() -> Iterator[tuple[str, bytes]]:
+    for folder, below, names in os.walk(_SETTINGS):
+        inside = os.path.relpath(folder, _SETTINGS)
+        below[:] = [name for name in below if os.path.normpath(f"{inside}/{name}") not in _NOT_ENTERED]
+        for name in names:
+            path = f"{folder}/{name}"
+            setting = os.path.normpath(f"{inside}/{name}").replace("/", ".")
+            if setting in _MOVING:
+                continue
+            try:
+                if os.lstat(path).st_mode & 0o600 == 0o600:
+                    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a thousand files
+                        yield setting, file.read(_MAX_SETTING_BYTES)
+            except OSError:
+                continue
+
+
+def _shared_memory() -> Iterator[str]:
+    """Segments whose maker is gone: others of the same user may have made theirs meanwhile, and still use them."""
+    for fields in map(str.split, _lines("/proc/sysvipc/shm")[1:]):
+        _, number, _, _, maker, *_, creator = fields[:10]
+        if int(creator) == os.geteuid() and not Path("/proc", maker).exists():
+            yield number
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+_MAX_POINTER_BYTES = 65_536
+
+
+def mentions(changes: Iterable[Change]) -> list[str]:
+    """Texts that name such paths, for `leftovers`; files that cannot be read say nothing."""
+    found = []
+    for change in changes:
+        if not change.source:
+            continue
+        with contextlib.suppress(OSError):
+            if _points_python(change.path):
+                with Path(change.source).open("rb") as file:
+                    found.append(file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace"))
+            elif (target := _link(change.source)).startswith(SCRATCH):
+                found.append(target)
+    return found
+
+
+def _points_python(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return name.endswith((".pth", ".egg-link")) or (name.startswith("__editable__") and name.endswith(".py"))
+
+
+def _link(path: str) -> str:
+    """Its target; empty for what is no link. Half of the cost of `Path.readlink`, for each file of a snapshot."""
+    try:
+        return os.readlink(path)  # noqa: PTH115
+    except OSError:
+        return ""
+
 
 Enter = Callable[[], None]
 LOOK_S = 10.0
@@ -32,7 +205,7 @@ _MAX_LOOK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SideEffects:
     """What a setup did besides writing files, for people."""
 
     unsafe: tuple[str, ...]
@@ -59,12 +232,12 @@ class Effects:
         inside = _look(enter)
         if inside.get("namespace") == _namespace():  # a capture without mounts of its own
             enter = None
-        return cls(enter, inside, KernelState.now(), left_running.new_mark())
+        return cls(enter, inside, KernelState.now(), new_mark())
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that the setup must get, so that its processes are known."""
-        return {left_running.MARK: self._mark}
+        return {MARK: self._mark}
 
     def after(
         self,
@@ -74,14 +247,14 @@ class Effects:
         exclusions: Exclusions | None = None,
         ours: Collection[int] = (),
         grace_s: float = 1.0,
-    ) -> Found:
+    ) -> SideEffects:
         """Look once the setup has ended. `reads` is what `Watch.end` gave; `mentions` are texts that tell what the job
         will use (see `leftovers`); `ours` processes in the namespace that are not the setup's. Forks like `before`.
 
         Waits up to `grace_s` seconds for processes that are just ending.
         """
         namespace = self._inside.get("namespace") if self._enter is not None else None
-        unsafe = left_running.left_running(self._mark, namespace, but=ours, grace_s=grace_s)
+        unsafe = left_running(self._mark, namespace, but=ours, grace_s=grace_s)
         inside = _look(self._enter)
         unsafe += self._mounted(inside)
         unsafe += KernelState.now().changes(self._kernel)
@@ -95,7 +268,7 @@ class Effects:
             for kind, key in (("user", "users"), ("group", "groups"))
             for name in sorted({*inside.get(key, ())} - {*self._inside.get(key, ())})
         ]
-        return Found(tuple(unsafe), tuple(notes))
+        return SideEffects(tuple(unsafe), tuple(notes))
 
     def _mounted(self, inside: Mapping[str, Any]) -> list[str]:
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))

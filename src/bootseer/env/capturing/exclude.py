@@ -1,11 +1,10 @@
 """What never belongs to an environment snapshot, and why: a table of rules for people and for captures.
 
 A rule leaves a path out because it is not a file of the environment (proc), belongs to one machine (host keys), is
-gone or wrong later (pid files), is somebody's secret, or is a cache that only installers read. Content that merely
+gone or wrong later (pid files), is a secret, or is a cache that only installers read. Content that merely
 looks alike is kept: `uv.lock` is no lock, and whatever a package has installed is part of the package.
 
-Who calls: `walk` and `scan` for each change; `overlay` for the folders that captures leave as they are. Decides and
-touches nothing.
+Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Rule:
     real: bool = False
     """A capture shows the real folder here, so that what is written stays on the machine, as it would without us."""
     missed: bool = False
-    """A start without it may go another way: whoever restores the snapshot has to know."""
+    """A start without it may go another way: a restore has to tell."""
     secret: bool = False
     """The command that follows the setup still gets it, as without BootSeer; the owner may make exceptions."""
 

@@ -1,8 +1,7 @@
-"""fanotify(7), which Python does not have: who opens which file on which mount.
+"""fanotify(7), which Python does not have: which process opens which file on which mount.
 
 The older form of events is used, in which the kernel hands over a descriptor of each file: it works on every file
 system (overlayfs has no file handles by default) and needs the right to administer the whole system. Linux 5.1.
-Who calls: `watch`.
 """
 
 from __future__ import annotations

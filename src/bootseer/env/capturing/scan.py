@@ -3,8 +3,6 @@
 A file is changed when its size, permissions, owner, inode or time of change (ctime, which no program can set) differ.
 That costs seconds for each million files, twice. It also finds what others change meanwhile; without root, files of
 other owners are none of the setup's. What a folder's own attributes (access lists) were is not compared.
-
-Called by `capture`.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from bootseer.env.capturing.any_capture import Capture, Way, may_be_somebodys
-from bootseer.env.capturing.before import Found
+from bootseer.env.capturing.any_capture import Capture, Way
 from bootseer.env.capturing.exclude import Exclusions
-from bootseer.env.capturing.overlay_places import takes_overlay
-from bootseer.env.capturing.walk import LeftOut, join
+from bootseer.env.capturing.overlay import takes_overlay
+from bootseer.env.capturing.walk import LeftOut, PathState, join, tells_before
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import mount_table, visible
@@ -56,15 +53,13 @@ class ScanCapture(Capture):
     def source_of(self, path: str) -> Path:
         return Path(path)
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self) -> None:
         """Forget the first walk."""
         self._before = {}
 
-    def changes(
-        self, *, wants_before: Callable[[str], bool] = may_be_somebodys, again: Collection[str] = ()
-    ) -> list[Change]:
-        """As for all captures, but `before` of modified and deleted files is `other` where it is asked for: nobody
-        knows it any more. What was written `again` has changed for a scan."""
+    def changes(self, *, again: Collection[str] = ()) -> list[Change]:
+        """As for all captures, but `before` of modified and deleted files is `other` where it would be told: it is not
+        known any more. What was written `again` has changed for a scan."""
         self.left_out = LeftOut(self._exclusions)
         changes: list[Change] = []
         euid = os.geteuid()
@@ -75,14 +70,14 @@ class ScanCapture(Capture):
                 mark, earlier = _mark(entry.status), was.pop(name, None)
                 if mark == earlier or euid not in (0, entry.status.st_uid):
                     continue
-                change = self._change(path, Action.MODIFIED if earlier else Action.ADDED, wants_before)
+                change = self._change(path, Action.MODIFIED if earlier else Action.ADDED)
                 if not self._is_left_out(change, entry):
                     changes.append(change)
-            gone = (self._change(join(folder, name), Action.DELETED, wants_before) for name in was)
+            gone = (self._change(join(folder, name), Action.DELETED) for name in was)
             changes += [change for change in gone if self._exclusions.forbids(change.path) is None]
         return sorted(changes, key=lambda change: change.path)
 
-    def _is_left_out(self, change: Change, entry: Found) -> bool:
+    def _is_left_out(self, change: Change, entry: PathState) -> bool:
         """Whether a rule keeps a change out, then it is noted."""
         rule = self._exclusions.forbids(change.path, kind=entry.kind, size=entry.size)
         if rule is None:
@@ -93,11 +88,11 @@ class ScanCapture(Capture):
         return True
 
     @staticmethod
-    def _change(path: str, action: Action, wants_before: Callable[[str], bool]) -> Change:
-        lost = "other" if action is not Action.ADDED and wants_before(path) else ""
+    def _change(path: str, action: Action) -> Change:
+        lost = "other" if action is not Action.ADDED and tells_before(path) else ""
         return Change(path, action, "" if action is Action.DELETED else path, before=lost)
 
-    def _walk(self) -> Iterator[tuple[str, Mapping[str, Found]]]:
+    def _walk(self) -> Iterator[tuple[str, Mapping[str, PathState]]]:
         """All folders that count, with what they hold."""
         waiting = list(self._roots)
         count = 0
@@ -110,8 +105,8 @@ class ScanCapture(Capture):
             yield folder, found
             waiting += [join(folder, name) for name, entry in found.items() if entry.kind == "directory"]
 
-    def _inside(self, folder: str) -> dict[str, Found]:
-        found: dict[str, Found] = {}
+    def _inside(self, folder: str) -> dict[str, PathState]:
+        found: dict[str, PathState] = {}
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -119,7 +114,7 @@ class ScanCapture(Capture):
                     if path in self._mounts and not takes_overlay(self._mounts[path]):
                         continue
                     try:
-                        here = Found(path, entry.stat(follow_symlinks=False))
+                        here = PathState(path, entry.stat(follow_symlinks=False))
                     except OSError:  # deleted meanwhile; or a mount of somebody else, which not even root may look at
                         continue
                     rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
@@ -140,7 +135,7 @@ def _mark(status: os.stat_result) -> bytes:
     return _MARK.pack(False, hash((*owner, status.st_size, status.st_ctime_ns, status.st_ino)))
 
 
-def _packed(found: Mapping[str, Found]) -> Folder:
+def _packed(found: Mapping[str, PathState]) -> Folder:
     return b"".join(os.fsencode(name) + b"\0" + _mark(entry.status) for name, entry in found.items())
 
 

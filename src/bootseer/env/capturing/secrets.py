@@ -1,11 +1,11 @@
-"""What looks like somebody's secret by its form: a snapshot is shared, and must hold none.
+"""What looks like a secret by its form: a snapshot is shared, and must hold none.
 
 Precision comes before reach: a file that is taken for a secret keeps a setup from being snapshotted at all. Keys and
 known forms of tokens are found by a library's rules (`env.snapshot.secret_check`); here is what those do not look for:
 logins in addresses and settings, and random words behind names like `token`. Only files that people or setups write are
 looked into: settings, environment files, remotes of clones.
 
-Decides and touches nothing. Who calls: `secret_check`, for each file of a snapshot; `exports`, for values.
+Decides and touches nothing.
 """
 
 from __future__ import annotations

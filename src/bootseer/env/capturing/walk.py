@@ -3,27 +3,135 @@
 An upper layer holds more than changes: folders that are only there because something in them changed, and files that
 were opened for writing and are what they were. So everything is compared with what lies below. No symbolic link is
 followed anywhere.
-
-Who calls: `capture`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 
-from bootseer.env.capturing.before import Found, difference, found_at, same_content, state_of
-from bootseer.env.capturing.exclude import Exclusions, Rule
+from bootseer.env.capturing.exclude import Exclusions, Kind, Rule
 from bootseer.env.changes import Action, Change
 from bootseer.env.document import LeftOutPath
+from bootseer.env.restoring.roots import is_system, may_be_edited
 from bootseer.errors import PermanentError
+from bootseer.logs import logger
 
+_PIECE = 1 << 20
+_KINDS: Mapping[int, Kind] = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+_MARKS = ("trusted.overlay.", "user.overlay.")
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _WHITEOUT = ("trusted.overlay.whiteout", "user.overlay.whiteout")
 _PATHS_KEPT = 20
 """Of each rule that left something out."""
+_log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PathState:
+    """What is at a path. A symbolic link is itself, not what it leads to."""
+
+    path: str
+    status: os.stat_result
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of file."""
+        return _KINDS[stat.S_IFMT(self.status.st_mode)]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.status.st_size
+
+    def marks(self) -> dict[str, bytes]:
+        """What overlayfs noted in its attributes."""
+        return self._attributes(marks=True)
+
+    def xattrs(self) -> dict[str, bytes]:
+        """All other extended attributes: capabilities, access lists, what users set."""
+        return self._attributes(marks=False)
+
+    def _attributes(self, *, marks: bool) -> dict[str, bytes]:
+        try:
+            names = os.listxattr(self.path, follow_symlinks=False)
+        except OSError:  # the file system has none
+            return {}
+        return {
+            name: os.getxattr(self.path, name, follow_symlinks=False)
+            for name in names
+            if name.startswith(_MARKS) is marks
+        }
+
+
+def found_at(folder: str, name: str) -> PathState | None:
+    """What a folder has by that name; for no name the folder itself. None: nothing."""
+    path = os.path.join(folder, name) if name else folder  # noqa: PTH118
+    try:
+        # A folder may be named by a link in /proc that leads to it.
+        return PathState(path, os.lstat(path) if name else os.stat(path))  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def difference(one: PathState, other: PathState) -> bool:
+    """Whether anything but content and times differs: kind, permissions, owner, extended attributes."""
+    ours, theirs = one.status, other.status
+    return (ours.st_mode, ours.st_uid, ours.st_gid) != (theirs.st_mode, theirs.st_uid, theirs.st_gid) or (
+        one.xattrs() != other.xattrs()
+    )
+
+
+def same_content(one: PathState, other: PathState) -> bool:
+    """Whether two paths of one kind hold the same bytes, or lead to the same place."""
+    if one.kind == "symlink":
+        return os.readlink(one.path) == os.readlink(other.path)  # noqa: PTH115
+    if one.kind != "file":
+        return True
+    if one.size != other.size:
+        return False
+    return same_bytes(one.path, other.path)
+
+
+def same_bytes(one: str, other: str) -> bool:
+    """Whether two files have the same content."""
+    with _opened(one) as ours, _opened(other) as theirs:
+        while (piece := ours.read(_PIECE)) == theirs.read(_PIECE):
+            if not piece:
+                return True
+    return False
+
+
+def tells_before(path: str) -> bool:
+    """Where `Change.before` is told: in folders of the system only where people edit files."""
+    return not is_system(path) or may_be_edited(path)
+
+
+def state_of(found: PathState) -> str:
+    """In the form of `Change.before`."""
+    if found.kind == "file":
+        with _opened(found.path) as file:
+            return f"file:sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    if found.kind == "symlink":
+        return f"symlink:{os.readlink(found.path)}"  # noqa: PTH115
+    return "directory" if found.kind == "directory" else "other"
+
+
+def _opened(path: str) -> BufferedReader:
+    """For reading; never through a link that took the file's place."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +162,7 @@ class LeftOut:
 
     def add(self, path: str, rule: Rule) -> None:
         """Note that a rule keeps this path out."""
+        _log.info("not in the snapshot: %s (%s): it %s", path, rule.name, rule.reason)
         kept = self.paths.setdefault(rule.name, [])
         if rule.secret or len(kept) < _PATHS_KEPT:
             kept.append(path)
@@ -80,14 +189,22 @@ class Walk:
     """Collects the changes of all layers."""
 
     def __init__(
-        self, exclusions: Exclusions, *, wants_before: Callable[[str], bool], again: Collection[str] = ()
+        self,
+        exclusions: Exclusions,
+        *,
+        tell_before: bool = True,
+        again: Collection[str] = (),
+        mounted: Collection[str] = (),
     ) -> None:
-        """`again` are files that count as changed although the setup wrote what had been there: another start may find
-        nothing there, and the snapshot must say that they belong to the environment."""
+        """`tell_before`: tell what was there before where people keep or edit files (`Change.before`). `again` are
+        files that count as changed although the setup wrote what had been there: another start may find nothing there,
+        and the snapshot must say that they belong to the environment. `mounted` are places where something was mounted
+        meanwhile: what lies there is the mount's."""
         self.left_out = LeftOut(exclusions)
         self._exclusions = exclusions
-        self._wants_before = wants_before
+        self._tells_before = tell_before
         self._again = again
+        self._mounted = mounted
         self._changes: dict[str, Change] = {}
         # Files with several names that are what they were, by inode: one of the other names may be new.
         self._same: dict[tuple[int, int], list[Change]] = {}
@@ -123,9 +240,11 @@ class Walk:
 
     def _entry(self, folder: _Folder, name: str, status: os.stat_result) -> Iterator[_Folder]:
         path, upper = join(folder.path, name), join(folder.upper, name)
+        if path in self._mounted:
+            return
         below = found_at(folder.lower, name) if folder.lower else None
         unknown = folder.lower is None
-        here = Found(upper, status)
+        here = PathState(upper, status)
         if _is_whiteout(here):
             if below is not None and not folder.secret:
                 self._deleted(path, below)
@@ -151,7 +270,7 @@ class Walk:
         lower = below.path if below is not None and was_folder else None if unknown else ""
         yield _Folder(path, upper, lower, opaque, secret)
 
-    def _leaf(self, change: Change, here: Found, below: Found | None, *, hidden: bool, secret: bool) -> None:
+    def _leaf(self, change: Change, here: PathState, below: PathState | None, *, hidden: bool, secret: bool) -> None:
         inode = (here.status.st_dev, here.status.st_ino) if here.status.st_nlink > 1 and not secret else None
         same = below is not None and not hidden and not difference(here, below) and same_content(here, below)
         if below is not None and same and change.path not in self._again:
@@ -169,21 +288,23 @@ class Walk:
         with os.scandir(folder.lower) as entries:
             for entry in entries:
                 if entry.name not in names:
-                    self._deleted(join(folder.path, entry.name), Found(entry.path, entry.stat(follow_symlinks=False)))
+                    self._deleted(
+                        join(folder.path, entry.name), PathState(entry.path, entry.stat(follow_symlinks=False))
+                    )
 
-    def _deleted(self, path: str, below: Found) -> None:
+    def _deleted(self, path: str, below: PathState) -> None:
         rule = self._exclusions.rule_for(path, kind=below.kind, size=below.size)
         if rule is None:
             self._add(Change(path, Action.DELETED), below)
         else:
             self.left_out.add(path, rule)
 
-    def _add(self, change: Change, below: Found | None, *, secret: bool = False) -> None:
+    def _add(self, change: Change, below: PathState | None, *, secret: bool = False) -> None:
         changes = self.left_out.withheld if secret else self._changes
         changes[change.path] = self._with_before(change, below)
 
-    def _with_before(self, change: Change, below: Found | None) -> Change:
-        if below is None or not self._wants_before(change.path):
+    def _with_before(self, change: Change, below: PathState | None) -> Change:
+        if below is None or not self._tells_before or not tells_before(change.path):
             return change
         return Change(change.path, change.action, change.source, change.opaque, state_of(below))
 
@@ -193,19 +314,14 @@ def join(folder: str, name: str) -> str:
     return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
 
 
-def _is_whiteout(found: Found) -> bool:
+def _is_whiteout(found: PathState) -> bool:
     status = found.status
     if stat.S_ISCHR(status.st_mode):
         return status.st_rdev == 0
     # Tools that may not make devices leave an empty file with a mark.
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0 and _has(found, _WHITEOUT)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0 and not found.marks().keys().isdisjoint(_WHITEOUT)
 
 
-def _is_opaque(found: Found) -> bool:
+def _is_opaque(found: PathState) -> bool:
     marks = found.marks()
     return any(marks.get(name) == b"y" for name in _OPAQUE)
-
-
-def _has(found: Found, names: tuple[str, ...]) -> bool:
-    marks: Mapping[str, bytes] = found.marks()
-    return any(name in marks for name in names)

@@ -14,11 +14,12 @@ anything was installed. `REASONS` says what each code means; codes are stable an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
+from bootseer.artifact import kind
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.modes import Mode
 from bootseer.errors import UsageError
@@ -81,19 +82,8 @@ FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "n
 """Codes that `fell_back` takes, besides those of `refused`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What a look for the snapshot found."""
-
-    kind: Literal["found", "none", "unsigned", "broken", "other-version", "unreachable"]
-    document: EnvironmentDocument | None = None
-    """What was found; for `unreachable`, what this node knows, if anything."""
-    why: str = ""
-    """The error, for people."""
-    data: bytes = field(default=b"", repr=False, compare=False)
-    """The document as it is stored, with its signatures."""
-
-
+Lookup = kind.Lookup[EnvironmentDocument]
+"""What a look for the snapshot found."""
 NOT_LOOKED = Lookup("none")
 """Nobody looked, because nothing that could be found would be used."""
 

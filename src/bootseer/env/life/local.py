@@ -15,11 +15,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from bootseer.artifact.catalog import FIND_S
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.places import environments_folder, own_folder
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import EnvironmentDocument, document_name
-from bootseer.env.life.catalog import FIND_S, Catalog
+from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Lookup
 from bootseer.errors import BootseerError
 from bootseer.store.file import FileStore

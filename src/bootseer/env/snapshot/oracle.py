@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bootseer.env.capturing.any_capture import Capture
 from bootseer.env.capturing.capture import Say, open_capture
+from bootseer.env.capturing.walk import same_bytes
 from bootseer.env.changes import Action, Change
 from bootseer.env.snapshot.canonical import canonical, ignored
 from bootseer.env.snapshot.contents import Item, look
@@ -24,7 +25,6 @@ from bootseer.env.snapshot.verify import Difference
 from bootseer.errors import PermanentError
 from bootseer.io.tasks import Tasks
 
-_PIECE = 1 << 20
 _MAX_CANONICAL_BYTES = 256 << 20
 _BYTECODE_HEADER = 16
 _MAX_THREADS = 8
@@ -110,7 +110,7 @@ def _called(entry: Entry) -> str:
 
 def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
     try:
-        if _same_bytes(restored, item.change.source):
+        if same_bytes(restored, item.change.source):
             return
         if max(item.size, os.path.getsize(restored)) > _MAX_CANONICAL_BYTES:  # noqa: PTH202
             yield "other content"
@@ -123,16 +123,6 @@ def _content_differs(path: str, restored: str, item: Item) -> Iterator[str]:
         return
     if canonical(path, ours) != canonical(path, theirs):
         yield "other content"
-
-
-def _same_bytes(one: str, other: str) -> bool:
-    with open(one, "rb") as first, open(other, "rb") as second:  # noqa: PTH123 - many files, no object for each
-        while True:
-            piece = first.read(_PIECE)
-            if piece != second.read(_PIECE):
-                return False
-            if not piece:
-                return True
 
 
 def _body(bytecode: bytes) -> tuple[bytes, bytes]:

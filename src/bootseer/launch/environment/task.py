@@ -1,33 +1,25 @@
 """What the parts of one environment start share: what is asked for, where, and how its stages are marked.
 
-Made by whoever runs a setup or shows a snapshot: `environment_stage`, `environment_make`, `environment_look` and
-`image_stage`.
+<cache>/environments/runs/<name>/      one start's own lock, layers, logs
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import stat
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bootseer.artifact.places import CACHE, environments_folder, own_folder
+from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
-from bootseer.errors import PermanentError
 from bootseer.launch.environment.plain import STAGE
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import in_foreground
-from bootseer.mounts.kernel import is_mounted_anywhere
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 
 Conflicts = Literal["refuse", "accept"]
 UNPINNED_AGE_S = 7 * 86_400.0
-"""How long a snapshot serves whose setup would install other versions some day, if nobody says."""
+"""How long a snapshot serves whose setup would install other versions some day, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class EnvironmentWanted:
     publish_s: float = 600.0
     """How long the end of the command is held up for the snapshot's sake."""
     tenant: str = ""
-    """Who shares snapshots: part of the key."""
+    """Starts of one tenant share snapshots: part of the key."""
     place: str = ""
     """Where in a container the setup runs, if that is the user's own folder: what it installs remembers that."""
 
@@ -82,86 +74,6 @@ class EnvironmentWanted:
 def own_store(cache: Path) -> str:
     """The store of snapshots on this node itself."""
     return str(environments_folder(cache) / "store")
-
-
-_LOCK = "lock"
-_PREFIX, _NEW = "run-", "new-"
-_LEFT_OVER_S = 3600.0
-
-
-class RunFolder:
-    """One such folder. `lock` is a descriptor that children may keep."""
-
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self.lock = lock
-
-    @classmethod
-    def made(cls, root: Path) -> RunFolder:
-        """A new folder below `root`. Raises `PermanentError` when it cannot be made, or others could change it."""
-        try:
-            root = own_folder(root)
-            clean_up(root)
-            new = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
-            lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Nobody cleans it up before it has this name, and then it is locked.
-            path = new.rename(root / (_PREFIX + new.name.removeprefix(_NEW)))
-        except OSError as error:
-            raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
-        return cls(path, lock)
-
-    def remove(self) -> None:
-        """Delete the folder with everything in it. What cannot be deleted now is tried again by a later start."""
-        try:
-            with contextlib.suppress(OSError):
-                _delete(self.path)
-        finally:
-            os.close(self.lock)
-
-
-def clean_up(root: Path) -> None:
-    """Delete the folders that nobody holds. What cannot be deleted now is tried again by the next start."""
-    for path in root.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _delete(path)
-            finally:
-                os.close(lock)
-    for path in root.glob(f"{_NEW}*"):  # whoever made it was killed before it had a name and a lock
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _delete(path: Path) -> None:
-    """All but the lock first: until the last file is gone it says whose folder this is.
-
-    Nothing while something in it is mounted: what the setup or the command left running still works on these layers.
-    """
-    if is_mounted_anywhere(f"/{path.name}/"):
-        return
-    for entry in list(path.iterdir()):
-        if entry.name != _LOCK:
-            if entry.is_dir() and not entry.is_symlink():
-                _open_up(entry)
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink()
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _open_up(top: Path) -> None:
-    """The kernel's own folders in a layer may be entered by nobody, and setups make folders read-only."""
-    for folder, folders, _ in os.walk(top):
-        for name in ("", *folders):
-            path = Path(folder, name)
-            with contextlib.suppress(OSError):
-                mode = path.lstat().st_mode
-                if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
-                    path.chmod(0o700)
 
 
 @dataclass(frozen=True)
@@ -178,7 +90,7 @@ class Task:
     session: Session | None
     own_group: bool
     """Whether what is started leads a process group of its own (`supervise`)."""
-    folder: RunFolder
+    folder: OwnedFolder
     show: Show = no_progress
     """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -209,7 +121,7 @@ class Task:
             own_env=env if own_env is None else own_env,
             session=session,
             own_group=not in_foreground() if own_group is None else own_group,
-            folder=RunFolder.made(environments_folder(wanted.cache) / "runs"),
+            folder=OwnedFolder.made(environments_folder(wanted.cache) / "runs", "run-"),
             show=show,
         )
 
@@ -230,7 +142,7 @@ class Task:
 
     @property
     def job(self) -> str:
-        """What the job is called; empty when nobody knows."""
+        """What the job is called; empty when it is not known."""
         return self.session.tracer.identity.job if self.session is not None else ""
 
     @property
@@ -254,16 +166,6 @@ class Task:
         """Where what jobs change in their environments goes."""
         return environments_folder(self.wanted.cache) / "changes"
 
-    @contextmanager
-    def stage(self, name: str = "") -> Iterator[dict[str, Any]]:
-        """A part of the stage, or the stage itself; facts that are put into what it yields go into its end.
-
-        A fact named `error` makes it a failed one.
-        """
-        if self.session is None:
-            yield {}
-            return
-        with self.session.tracer.span(f"{STAGE}.{name}" if name else STAGE) as span:
-            yield span.attrs
-            if "error" in span.attrs:
-                span.fail(str(span.attrs["error"]))
+    def stage(self, name: str = "") -> AbstractContextManager[dict[str, Any]]:
+        """A part of the stage, or the stage itself (`session.staged`)."""
+        return staged(self.session, f"{STAGE}.{name}" if name else STAGE)

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.env.life.lease_state import TTL_S, LeaseRecord, Next, Sight, Watch
+from bootseer.artifact.lease_state import TTL_S, LeaseObservation, LeaseRecord, Next, Watch
 from bootseer.errors import CorruptError
 
 RECORD = LeaseRecord("ab" * 16, "node-1", 77, 1_800_000_000.0, TTL_S)
-UNKNOWN = Sight("unknown", why="no answer")
+UNKNOWN = LeaseObservation("unknown", why="no answer")
 
 
-def held(beat: int = 0, **changes: Any) -> Sight:
+def held(beat: int = 0, **changes: Any) -> LeaseObservation:
     record = replace(RECORD, beat=beat, **changes)
-    return Sight("held", f"{record.nonce} {record.beat}", record)
+    return LeaseObservation("held", f"{record.nonce} {record.beat}", record)
 
 
-def looks(watch: Watch, sights: list[Sight], every_s: float = 1.0, start_s: float = 0.0) -> list[Next]:
+def looks(watch: Watch, sights: list[LeaseObservation], every_s: float = 1.0, start_s: float = 0.0) -> list[Next]:
     """What the watch says of one sight after the other, looking as often as it wants to."""
     steps = []
     for number, sight in enumerate(sights):
@@ -80,16 +80,16 @@ def test_a_lease_decides_within_bounds_how_long_it_may_be_silent(ttl_s: float, d
 
 
 def test_a_lease_that_nobody_can_read_is_dead_after_a_while() -> None:
-    broken = Sight("broken", "of its bytes")
+    broken = LeaseObservation("broken", "of its bytes")
     assert looks(Watch(1e9, ttl_s=10), [broken] * 20).index(Next.DEAD) == 11
 
 
 def test_a_free_lease_is_free_at_any_time() -> None:
-    assert Watch(0).see(Sight("free"), 1e9) is Next.FREE
+    assert Watch(0).see(LeaseObservation("free"), 1e9) is Next.FREE
 
 
-@pytest.mark.parametrize("sight", [held(), UNKNOWN, Sight("broken", "x")])
-def test_the_time_to_wait_ends_whatever_is_seen(sight: Sight) -> None:
+@pytest.mark.parametrize("sight", [held(), UNKNOWN, LeaseObservation("broken", "x")])
+def test_the_time_to_wait_ends_whatever_is_seen(sight: LeaseObservation) -> None:
     watch = Watch(100)
     assert watch.see(sight, 99.9) is Next.LOOK
     assert watch.see(sight, 100) is Next.OVER

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.fetch.tickets import Ticket, Tickets
+from bootseer.errors import CorruptError, TransientError
+from bootseer.fetch.pending import CorruptBlocks, ForeignClaims, PendingRead, PendingReads
 
 
 def ticket(deadline=10.0, file=0):
-    return Ticket(file, 0, 0, 0.0, deadline, lambda answer: None, lambda ticket: None)
+    return PendingRead(file, 0, 0, 0.0, deadline, lambda answer: None, lambda ticket: None)
 
 
 def test_a_read_is_complete_when_its_last_block_is_here_and_holds_what_came():
-    tickets, one, other = Tickets(), ticket(), ticket()
+    tickets, one, other = PendingReads(), ticket(), ticket()
     tickets.wait(one, [1, 2])
     tickets.wait(other, [2])
     assert tickets.arrived((0, 2), b"two") == [other]
@@ -22,7 +25,7 @@ def test_a_read_is_complete_when_its_last_block_is_here_and_holds_what_came():
 
 
 def test_a_block_that_does_not_come_fails_its_reads_and_says_what_else_they_waited_for():
-    tickets, one, other = Tickets(), ticket(), ticket()
+    tickets, one, other = PendingReads(), ticket(), ticket()
     tickets.wait(one, [1, 2, 3])
     tickets.wait(other, [3])
     assert tickets.given_up((0, 1)) == [(one, {2, 3})]
@@ -30,7 +33,7 @@ def test_a_block_that_does_not_come_fails_its_reads_and_says_what_else_they_wait
 
 
 def test_a_read_expires_once_at_its_deadline_and_not_when_it_was_closed():
-    tickets, late, closed, later = Tickets(), ticket(5.0), ticket(5.0), ticket(6.0)
+    tickets, late, closed, later = PendingReads(), ticket(5.0), ticket(5.0), ticket(6.0)
     for each in (late, closed, later):
         tickets.wait(each, [1])
     assert tickets.close(closed) == {1}
@@ -43,7 +46,7 @@ def test_a_read_expires_once_at_its_deadline_and_not_when_it_was_closed():
 
 
 def test_a_read_may_wait_again_for_a_block_that_vanished():
-    tickets, one = Tickets(), ticket()
+    tickets, one = PendingReads(), ticket()
     tickets.wait(one, [1])
     assert tickets.arrived((0, 1), None) == [one]
     tickets.wait(one, [1])
@@ -58,7 +61,7 @@ def test_a_read_may_wait_again_for_a_block_that_vanished():
     ),
 )
 def test_each_read_ends_at_most_once_and_nothing_is_left_of_it(waits, events):
-    tickets = Tickets()
+    tickets = PendingReads()
     open_ones = [ticket(deadline=number) for number in range(len(waits))]
     for each, blocks in zip(open_ones, waits, strict=True):
         tickets.wait(each, blocks)
@@ -78,8 +81,56 @@ def test_each_read_ends_at_most_once_and_nothing_is_left_of_it(waits, events):
 
 
 def test_a_read_that_is_over_keeps_no_blocks_until_its_deadline():
-    tickets, gone = Tickets(), ticket()
+    tickets, gone = PendingReads(), ticket()
     tickets.wait(gone, [1, 2])
     tickets.arrived((0, 1), b"one")
     tickets.close(gone)
     assert gone.held == {}
+
+
+def test_a_corrupt_block_is_known_for_a_while_and_then_worth_an_attempt():
+    blocks = CorruptBlocks()
+    blocks.add((1, 7), CorruptError("first"), 100.0)
+    assert str(blocks.error(1, [6, 7], 129.9)) == "first"
+    assert blocks.error(0, [7], 101.0) is None
+    assert blocks.error(1, [7], 130.0) is None
+
+
+def test_what_came_soundly_or_failed_otherwise_is_not_known():
+    blocks = CorruptBlocks()
+    blocks.add((0, 1), TransientError("no answer"), 0.0)
+    blocks.add((0, 2), CorruptError("wrong"), 0.0)
+    blocks.forget((0, 2))
+    assert blocks.error(0, [1, 2], 1.0) is None
+    assert blocks.first == "wrong"
+
+
+def test_a_block_of_others_is_looked_at_soon_and_then_less_and_less_often():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 0.0)
+    elsewhere.watch((0, 1), 0.0)
+    times = []
+    while len(times) < 30:
+        now = elsewhere.next_look
+        assert elsewhere.due(now) == [(0, 1)]
+        times.append(now)
+    pauses = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    assert pauses[0] <= 0.005
+    assert all(later >= 0.99 * earlier for earlier, later in pairwise(pauses))
+    assert 0.04 <= pauses[-1] <= 0.1
+
+
+def test_a_forgotten_block_is_not_looked_at():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 0.0)
+    elsewhere.forget((0, 1))
+    assert elsewhere.due(1.0) == []
+    assert elsewhere.next_look is None
+
+
+def test_a_claim_that_is_held_for_a_minute_is_overdue():
+    elsewhere = ForeignClaims(60.0)
+    elsewhere.watch((0, 1), 10.0)
+    assert not elsewhere.overdue((0, 1), 69.0)
+    assert elsewhere.overdue((0, 1), 70.0)
+    assert not elsewhere.overdue((0, 2), 70.0)

@@ -1,4 +1,4 @@
-"""Folders of starts: whose they are, and who cleans up behind a killed one."""
+"""Folders that belong to a process: kept while it lives, deleted behind a killed one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.errors import PermanentError
-from bootseer.launch.environment.task import RunFolder, clean_up
 
 
 def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
-    folder = RunFolder.made(tmp_path)
+    folder = OwnedFolder.made(tmp_path, "run-")
     closed = folder.path / "work" / "work"
     closed.mkdir(parents=True)
     (closed / "file").touch()
@@ -24,22 +24,22 @@ def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
 
 
 def test_what_a_living_start_holds_is_left_alone_and_what_a_dead_one_left_goes(tmp_path: Path) -> None:
-    held, left = RunFolder.made(tmp_path), RunFolder.made(tmp_path)
+    held, left = OwnedFolder.made(tmp_path, "run-"), OwnedFolder.made(tmp_path, "run-")
     (left.path / "upper").mkdir()
     os.close(left.lock)  # as the kernel does for a killed process
-    clean_up(tmp_path)
+    delete_abandoned(tmp_path, "run-")
     assert list(tmp_path.iterdir()) == [held.path]
     held.remove()
 
 
 def test_a_child_that_keeps_the_lock_keeps_the_folder(tmp_path: Path) -> None:
-    folder = RunFolder.made(tmp_path)
+    folder = OwnedFolder.made(tmp_path, "run-")
     child = os.dup(folder.lock)
     os.close(folder.lock)
-    clean_up(tmp_path)
+    delete_abandoned(tmp_path, "run-")
     assert folder.path.exists()
     os.close(child)
-    clean_up(tmp_path)
+    delete_abandoned(tmp_path, "run-")
     assert not folder.path.exists()
 
 
@@ -48,12 +48,12 @@ def test_what_was_left_before_it_had_a_name_goes_when_it_is_old(tmp_path: Path) 
     for path in (old, young):
         (path / "folder").mkdir(parents=True)
     os.utime(old, (0, 0))
-    clean_up(tmp_path)
+    delete_abandoned(tmp_path, "run-")
     assert list(tmp_path.iterdir()) == [young]
 
 
 def test_a_folder_that_somebody_else_deleted_is_no_error(tmp_path: Path) -> None:
-    folder = RunFolder.made(tmp_path)
+    folder = OwnedFolder.made(tmp_path, "run-")
     shutil.rmtree(folder.path)
     folder.remove()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -64,7 +64,7 @@ def test_a_folder_that_somebody_else_deleted_is_no_error(tmp_path: Path) -> None
 def test_what_a_process_still_has_mounted_stays_until_it_ends(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may mount")
-    folder = RunFolder.made(tmp_path)
+    folder = OwnedFolder.made(tmp_path, "run-")
     for name in ("upper", "work", "root"):
         (folder.path / name).mkdir()
     (folder.path / "upper" / "file").touch()
@@ -76,14 +76,14 @@ def test_what_a_process_still_has_mounted_stays_until_it_ends(tmp_path: Path) ->
         assert survivor.stdout is not None
         assert survivor.stdout.readline() == "mounted\n"
         folder.remove()
-        clean_up(tmp_path)
+        delete_abandoned(tmp_path, "run-")
         assert (folder.path / "upper" / "file").exists()
         survivor.communicate("\n")
-    clean_up(tmp_path)
+    delete_abandoned(tmp_path, "run-")
     assert not folder.path.exists()
 
 
 def test_a_place_that_takes_no_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PermanentError, match="BOOTSEER_CACHE"):
-        RunFolder.made(tmp_path / "file" / "runs")
+        OwnedFolder.made(tmp_path / "file" / "runs", "run-")

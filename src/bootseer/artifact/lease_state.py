@@ -1,49 +1,50 @@
-"""Who builds a snapshot, and whether he lives: what a lease says, and what a waiter concludes from looking at it.
+"""Leases: what one says, and whether its holder is alive, as a waiter concludes from looking at it.
 
-A lease lives as long as its beat number changes. The waiter measures silence by his own clock and only while he could
-look, so that neither the holder's clock nor a store that was away for a while makes a living holder dead. Decides and
-touches nothing; `lease` does the looking and writing.
+A holder is alive as long as its beat number changes. The waiter measures silence by its own clock and only while it
+could look, so that neither the holder's clock nor a store that was away for a while makes a living holder dead. Decides
+and touches nothing; `lease` does the looking and writing.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from bootseer.artifact.document import decode, encode, printable
 from bootseer.errors import CorruptError
 
 SCHEMA = "bootseer.environment-lease/1"
 MAX_BYTES = 16 << 10
 TTL_S = 30.0
-"""A holder who is silent for so long is taken for dead."""
+"""A holder that is silent for so long is taken for dead."""
 _MIN_TTL_S, _MAX_TTL_S = 1.0, 300.0
-"""A forged lease must not hold anybody up for longer."""
+"""A forged lease must not hold a start up for longer."""
 BEATS_PER_TTL = 3
 _FIRST_LOOK_S = 0.25
 _LAST_LOOK_S = 3.0
 """Looks become this rare: a thousand waiters are then some hundred small requests a second."""
 _SLOWER = 1.5
-_NONCE = re.compile(r"[0-9a-f]{32}")
 _MAX_NODE = 256
+_MAX = 10**15
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
     """What a lease says."""
 
-    nonce: str
+    nonce: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     """Of this one holder: 32 hex digits."""
     node: str
-    pid: int
-    since_s: float
+    pid: Annotated[int, Meta(ge=0, lt=_MAX)]
+    since_s: Annotated[float, Meta(ge=0, lt=_MAX)]
     """When it was acquired: seconds since 1970, by the holder's clock. For people only."""
-    ttl_s: float = TTL_S
-    beat: int = 0
+    ttl_s: Annotated[float, Meta(ge=0, lt=_MAX)] = TTL_S
+    beat: Annotated[int, Meta(ge=0, lt=_MAX)] = 0
     released: bool = False
-    """Given back by a holder who may not delete."""
+    """Given back by a holder that may not delete."""
     taken: bool = False
     """The holder before was dead, and did not give up."""
 
@@ -62,55 +63,33 @@ class LeaseRecord:
         return replace(self, beat=self.beat + 1)
 
     def words(self, now_s: float) -> str:
-        """Who holds it, for people."""
+        """The holder, for people."""
         return f"{self.node} (process {self.pid}) has been building it for {max(now_s - self.since_s, 0):.0f} s"
+
+    @property
+    def last_beat_s(self) -> float:
+        """When it beat last, at the earliest: seconds since 1970, by the holder's clock."""
+        return self.since_s + self.beat * self.interval_s
 
     def encode(self) -> bytes:
         """JSON."""
-        value = {
-            "schema": SCHEMA,
-            "nonce": self.nonce,
-            "node": self.node,
-            "pid": self.pid,
-            "since_s": self.since_s,
-            "ttl_s": self.ttl_s,
-            "beat": self.beat,
-            "released": self.released,
-            "taken": self.taken,
-        }
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        return encode(self, SCHEMA)
 
     @classmethod
     def parse(cls, data: bytes) -> LeaseRecord:
         """Read a lease. Raises `CorruptError`."""
-        try:
-            value: Any = json.loads(data)
-            if value["schema"] != SCHEMA or not _NONCE.fullmatch(value["nonce"]):
-                raise ValueError("no lease of this version")
-            if not all(0 <= value[name] < 1e15 for name in ("since_s", "ttl_s", "beat", "pid")):
-                raise ValueError("impossible numbers")
-            return cls(
-                nonce=value["nonce"],
-                node="".join(letter for letter in str(value["node"])[:_MAX_NODE] if letter.isprintable()),
-                pid=int(value["pid"]),
-                since_s=float(value["since_s"]),
-                ttl_s=float(value["ttl_s"]),
-                beat=int(value["beat"]),
-                released=value.get("released") is True,
-                taken=value.get("taken") is True,
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"not the lease of an environment: {error}") from error
+        found = decode(data, cls, "lease", limit=MAX_BYTES, schema=SCHEMA, other_version=CorruptError)
+        return replace(found, node=printable(found.node[:_MAX_NODE]))
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class LeaseObservation:
     """What one look at a lease showed."""
 
     kind: Literal["free", "held", "broken", "unknown"]
     """`free` is also what was released; `unknown`: the store did not say."""
     mark: str = ""
-    """Differs between two looks at a holder who lives; for a broken lease it is that of its bytes."""
+    """Differs between two looks at a holder that is alive; for a broken lease it is that of its bytes."""
     record: LeaseRecord | None = None
     why: str = ""
     """Of `unknown`: the error."""
@@ -122,7 +101,7 @@ class Next(Enum):
     LOOK = "look"
     """After `Watch.pause_s`."""
     FREE = "free"
-    """Nobody holds the lease (any more)."""
+    """It is not held (any more)."""
     LEFT = "left"
     """Its holder gave it back, and another one has it already."""
     DEAD = "dead"
@@ -144,22 +123,22 @@ class Watch:
         self._looked_s: float | None = None
         self._pause_s = _FIRST_LOOK_S / _SLOWER
 
-    def see(self, sight: Sight, now_s: float) -> Next:
+    def see(self, seen: LeaseObservation, now_s: float) -> Next:
         """What a look that was made now means."""
-        if sight.kind == "free":
+        if seen.kind == "free":
             return Next.FREE
-        if sight.record is not None:
-            before, self._nonce = self._nonce, sight.record.nonce
-            if before not in ("", self._nonce) and not sight.record.taken:
+        if seen.record is not None:
+            before, self._nonce = self._nonce, seen.record.nonce
+            if before not in ("", self._nonce) and not seen.record.taken:
                 return Next.LEFT
-        before_s, self._looked_s = self._looked_s, None if sight.kind == "unknown" else now_s
-        if sight.kind != "unknown":
-            if sight.mark != self._mark:
-                self._mark, self._silent_s = sight.mark, 0.0
+        before_s, self._looked_s = self._looked_s, None if seen.kind == "unknown" else now_s
+        if seen.kind != "unknown":
+            if seen.mark != self._mark:
+                self._mark, self._silent_s = seen.mark, 0.0
             elif before_s is not None:
                 # A waiter that was stopped for an hour has not watched for an hour.
                 self._silent_s += min(now_s - before_s, 2 * self._pause_s + 1.0)
-            if self._silent_s > (sight.record.silence_s if sight.record is not None else self._ttl_s):
+            if self._silent_s > (seen.record.silence_s if seen.record is not None else self._ttl_s):
                 return Next.DEAD
         return Next.OVER if now_s >= self._until_s else Next.LOOK
 

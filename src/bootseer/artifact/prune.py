@@ -1,0 +1,192 @@
+"""Make room in a store: delete the objects of artifacts that were removed a while ago, and artifacts past their age.
+
+An object is deleted when its tombstone is older than the grace, no document and no younger tombstone names it, nothing
+else uses it (`also_used`: images and environments live in the same store), and nothing that is mounted on this node is
+made of it. What other nodes have mounted is not known here: the grace must be longer than the time they take to fetch
+an artifact whole. Where not everything can be read that may name an object, nothing is deleted.
+
+Another node may publish the same content while it is deleted here. Both sides look again: a publisher whether its
+objects are there, this one for new documents that need what it deleted; such a document goes, and the next start builds
+anew. Every step may be interrupted and repeated: a tombstone goes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Generic
+
+from bootseer.artifact.catalog import Catalog, Listing
+from bootseer.artifact.hotsets import hotset_name
+from bootseer.artifact.kind import D, Tombstone
+from bootseer.errors import BootseerError, NotFoundError
+from bootseer.logs import logger
+
+_log = logger(__name__)
+GRACE_S = 24 * 3600.0
+_MAX_TOMBSTONES = 10_000
+
+
+@dataclass(slots=True)
+class Pruned:
+    """What was done."""
+
+    expired: list[str] = field(default_factory=list)
+    """Keys of the artifacts that were removed because of their age."""
+    deleted: set[str] = field(default_factory=set)
+    """Content names of the objects that were deleted."""
+    freed_bytes: int = 0
+    num_waiting: int = 0
+    """Removed artifacts whose grace is not over, or that a `hold` keeps."""
+    num_in_use: int = 0
+    """Removed artifacts of which something is mounted here or used by others."""
+    problems: list[str] = field(default_factory=list)
+    """What was not done and why, one line each."""
+
+    def attempt(self, name: str, step: Callable[[], object]) -> None:
+        """Do one step; an error of it is a problem, and the next one is done."""
+        try:
+            step()
+        except BootseerError as error:
+            self.problems.append(f"{name.removeprefix('sha256:')[:12]}: {error}")
+
+
+def prune(
+    catalog: Catalog[D],
+    now_s: float,
+    *,
+    grace_s: float = GRACE_S,
+    in_use: Collection[str] = (),
+    also_used: Callable[[], Iterable[str]] = tuple,
+    expired: Callable[[D], bool] = lambda document: False,
+    hold: Callable[[], bool] = lambda: False,
+    leftovers: Callable[[Listing[D], Pruned], None] = lambda listing, done: None,
+) -> Pruned:
+    """Delete what nothing needs any more.
+
+    `in_use` are digests or identities of what is mounted here, `also_used` yields content names that artifacts of other
+    kinds need, `hold` says that nothing may be deleted now, `leftovers` deletes what else belongs to no artifact.
+    Raises what stores raise when they do not list.
+    """
+    return _Pruning(catalog, now_s, Pruned()).run(
+        grace_s, in_use, also_used, expired=expired, hold=hold, leftovers=leftovers
+    )
+
+
+@dataclass(frozen=True)
+class _Pruning(Generic[D]):
+    catalog: Catalog[D]
+    now_s: float
+    done: Pruned
+
+    def run(
+        self,
+        grace_s: float,
+        in_use: Collection[str],
+        also_used: Callable[[], Iterable[str]],
+        *,
+        expired: Callable[[D], bool],
+        hold: Callable[[], bool],
+        leftovers: Callable[[Listing[D], Pruned], None],
+    ) -> Pruned:
+        catalog, done = self.catalog, self.done
+        listing = catalog.all()
+        for document in listing.documents:
+            if expired(document):
+                key = catalog.kind.key(document)
+                done.attempt(key, partial(self._expire, key))
+        if done.expired:
+            listing = catalog.all()
+        graves = self._tombstones()
+        mounted = [grave for grave in graves if grave.identity in in_use or grave.digest in in_use]
+        ripe = [grave for grave in graves if grave not in mounted and self.now_s - grave.removed_s > grace_s]
+        if ripe and hold():
+            ripe = []
+        done.num_in_use = len(mounted)
+        done.num_waiting = len(graves) - len(ripe) - len(mounted)
+        if ripe and listing.unread:
+            done.problems.append(
+                f"nothing was deleted, since not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
+            )
+        elif ripe:
+            try:
+                others = set(also_used())
+            except BootseerError as error:
+                done.problems.append(f"nothing was deleted, since it is not known what else is used: {error}")
+            else:
+                waiting = [grave for grave in graves if grave not in ripe]
+                used = {stored.name for document in listing.documents for stored in document.objects}
+                used |= {stored.name for grave in waiting for stored in grave.objects}
+                self._delete_tombstones(self._delete_objects(ripe, used, others))
+        leftovers(listing, done)
+        _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
+        return done
+
+    def _expire(self, key: str) -> None:
+        if self.catalog.remove(key, self.now_s) is not None:
+            self.done.expired.append(key)
+
+    def _delete_objects(self, ripe: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
+        """Delete what the ripe tombstones name and nothing uses; those that are not needed any more."""
+        catalog, done = self.catalog, self.done
+        deleted = done.deleted
+        emptied = []
+        for grave in ripe:
+            try:
+                for stored in grave.objects:
+                    if stored.name not in used | others | deleted:
+                        catalog.store.delete(stored.name)
+                        deleted.add(stored.name)
+                        done.freed_bytes += stored.size_bytes
+            except BootseerError as error:
+                done.problems.append(f"{catalog.kind.short(grave.key)}: {error}")
+                continue
+            theirs = tuple(stored for stored in grave.objects if stored.name in others)
+            if not theirs:
+                emptied.append(grave)
+                continue
+            # The others know nothing of us: the tombstone remembers what was theirs, too.
+            done.num_in_use += 1
+            if len(theirs) < len(grave.objects):
+                done.attempt(grave.key, partial(catalog.write_tombstone, replace(grave, objects=theirs)))
+        for document in catalog.all().documents if deleted else ():
+            if not deleted.isdisjoint(stored.name for stored in document.objects):
+                done.attempt(catalog.kind.key(document), partial(catalog.store.delete, document.name))
+        return emptied
+
+    def _delete_tombstones(self, emptied: Iterable[Tombstone]) -> None:
+        catalog, done = self.catalog, self.done
+        listing = catalog.all()
+        alive = {document.digest for document in listing.documents}
+        for grave in emptied:
+            if grave.digest not in alive and not listing.unread:
+                done.attempt(grave.digest, partial(self._delete_hot_sets, grave.digest))
+            done.attempt(grave.key, partial(catalog.store.delete, catalog.kind.trash + grave.name))
+
+    def _delete_hot_sets(self, digest: str) -> None:
+        for stored in list(self.catalog.store.list(hotset_name(digest, ""))):
+            self.catalog.store.delete(stored.name)
+
+    def _tombstones(self) -> list[Tombstone]:
+        catalog, done, now_s = self.catalog, self.done, self.now_s
+        graves = []
+        for number, stored in enumerate(catalog.store.list(catalog.kind.trash)):
+            if number >= _MAX_TOMBSTONES:
+                done.problems.append(
+                    f"more than {_MAX_TOMBSTONES} removed {catalog.kind.noun}s: the rest is left to the next time"
+                )
+                break
+            try:
+                grave = catalog.read_tombstone(stored.name)
+                if grave.removed_s > now_s + GRACE_S:
+                    # A clock was wrong. From today on it is counted anew, or it would lie here for years.
+                    grave = replace(grave, removed_s=now_s)
+                    catalog.write_tombstone(grave)
+            except NotFoundError:
+                continue  # another node prunes
+            except BootseerError as error:
+                done.problems.append(f"{stored.name}: {error}")
+            else:
+                graves.append(grave)
+        return graves

@@ -1,0 +1,215 @@
+"""What waits: reads for their blocks, and until when; blocks that other processes bring; blocks known to be corrupt.
+
+Used with the fetcher's lock held. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bootseer.errors import BootseerError, CorruptError
+from bootseer.fetch.ledger import Key
+
+if TYPE_CHECKING:
+    from bootseer.blocks.codec import Buffer
+
+Done = Callable[["Buffer | BootseerError"], None]
+_FIRST_LOOK_S = 0.002
+_LONGEST_LOOK_S = 0.05
+_BAD_S = 30.0
+_MAX_BAD = 65_536
+"""A store that is damaged as a whole must not fill the memory."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingRead:
+    """A read of one range that waits for the blocks that were not here. It keeps those that come meanwhile, so that it
+    can be served even if the cache has no room for them."""
+
+    file: int
+    offset: int
+    length: int
+    since: float
+    deadline: float
+    done: Done = field(repr=False)
+    leave: Callable[[PendingRead], None] = field(repr=False)
+    missing: set[int] = field(default_factory=set)
+    """Blocks that it still waits for."""
+    held: dict[int, bytes] = field(default_factory=dict, repr=False)
+    """Blocks that came while it waited."""
+    open: bool = True
+    """No thread has taken it to call `done`."""
+
+    def cancel(self) -> None:
+        """The reader does not wait any more: `done` is not called, unless that is happening just now."""
+        self.leave(self)
+
+
+class PendingReads:
+    """All reads that wait."""
+
+    def __init__(self) -> None:
+        self._by_block: dict[Key, list[PendingRead]] = {}
+        self._deadlines: list[tuple[float, int, PendingRead]] = []
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len({id(read) for reads in self._by_block.values() for read in reads})
+
+    def wait(self, read: PendingRead, blocks: Iterable[int]) -> None:
+        """A read begins to wait, or must wait once more for blocks that were here and are not any more."""
+        read.open = True
+        read.missing = set(blocks)
+        for block in read.missing:
+            self._by_block.setdefault((read.file, block), []).append(read)
+        heapq.heappush(self._deadlines, (read.deadline, self._next_number, read))
+        self._next_number += 1
+
+    def arrived(self, key: Key, data: bytes | None) -> list[PendingRead]:
+        """A block is here, with these bytes or in the cache. Returns the reads that have all they need; all closed."""
+        complete = []
+        for read in self._by_block.pop(key, ()):
+            if data is not None:
+                read.held[key[1]] = data
+            read.missing.discard(key[1])
+            if not read.missing:
+                read.open = False
+                complete.append(read)
+        return complete
+
+    def given_up(self, key: Key) -> list[tuple[PendingRead, set[int]]]:
+        """A block will not come. Returns the reads that fail, closed, and what else each waited for."""
+        return [(read, self.close(read) - {key[1]}) for read in list(self._by_block.get(key, ()))]
+
+    def expired(self, now: float) -> list[tuple[PendingRead, set[int]]]:
+        """The reads whose deadline has passed, closed, and what each waited for."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            read = heapq.heappop(self._deadlines)[2]
+            if read.open:
+                expired.append((read, self.close(read)))
+        return expired
+
+    def close(self, read: PendingRead) -> set[int]:
+        """Take a read out. Returns the blocks that it waited for; none if it was closed before."""
+        if not read.open:
+            return set()
+        read.open = False
+        for block in read.missing:
+            reads = self._by_block[read.file, block]
+            reads.remove(read)
+            if not reads:
+                del self._by_block[read.file, block]
+        missing, read.missing = read.missing, set()
+        read.held = {}  # the read itself lies among the deadlines for a while
+        return missing
+
+    def close_all(self) -> list[PendingRead]:
+        """Take all reads out."""
+        reads = list({id(read): read for waiting in self._by_block.values() for read in waiting}.values())
+        for read in reads:
+            self.close(read)
+        return reads
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first read runs out of time."""
+        while self._deadlines and not self._deadlines[0][2].open:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+
+@dataclass(slots=True)
+class _Watched:
+    since: float
+    pause_s: float
+
+
+class ForeignClaims:
+    """The blocks that other processes are about to bring, and when to look for them again.
+
+    There is no message between processes: a block appears in the shared cache, or its claim falls. So blocks are looked
+    at again and again, soon at first. A claim that is held for `overdue_s` is not believed.
+    """
+
+    def __init__(self, overdue_s: float) -> None:
+        self._overdue_s = overdue_s
+        self._watched: dict[Key, _Watched] = {}
+        self._heap: list[tuple[float, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def watch(self, key: Key, now: float) -> None:
+        """Another process has claimed this block."""
+        if key not in self._watched:
+            self._watched[key] = _Watched(now, _FIRST_LOOK_S)
+            heapq.heappush(self._heap, (now + _FIRST_LOOK_S, key))
+
+    def forget(self, key: Key) -> None:
+        """The block is here, or not waited for."""
+        self._watched.pop(key, None)
+
+    def due(self, now: float) -> list[Key]:
+        """The blocks to look at now; those that stay watched come again, a little later each time."""
+        due: dict[Key, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            key = heapq.heappop(self._heap)[1]
+            if key in self._watched:
+                due[key] = None
+        for key in due:
+            watched = self._watched[key]
+            watched.pause_s = min(1.5 * watched.pause_s, _LONGEST_LOOK_S)
+            heapq.heappush(self._heap, (now + watched.pause_s, key))
+        return list(due)
+
+    def overdue(self, key: Key, now: float) -> bool:
+        """Whether its claim has been held for so long that its holder must hang."""
+        watched = self._watched.get(key)
+        return watched is not None and now - watched.since >= self._overdue_s
+
+    @property
+    def next_look(self) -> float | None:
+        """When the next one is due."""
+        return self._heap[0][0] if self._watched and self._heap else None
+
+
+class CorruptBlocks:
+    """Blocks that their origins have only with wrong bytes: known for a while, so that not every read asks again.
+
+    A program that reads a damaged file again and again would have each read wait for several requests, and load the
+    store with them. After the while it is asked once more: the store may have been repaired.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Key, tuple[CorruptError, float]] = {}
+        self.first = ""
+        """What was found first, for the user."""
+
+    def add(self, key: Key, error: BootseerError, now: float) -> None:
+        """A block was given up because of `error`; only corrupt ones are kept in mind."""
+        if not isinstance(error, CorruptError):
+            return
+        self.first = self.first or str(error)
+        if len(self._known) >= _MAX_BAD:
+            self._known.clear()
+        self._known[key] = (error, now + _BAD_S)
+
+    def error(self, file: int, blocks: Iterable[int], now: float) -> CorruptError | None:
+        """Why a read of these blocks fails at once; None when it is worth an attempt."""
+        if not self._known:
+            return None
+        for block in blocks:
+            known = self._known.get((file, block))
+            if known is not None:
+                if now < known[1]:
+                    return known[0]
+                del self._known[file, block]
+        return None
+
+    def forget(self, key: Key) -> None:
+        """A sound block came."""
+        self._known.pop(key, None)

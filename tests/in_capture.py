@@ -1,0 +1,28 @@
+"""Run a program in a capture's view to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bootseer.env.capturing.any_capture import Capture
+from bootseer.mounts.process import die_with
+
+JOB_ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+"""For scripts of tests that import this module."""
+
+
+def run_in(
+    capture: Capture, argv: Sequence[str], env: Mapping[str, str] | None = None, *, stdout: int | None = None
+) -> int:
+    """Its exit code, 128+N when signal N killed it. It dies with us."""
+    parent = os.getpid()
+
+    def begin() -> None:
+        capture.enter()
+        die_with(parent)
+
+    code = subprocess.run(argv, env=env, stdout=stdout, preexec_fn=begin, check=False).returncode
+    return code if code >= 0 else 128 - code
