@@ -25,8 +25,7 @@ from bootseer.env.capturing.exports import Left
 from bootseer.env.capturing.fanotify import Group
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
 from bootseer.env.installing.choose import Installation
-from bootseer.env.installing.interpreter import Interpreter
-from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, Run, runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.requirement import FileKind
