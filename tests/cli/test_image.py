@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -44,6 +45,13 @@ def as_json(ran: subprocess.CompletedProcess[str], schema: str) -> Any:
     value = json.loads(ran.stdout)
     assert value["schema"] == schema
     return value
+
+
+def test_inspect_of_an_image_that_is_not_converted_says_what_to_type(bootseer: Run, node: Node) -> None:
+    said = bootseer("image", "inspect", node.reference, code=2).stderr
+    hint = said.partition("hint: ")[2].strip()
+    bootseer(*shlex.split(hint)[1:])
+    assert node.digest in bootseer("image", "inspect", node.reference).stdout
 
 
 @pytest.mark.root

@@ -320,12 +320,12 @@ class _FileScan:
     def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
         """The lines that parsers and the site's patterns want, by their offsets."""
         hits: dict[int, list[Reader]] = {}
-        clues, wanting = search()
+        clues, wanting = search(frozenset(index for index, parser in enumerate(self.parsers) if parser.done))
         for place, number in clues.hits(text) if self.parsers else ():
-            wanted = [parser for index in wanting[number] if not (parser := self.parsers[index]).done]
-            if wanted:
-                readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
-                readers += [parser for parser in wanted if parser not in readers]
+            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+            for index in wanting[number]:
+                if self.parsers[index] not in readers:
+                    readers.append(self.parsers[index])
         for site in self.sites:
             with _in_time(site.pattern):
                 for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:

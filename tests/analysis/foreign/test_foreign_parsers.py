@@ -374,40 +374,23 @@ def test_node_lists_are_bounded(text: str) -> None:
     assert len(hosts_of(text)) == 16_384
 
 
+def megatron(step: int, ms: float, batch: int = 256) -> str:
+    return (
+        f" iteration {step:8}/  9000 | consumed samples: {step * batch:12} | elapsed time per iteration (ms): {ms} | a"
+    )
+
+
 @pytest.mark.parametrize(
     ("lines", "second"),
     [
-        (
-            (
-                " iteration      100/     500 | consumed samples: 1",
-                " iteration      200/     500 | consumed samples: 2",
-            ),
-            1,
-        ),
-        (
-            (
-                " iteration     5001/   50000 | consumed samples: 1",
-                " iteration     5002/   50000 | consumed samples: 2",
-            ),
-            100,
-        ),
+        ((megatron(100, 1200.0), megatron(200, 1000.0)), 1),
+        ((megatron(5001, 30000.0), megatron(5002, 99900.0)), 100),
+        ((megatron(1, 30000.0), megatron(1, 30000.0)), 100),
+        ((megatron(200, 1000.0), megatron(100, 1000.0)), 100),
         (("[INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.1]",), 100),
+        (("[Rank 0] step=10, skipped=0, lr=[0.1]", "[Rank 0] step=20, skipped=0, lr=[0.1]"), 10),
         (("completed step: 0, seconds: 30.1, TFLOP/s/device: 3.2", "completed step: 1, seconds: 1.1, TFLOP"), 100),
         (("[titan] - root - INFO - step:  1  loss:  8.1  memory:  9.00GiB(9.9%)",), 100),
-        (
-            (
-                " iteration        1/     500 | consumed samples: 1",
-                " iteration        1/     500 | consumed samples: 1",
-            ),
-            100,
-        ),
-        (
-            (
-                " iteration      200/     500 | consumed samples: 1",
-                " iteration      100/     500 | consumed samples: 1",
-            ),
-            100,
-        ),
     ],
 )
 def test_the_first_line_about_steps_ends_the_startup(read: Any, lines: tuple[str, ...], second: int) -> None:

@@ -32,12 +32,13 @@ def parsers() -> list[Parser]:
 
 
 @cache
-def search() -> tuple[Search, list[list[int]]]:
-    """The search for all clues, and for each of its numbers the parsers, by their place, that want such lines."""
+def search(done: frozenset[int] = frozenset()) -> tuple[Search, list[list[int]]]:
+    """The search for the clues of all parsers but those that are done, told by their places in `parsers`; and for each
+    of its numbers the places of the parsers that want such lines."""
     behind: dict[bytes, list[bytes]] = {}
     wanting: dict[bytes, list[int]] = {}
     for index, parser in enumerate(parsers()):
-        for literal, then in parser.clues:
+        for literal, then in parser.clues if index not in done else ():
             behind.setdefault(literal, []).append(then)
             wanting.setdefault(literal, []).append(index)
     clues = [Clue(literal, b"(?:" + b"|".join(dict.fromkeys(then)) + b")") for literal, then in behind.items()]

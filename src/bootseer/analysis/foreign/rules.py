@@ -53,8 +53,8 @@ class Rule(NamedTuple):
     """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
-    is the node, or a list as Slurm writes it; `step` is a number; `image` and `fastest_ms` of several ranks are
-    attributes.
+    is the node, or a list as Slurm writes it; `step` counts steps or samples; `image` and `fastest_ms` of several ranks
+    are attributes.
     """
 
     role: str
@@ -97,7 +97,7 @@ class TableParser(Parser):
         self._at: dict[str, list[tuple[int, int]]] = {}
         """Line numbers and the times that were told there, by label."""
         self._now_ns: int | None = None
-        self._steps: list[tuple[int, _Open]] = []
+        self._steps: list[tuple[int, _Open, int | None]] = []
         self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)
 
     @property
@@ -138,7 +138,7 @@ class TableParser(Parser):
                 self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
         elif rule.role == STEP:
             if now.wall_ns is not None and not self.done:
-                self._steps.append((int(said["step"]), now))
+                self._steps.append((int(said["step"]), now, _length(said)))
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
@@ -185,13 +185,17 @@ class TableParser(Parser):
         return self._builder.finish()
 
     def _tell_first_step(self) -> None:
-        """The first line may tell of a whole group of steps: how many and how long, the next one shows."""
+        """The first line may tell of a group of steps, all but the first of which are training: the next line shows how
+        long a group takes."""
         if not self._steps:
             return
-        (first, now), (later, then) = self._steps[0], self._steps[-1]
-        end_ns, steps = now.wall_ns or 0, later - first
-        if steps > 1 and then.wall_ns is not None:
-            end_ns -= max(then.wall_ns - end_ns, 0) * (min(steps, max(first, 1)) - 1) // steps
+        (first, now, _), (later, then, each_ns) = self._steps[0], self._steps[-1]
+        end_ns, grown = now.wall_ns or 0, later - first
+        if grown > 0 and then.wall_ns is not None:
+            took_ns = max(then.wall_ns - end_ns, 0)
+            one_ns = max(took_ns // grown if each_ns is None else each_ns, 1)
+            steps = round(took_ns * min(grown, max(first, 1)) / grown / one_ns)
+            end_ns -= max(steps - 1, 0) * one_ns
         self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
 
 

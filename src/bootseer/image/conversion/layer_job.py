@@ -26,10 +26,9 @@ from bootseer.image.conversion.layer_document import (
     layer_name,
     parse,
 )
-from bootseer.image.conversion.lower import Lower, ask
+from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
-from bootseer.image.sources.source import SourceLayer
-from bootseer.image.sources.verified import check_content, check_stored, read_resumed
+from bootseer.image.sources.source import SourceLayer, check_content, check_stored, read_resumed
 from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store, Stored
 

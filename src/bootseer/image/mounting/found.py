@@ -23,7 +23,8 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
 from bootseer.image.reference import Place, Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import Source, open_source
+from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import ImageSource
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import retrying
@@ -83,8 +84,8 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
         _check_may_pull(wanted, why or f"{wanted.reference} is not converted, and so not signed")
         why = why or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
-            target = wanted.store or "STORE"
-            raise UsageError(why, hint=f"bootseer image convert {wanted.reference} {target}, or --fallback convert")
+            how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
+            raise UsageError(why, hint=f"bootseer image convert {how}")
         with stage("fallback") as facts:
             facts["reason"] = why
             say(f"{why}; it is pulled and converted on this node")
@@ -176,9 +177,9 @@ class _Opener:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._source: Source | None = None
+        self._source: ImageSource | None = None
 
-    def source(self) -> Source:
+    def source(self) -> ImageSource:
         if self._source is None:
             wanted = self._wanted
             self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)

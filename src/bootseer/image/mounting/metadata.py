@@ -21,7 +21,7 @@ from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform, check_document
-from bootseer.image.sources.source import this_platform
+from bootseer.image.sources.open import this_platform
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
