@@ -20,7 +20,7 @@ from bootseer.fuse.protocol import MAX_READ
 DEVICE = Path("/dev/fuse")
 HELPER = "fusermount3"
 _HELPER_DEADLINE_S = 10.0
-_READ_AHEAD_KIB = MAX_READ // 1024
+READ_AHEAD_KIB = MAX_READ // 1024
 
 
 def attach(target: Path, *, label: str, helper: bool | None = None, writable: bool = False, shared: bool = True) -> int:
@@ -118,7 +118,7 @@ def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
         raise TransientError(f"cannot unmount {target}: {said[-1] if said else f'{HELPER} failed'}")
 
 
-def widen_read_ahead(target: Path, kib: int = _READ_AHEAD_KIB) -> bool:
+def widen_read_ahead(target: Path, kib: int = READ_AHEAD_KIB) -> bool:
     """Let the kernel read ahead as much as one request carries; its default of 128 KiB makes eight requests of it.
 
     Only root may; True when it was done. Waits until the mount answers.

@@ -22,7 +22,7 @@ from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
-from bootseer.mounts.daemon import OnError, Served
+from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store

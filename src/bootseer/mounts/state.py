@@ -25,8 +25,8 @@ from typing import Literal
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.mounts import control, kernel
-from bootseer.mounts.daemon import LOG
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.serve import LOG
 
 SCHEMA = "bootseer.mount/1"
 _RECORD = "mount.json"
