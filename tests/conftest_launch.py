@@ -33,7 +33,7 @@ def run(env: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.Complet
         options: dict[str, object] = {
             "capture_output": True,
             "text": True,
-            "timeout": 180,
+            "timeout": 600,
             "cwd": tmp_path,
             "check": False,
             **kwargs,

@@ -44,7 +44,7 @@ def run(checkpoints: Path, flags: str, *, ranks: int | None = None) -> subproces
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
@@ -171,7 +171,7 @@ def test_full_disk_is_said_and_keeps_the_last_checkpoint(checkpoints: Path, tmp_
     copy = tmp_path / "checkpoints"
     shutil.copytree(checkpoints, copy)
     limited = ["bash", "-c", 'ulimit -f 512; exec "$@"', "bash", *command(copy, "--steps 1")]
-    result = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert "cannot save" in error_of(result)
     assert newest(copy).name == "step-00000001"
 

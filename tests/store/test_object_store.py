@@ -23,6 +23,8 @@ pytest.importorskip("moto.server", reason="moto, the S3 server of the tests, is 
 
 _numbers = itertools.count()
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:

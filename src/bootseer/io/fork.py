@@ -24,7 +24,9 @@ def after_fork(call: Callable[[], None]) -> None:
     """Have `call` called in every child that this process forks. A method does not keep its object alive."""
     number = next(_numbers)
     if isinstance(call, MethodType):
-        _calls[number] = weakref.WeakMethod(call, lambda _: _calls.pop(number, None))
+        # No WeakMethod: it also watches the function, and that callback fails (and prints) as the interpreter ends.
+        owner, function = weakref.ref(call.__self__, lambda _: _calls.pop(number, None)), call.__func__
+        _calls[number] = lambda: None if (alive := owner()) is None else MethodType(function, alive)
     else:
         _calls[number] = lambda: call
 
