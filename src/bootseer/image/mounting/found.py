@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
+from bootseer.image.catalog import read_document
 from bootseer.image.document import ImageDocument
-from bootseer.image.mounting.metadata import Metadata, read_document
+from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.reference import Place, Reference
 from bootseer.image.sources.manifest import Platform
 from bootseer.image.sources.open import open_source
@@ -96,6 +98,19 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
     # A layer that lies in the stack twice is mounted once, where it is on top.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
     return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, why)
+
+
+def digest_in(catalog: Catalog[ImageDocument], wanted: Wanted, say: Say) -> str:
+    """The digest under which a store has the image. Raises `UsageError` where it is not converted."""
+    digest = wanted.reference.digest
+    if digest and catalog.look(digest).kind != "none":
+        return digest
+    metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
+    local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
+    document, _ = _document(wanted, metadata, local_uri)
+    if document is None:
+        raise UsageError(f"{wanted.reference} is not converted", hint="name it by its digest: sha256:...", exit_code=1)
+    return document.digest
 
 
 def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:

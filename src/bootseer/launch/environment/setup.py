@@ -21,9 +21,8 @@ from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import Interpreter, module_command
+from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
-from bootseer.env.installing.running import CANNOT_START, Ran, runner
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
