@@ -23,7 +23,7 @@ from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
-"""The first one that knows all the names that `uv_settings` uses; an older one would overlook an index."""
+"""The first one that knows all the names that `settings` uses; an older one would overlook an index."""
 _OLDEST_FOR_LOCKS = (0, 7, 0)
 """The first one that reads and writes `pylock.toml`."""
 _OLDEST_PIP = (20, 3)
@@ -75,11 +75,11 @@ def choose(
     kind: FileKind = "requirements",
     own_uv: str = "",
 ) -> Installation:
-    """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where pip
+    """How to install these files for this Python. `kind` says what they are (`keys.requirement.grouped`); where pip
     cannot, `own_uv` is one more place where uv may be.
 
-    `root` is where the job's `/` can be read, `cwd` its working folder,
-    `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
+    `root` is where the job's `/` can be read, `cwd` its working folder, `run` asks uv for its version. `at` tells where
+    a path of the job can be read, if that is not always below `root`.
     """
     at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
