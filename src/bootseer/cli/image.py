@@ -37,6 +37,8 @@ _VERBS = {
     "umount": ("image", "Undo a mount."),
     "list": ("image", "What is mounted, and whether it works."),
     "inspect": ("image", "What is known of an image."),
+    "remove": ("image_store", "Let no start find a converted image any more."),
+    "prune": ("image_store", "Delete what no converted image needs."),
     "hotset": ("image_hotset", "What starts of an image need, and when."),
 }
 

@@ -10,6 +10,7 @@ One thread per layer; the shared state is a table of results, each written by it
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -24,8 +25,9 @@ from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.image.block_reader import open_layer
+from bootseer.image.catalog import converting, images_in
 from bootseer.image.conversion.layer_document import ConvertedLayer
-from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob, publish
+from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob
 from bootseer.image.conversion.layer_tree import Lower
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.merged import Layer, MergedTree
@@ -56,16 +58,16 @@ def convert(
     """
     options = options or ConvertOptions()
     report = progress or (lambda layer, done, total: None)
-    if source.folder is not None:
-        document = _convert_folder(source, source.folder, store, options, report)
-    else:
-        conversion = _Conversion(source, store, options, report)
-        layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
-        assembled = _assemble(source, store, options, layers)
-        document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
-    subject = source.digest if source.location and source.location == store.uri else None
-    data = options.signatures.seal(document.name, document.encode())
-    publish(store, document.name, data, document.objects, subject)
+    with converting(store, source.digest, socket.gethostname()):
+        if source.folder is not None:
+            document = _convert_folder(source, source.folder, store, options, report)
+        else:
+            conversion = _Conversion(source, store, options, report)
+            layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
+            assembled = _assemble(source, store, options, layers)
+            document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
+        subject = source.digest if source.location and source.location == store.uri else None
+        images_in(store, signatures=options.signatures).publish(document, replace=True, subject=subject)
     return document
 
 

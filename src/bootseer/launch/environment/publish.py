@@ -4,7 +4,7 @@
 
 A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
 like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
-that it reads go with the run. Called by `environment_stage`.
+that it reads go with the run.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Tell, start_background
-from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT
 from bootseer.units import format_bytes
@@ -42,6 +43,7 @@ from bootseer.units import format_bytes
 EVENT = "environment_publish"
 _NICENESS = 10
 _MAX_UNACCOUNTED = 20
+_log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Publication:
     """Where the whole tree can be read as the setup left it."""
     division: Division | None
     """Of the changes on a host; None in an image, where all of them are one layer."""
-    done: SetUp
+    done: SetupResult
     trust: Trust
     unaccounted: tuple[str, ...]
     left_out: LeftOut
@@ -92,11 +94,11 @@ class Publishing:
         self._report()
 
     def _report(self) -> None:
-        said = self._background.heard()
-        for line in (str(one["say"]) for one in said if "say" in one):
+        messages = self._background.messages()
+        for line in (str(one["say"]) for one in messages if "say" in one):
             say(line)
-        result = next((one for one in said if "published" in one), None)
-        error = next((one["error"] for one in said if "error" in one), "the process that kept it died")
+        result = next((one for one in messages if "published" in one), None)
+        error = next((one["error"] for one in messages if "error" in one), "the process that kept it died")
         if result is None:
             tell(self._task, False, str(error))
         else:
@@ -130,6 +132,8 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
     """In the child."""
     began_s = time.monotonic()
     wanted = task.wanted
+    key, num_changes = publication.key.digest[:12], len(publication.changes)
+    _log.info("environment %s: %d changes are checked and written", key, num_changes)
     check = SecretCheck(
         publication.left_out.exclusions,
         withheld=publication.left_out.withheld.values(),
