@@ -75,7 +75,7 @@ def check_runtimes() -> Check:
 
 def check_mkfs_erofs() -> Check:
     # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
-    opens = ("the trial of EROFS",)
+    opens = ("trying EROFS, which also works without it",)
     pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
     install = "apt-get install erofs-utils"
     return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)
