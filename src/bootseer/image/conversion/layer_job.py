@@ -1,4 +1,4 @@
-"""Convert one layer, or find out that somebody did it before.
+"""Convert one layer, or find out that it was converted before.
 
 Runs in a thread of `convert`. Nothing becomes visible under the layer's name before both digests of its source were
 verified and all its blocks are stored.
