@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.sources.source import this_platform
+from bootseer.image.sources.open import this_platform
 from bootseer.mounts import kernel
 from bootseer.store.open import open_registry
 from bootseer.store.registry import BlobUpload

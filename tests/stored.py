@@ -1,4 +1,4 @@
-"""All that a store of environments holds, as one may read it: for tests that look for what must not be there."""
+"""What stores hold, read back: the tree of an image, and all bytes of environments, where secrets must not be."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import zstandard
 
 from bootseer.blocks.block_file import read_index
 from bootseer.env.document import EnvironmentDocument
-from bootseer.image.block_reader import BlockReader
+from bootseer.image.block_reader import BlockReader, open_layer
+from bootseer.image.document import ImageDocument
+from bootseer.image.merged import Layer, MergedTree
 from bootseer.store.file import FileStore
 from bootseer.store.retry import read_all
+from bootseer.store.store import Store
 
 
 def stored(folder: Path) -> bytes:
@@ -25,3 +28,8 @@ def stored(folder: Path) -> bytes:
             packed = read_all(store, manifest.name, manifest.size_bytes)
             found.append(zstandard.ZstdDecompressor().decompressobj().decompress(packed))
     return b"\n".join(found)
+
+
+def open_merged(document: ImageDocument, store: Store) -> MergedTree:
+    """The tree of an image, read from a store as it is asked for."""
+    return MergedTree([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])

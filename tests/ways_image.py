@@ -16,7 +16,7 @@ import pytest
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source, this_platform
+from bootseer.image.sources.open import open_source, this_platform
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from busybox import CONFIG

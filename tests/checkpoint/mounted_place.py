@@ -18,7 +18,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError
-from bootseer.fuse.writable_session import WritableSession, mount_writable
+from bootseer.fuse.session import Session, mount_writable
 from bootseer.places.folder import FolderPlace
 from bootseer.places.place import Place
 
@@ -77,7 +77,7 @@ class MountedPlace:
                 on_read=lambda path, offset, length: None,
             )
         )
-        self.session: WritableSession = mount_writable(self.shown, target, on_error=self.said.append)
+        self.session: Session = mount_writable(self.shown, target, on_error=self.said.append)
 
     def is_striped(self, path: str) -> bool:
         """What the place has at a path."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -44,6 +46,38 @@ def as_json(ran: subprocess.CompletedProcess[str], schema: str) -> Any:
     value = json.loads(ran.stdout)
     assert value["schema"] == schema
     return value
+
+
+def test_inspect_of_an_image_that_is_not_converted_says_what_to_type(bootseer: Run, node: Node) -> None:
+    said = bootseer("image", "inspect", node.reference, code=2).stderr
+    hint = said.partition("hint: ")[2].strip()
+    bootseer(*shlex.split(hint)[1:])
+    assert node.digest in bootseer("image", "inspect", node.reference).stdout
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_remove_and_prune(bootseer: Run, node: Node) -> None:
+    store = str(node.folder / "store")
+    bootseer("image", "convert", node.reference, store)
+    target = node.folder / "mnt"
+    bootseer("image", "mount", node.reference, str(target), "--store", store, "--loading", "lazy")
+    words = ("image", "remove", node.reference, "--store", store)
+    schema = "bootseer.images-removed/1"
+    kept = as_json(bootseer(*words, "--json", code=1), schema)
+    assert kept["kept"] == [{"digest": node.digest, "why": f"it is mounted at {target}"}]
+    assert "stays: it is mounted" in bootseer(*words, code=1).stdout
+    bootseer("image", "umount", str(target))
+    assert as_json(bootseer(*words, "--dry-run", "--json"), schema)["removed"] == [node.digest]
+    assert "1 image removed" in bootseer(*words).stdout
+    assert "is not converted" in bootseer(*words, code=1).stderr
+    assert as_json(bootseer("image", "prune", "--store", store, "--json"), schema)["waiting"] == 1
+    time.sleep(1.1)  # longer than the grace below
+    done = as_json(bootseer("image", "prune", "--store", store, "--grace", "1s", "--json"), schema)
+    assert (done["waiting"], done["in_use"], done["problems"]) == (0, 0, [])
+    assert done["objects"] > 2
+    assert [path for path in (node.folder / "store").rglob("*") if path.is_file()] == []
+    bootseer("image", "inspect", node.reference, "--store", store, code=2)
 
 
 @pytest.mark.root

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import hadoop
-from bootseer.image.sources.source import this_platform
+from bootseer.image.sources.open import this_platform
 from bootseer.mounts.kernel import mount_points
 from busybox import CONFIG
 from hdfs_links import links_missing

@@ -1,28 +1,21 @@
-"""The protocol's structures: what hostile or unexpected bytes become, and how folders are cut into pieces."""
+"""The protocol's structures: what hostile or unexpected bytes become, how folders are cut into pieces, and requests
+that change something."""
 
 from __future__ import annotations
 
 import stat
+import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.fuse import protocol
-from bootseer.fuse.filesystem import Entry
+from bootseer.fuse.filesystem import Attributes, Changes, Entry, FoundNode, Listed, Space
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_break_the_reading_of_a_request(data: bytes) -> None:
-    request = protocol.parse_request(bytearray(data.ljust(200, b"\0")), len(data))
-    assert request is None or request.end == len(data)
-
-
-def test_a_request_is_read_back() -> None:
-    packed = protocol.IN_HEADER.pack(48, protocol.LOOKUP, 77, 5, 1, 2, 3, 0, 0) + b"name\0\0\0\0"
-    request = protocol.parse_request(bytearray(packed), len(packed))
-    assert request == (protocol.LOOKUP, 77, 5, 48)
-    assert protocol.parse_name(memoryview(packed)[40:]) == b"name"
+def test_a_name_ends_at_its_first_nul() -> None:
+    assert protocol.parse_name(memoryview(b"name\0\0\0\0")) == b"name"
 
 
 def test_a_kernel_of_a_later_major_version_is_asked_to_speak_ours() -> None:
@@ -53,6 +46,76 @@ def test_a_folder_is_cut_between_entries(names: list[bytes], start: int, room: i
         assert seen
 
 
-@pytest.mark.parametrize("errno", [0, 5, 511])
-def test_the_header_of_an_answer(errno: int) -> None:
-    assert protocol.OUT_HEADER.unpack(protocol.header(9, 100, errno)) == (116, -errno, 9)
+def setattr_in(valid: int, **values: int) -> memoryview:
+    sizes_and_times = ("fh", "size", "lock_owner", "atime", "mtime", "ctime")
+    rest = ("atimensec", "mtimensec", "ctimensec", "mode", "unused", "uid", "gid", "unused2")
+    fields = [values.get(name, 0) for name in sizes_and_times + rest]
+    return memoryview(struct.pack("=II6Q8I", valid, 0, *fields))
+
+
+def test_only_what_is_valid_is_changed() -> None:
+    assert protocol.parse_changes(setattr_in(0, size=5, mode=7, uid=9, gid=9, mtime=9), 3) == Changes()
+    everything = setattr_in(0b1101111, fh=4, size=5, mode=0o100640, uid=6, gid=7, mtime=8, mtimensec=9)
+    assert protocol.parse_changes(everything, 3) == Changes(5, 0o640, 6, 7, 8_000_000_009, 4)
+    assert protocol.parse_changes(setattr_in(1 << 8 | 1 << 5, mtime=1), 3) == Changes(mtime_ns=3)
+    before = setattr_in(1 << 5, mtime=(1 << 64) - 2, mtimensec=500_000_000)
+    assert protocol.parse_changes(before, 3) == Changes(mtime_ns=-1_500_000_000)
+
+
+def test_both_forms_of_a_rename() -> None:
+    plain = protocol.parse_rename(memoryview(struct.pack("=Q", 9) + b"old\0new\0"), has_flags=False)
+    assert (plain, plain.replace, plain.is_known) == ((b"old", 9, b"new", 0), True, True)
+    for flags, replace, known in ((0, True, True), (1, False, True), (2, True, False), (4, True, False)):
+        body = memoryview(struct.pack("=QII", 9, flags, 0) + b"old\0new\0")
+        wish = protocol.parse_rename(body, has_flags=True)
+        assert (wish.name, wish.to_parent, wish.to_name) == (b"old", 9, b"new")
+        assert (wish.replace, wish.is_known) == (replace, known)
+
+
+@given(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 1 << 64 - 1), st.integers(0, 1 << 63)), max_size=5))
+def test_no_more_is_forgotten_than_was_sent(count: int, pairs: list[tuple[int, int]]) -> None:
+    body = struct.pack("=II", count, 0) + b"".join(struct.pack("=QQ", *pair) for pair in pairs)
+    assert protocol.parse_forgets(memoryview(body)) == pairs[:count]
+
+
+def test_a_listing_holds_what_the_kernel_expects() -> None:
+    found = FoundNode(7, Attributes(8, stat.S_IFREG | 0o600, 5))
+    for plus in (False, True):
+        packed = protocol.listed(Listed(b"name", 8, stat.S_IFREG, found), 3, 1, plus=plus)
+        assert len(packed) == protocol.entry_size(b"name", plus=plus)
+        assert len(packed) % 8 == 0
+        assert packed[-8:] == b"name" + bytes(4)
+        assert struct.unpack_from("=QQII", packed, len(packed) - 32) == (8, 4, 4, 8)
+    assert struct.unpack_from("=Q", packed) == (7,)
+    unknown = protocol.listed(Listed(b"name", 8, stat.S_IFREG), 3, 1, plus=True)
+    assert struct.unpack_from("=Q", unknown) == (0,), "a node that the kernel does not hold"
+
+
+def test_a_name_that_is_not_there_is_not_remembered() -> None:
+    assert set(protocol.node_out(None, 5)) == {0}
+
+
+def test_answers_hold_for_as_long_as_is_said() -> None:
+    assert struct.unpack_from("=QQQQ", protocol.node_out(FoundNode(7, Attributes(8, 0)), 5)) == (7, 0, 5, 5)
+    assert struct.unpack_from("=Q", protocol.node_attr_out(Attributes(8, 0), 5)) == (5,)
+
+
+@pytest.mark.parametrize(("keep", "flags"), [(True, 2), (False, 0)])
+def test_an_open_file_says_whether_pages_stay(keep: bool, flags: int) -> None:
+    assert struct.unpack("=QII", protocol.open_out(9, keep_pages=keep)) == (9, flags, 0)
+    assert struct.unpack("=QII", protocol.open_out(9, keep_pages=keep, writes=False)) == (9, flags | 32, 0)
+
+
+def test_room_is_told_in_whole_blocks() -> None:
+    assert struct.unpack_from("=QQQ", protocol.space_out(Space(5 << 20, (2 << 20) + 1))) == (5, 2, 2)
+
+
+def test_a_file_system_that_can_be_changed_agrees_on_large_writes_and_not_on_a_write_back_cache() -> None:
+    answer = protocol.writable_init_out(protocol.Hello(7, 40, 1 << 20, 0xFFFF_FFFF))
+    major, minor, _, flags, background, _, max_write, _, pages = struct.unpack_from("=IIIIHHIIH", answer)
+    assert (major, minor, max_write, pages) == (7, 31, 1 << 20, 256)
+    assert not flags & (1 << 16), "write-back cache"
+    assert not flags & (1 << 15), "a reader that waits could not be killed"
+    assert flags & (1 << 3), "O_TRUNC comes with the open"
+    assert background == protocol.WRITABLE_BACKGROUND
+    assert protocol.writable_init_out(protocol.Hello(8, 1, 0, 0)) == protocol.init_out(protocol.Hello(8, 1, 0, 0))

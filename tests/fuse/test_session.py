@@ -21,8 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bootseer.errors import TransientError
-from bootseer.fuse import mounted as mounted_module
+from bootseer.fuse import protocol
+from bootseer.fuse import session as session_module
 from bootseer.fuse.filesystem import Cancel, Reply
+from bootseer.fuse.session import Session, TreeRequests
 from fuse.conftest import Mount
 from fuse.memory_tree import OLD, MemoryTree
 
@@ -145,13 +147,14 @@ def test_many_readers_at_once(mounted: Mount) -> None:
         threading.Thread(target=reply, args=(data,)).start()
         return None
 
-    session = mounted(MemoryTree(dict(contents), elsewhere))
+    tree = MemoryTree(dict(contents), elsewhere)
+    session = mounted(tree)
     names = sorted(contents) * 5
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda name: (session.target / name.decode()).read_bytes(), names))
     assert got == [contents[name] for name in names]
     assert session.num_waiting == 0
-    assert len(session.tree.threads) == 1, "the tree is only ever asked on one thread"  # type: ignore[attr-defined]
+    assert len(tree.threads) == 1, "the tree is only ever asked on one thread"
 
 
 class Held:
@@ -323,9 +326,30 @@ def test_a_killed_server_means_errors_and_never_zeros(tmp_path: Path) -> None:
 
 
 def test_a_read_that_is_never_answered_fails_after_a_while(mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounted_module, "READ_DEADLINE_S", 0.5)
+    monkeypatch.setattr(session_module, "READ_DEADLINE_S", 0.5)
     cancelled = threading.Event()
     root = mounted(MemoryTree({b"f": b"x" * 10}, lambda path, data, reply: cancelled.set)).target
     with pytest.raises(OSError, match="Input/output error"):
         (root / "f").read_bytes()
     assert cancelled.is_set()
+
+
+@given(data=st.binary(max_size=200))
+def test_no_bytes_break_the_reading_of_a_request(data: bytes) -> None:
+    faults: list[str] = []
+    device = os.open(os.devnull, os.O_RDWR)
+    session = Session(TreeRequests(MemoryTree({})), Path("/nowhere"), device, faults.append)
+    view = memoryview(bytearray(data.ljust(protocol.REQUEST_BYTES, b"\0")))
+    session._take(view, len(data))
+    assert data[:4] == len(data).to_bytes(4, "little") or faults == ["/nowhere: malformed FUSE request"]
+
+
+@pytest.mark.parametrize(("number", "told"), [(5, -5), (511, -511), (512, -5), (0, -5)])
+def test_the_header_of_an_answer(number: int, told: int) -> None:
+    answers, device = os.pipe()
+    session = Session(TreeRequests(MemoryTree({})), Path("/nowhere"), device, lambda message: None)
+    session._send(9, b"x" * 100, 100)
+    assert protocol.OUT_HEADER.unpack(os.read(answers, 116)[:16]) == (116, 0, 9)
+    session._send_error(9, number)
+    assert protocol.OUT_HEADER.unpack(os.read(answers, 100)) == (16, told, 9)
+    os.close(answers)

@@ -18,16 +18,17 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fuse import attach, mounted, writable_session
+from bootseer.fuse import attach, filesystem
+from bootseer.fuse import session as session_module
 from bootseer.fuse.filesystem import Cancel, Reply
-from bootseer.fuse.writable_session import WritableSession, mount_writable
+from bootseer.fuse.session import Session, mount_writable
 from fuse.memory_files import MemoryFiles
 
 pytestmark = pytest.mark.fuse
 
 DEADLINE_S = 120.0
 MIB = 1 << 20
-Mount = Callable[[MemoryFiles], WritableSession]
+Mount = Callable[[MemoryFiles], Session]
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -41,9 +42,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def shown(tmp_path: Path, faults: list[str]) -> Iterator[Mount]:
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened by this user")
-    sessions: list[WritableSession] = []
+    sessions: list[Session] = []
 
-    def show(files: MemoryFiles) -> WritableSession:
+    def show(files: MemoryFiles) -> Session:
         target = tmp_path / f"mount {len(sessions)}"
         target.mkdir()
         sessions.append(mount_writable(files, target, on_error=faults.append))
@@ -162,8 +163,8 @@ def test_a_folder_of_many_files_is_listed_once_and_completely(shown: Mount) -> N
         assert all(entry.stat().st_size == 0 for entry in entries)
 
 
-def _caller() -> writable_session.Caller:
-    return writable_session.Caller(0, 0, 0)
+def _caller() -> filesystem.Caller:
+    return filesystem.Caller(0, 0, 0)
 
 
 def test_nodes_that_the_kernel_forgets_are_not_held(shown: Mount) -> None:
@@ -251,7 +252,7 @@ def test_a_signal_that_does_not_kill_leaves_a_read_alone(shown: Mount) -> None:
 
 
 def test_a_read_that_is_never_answered_fails_after_a_while(shown: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounted, "READ_DEADLINE_S", 0.5)
+    monkeypatch.setattr(session_module, "READ_DEADLINE_S", 0.5)
     cancelled = threading.Event()
     files = MemoryFiles(lambda data, reply: cancelled.set)
     root = shown(files).target

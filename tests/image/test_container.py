@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import PermanentError, UsageError
-from bootseer.image.containers.cgroup import make_cgroups, remove_cgroups
 from bootseer.image.containers.container import Container, Options, Runtime
-from bootseer.image.containers.limits import Limits, parse_tmpfs, parse_ulimit
+from bootseer.image.containers.limits import Limits, make_cgroups, parse_tmpfs, parse_ulimit, remove_cgroups
 from bootseer.image.containers.process import Words
 from bootseer.image.containers.runtime_config import Bind, parse_bind
 from busybox import CONFIG, make_tree, running, runtime_or_skip, without_mixed_cgroups

@@ -19,8 +19,9 @@ from bootseer.image.conversion.layer import LayerLimits
 from bootseer.image.conversion.layer_job import ConvertOptions
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import Source, open_source
-from bootseer.image.unpack import open_merged, unpack
+from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import ImageSource
+from bootseer.image.unpack import unpack
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 from oci_images import (
@@ -38,13 +39,14 @@ from oci_images import (
     write_layout,
 )
 from store_doubles import MemoryStore
+from stored import open_merged
 
 BASE = layer(directory("./"), directory("usr"), directory("usr/lib", mode=0o700), symlink("lib", "usr/lib"))
 MORE = layer(directory("d"), file("d/a", b"a" * 5000))
 NEEDY = layer(file("lib/n", b"n"))
 
 
-def _source(folder: Path, *layers: bytes) -> Source:
+def _source(folder: Path, *layers: bytes) -> ImageSource:
     write_layout(folder, layers)
     return open_source(parse_reference(f"oci:{folder}"))
 
@@ -53,7 +55,7 @@ def _names(store: Store, prefix: str = "") -> list[str]:
     return sorted(stored.name for stored in store.list(prefix))
 
 
-def _spoil(source: Source, number: int, change: bytes, at: int) -> Source:
+def _spoil(source: ImageSource, number: int, change: bytes, at: int) -> ImageSource:
     """The source with other bytes in one layer."""
     layers = list(source.layers)
     inner = layers[number].read
@@ -123,7 +125,7 @@ def test_a_layer_that_is_too_short_is_corrupt(size: int, tmp_path: Path) -> None
         convert(replace(source, layers=(replace(source.layers[0], read=read),)), MemoryStore(str(tmp_path)))
 
 
-def _unreadable(source: Source) -> Source:
+def _unreadable(source: ImageSource) -> ImageSource:
     """The source, if nothing may be read of its layers."""
 
     def read(start: int) -> Generator[bytes, None, None]:
@@ -303,7 +305,7 @@ import sys
 from pathlib import Path
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source
+from bootseer.image.sources.open import open_source
 from bootseer.store.open import open_store
 def say(number, done, total):
     print("progress", number, done, flush=True)

@@ -22,8 +22,8 @@ from bootseer.image.block_reader import BlockReader
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source
-from bootseer.image.unpack import open_merged, unpack
+from bootseer.image.sources.open import open_source
+from bootseer.image.unpack import unpack
 from bootseer.store.store import Store
 from erofs_images import Facts, Tree, facts_of_folder, fsck, mounted, needs_root, overlaid
 from oci_images import (
@@ -40,6 +40,7 @@ from oci_images import (
     write_layout,
 )
 from store_doubles import MemoryStore
+from stored import open_merged
 
 pytestmark = [
     pytest.mark.root,

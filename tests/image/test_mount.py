@@ -26,7 +26,7 @@ from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.mounted import MountedImage, find_mount, unmount_written
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source
+from bootseer.image.sources.open import open_source
 from bootseer.mounts import kernel
 from bootseer.mounts.ladder import Facts
 from bootseer.mounts.state import Runtime

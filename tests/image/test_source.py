@@ -18,8 +18,9 @@ from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import Source, open_source
-from bootseer.image.unpack import open_merged, unpack
+from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import ImageSource
+from bootseer.image.unpack import unpack
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import read_all
 from erofs_images import facts_of_folder, needs_root
@@ -39,12 +40,13 @@ from oci_images import (
 )
 from registry import Registry, needs_registry
 from store_doubles import MemoryStore
+from stored import open_merged
 
 BASE = layer(directory("./"), directory("d"), file("d/a", b"a" * 3000), file("b", b"b" * 200_000))
 TOP = layer(file("d/c", b"c"), whiteout("b"))
 
 
-def _open(text: str, **options: Any) -> Source:
+def _open(text: str, **options: Any) -> ImageSource:
     return open_source(parse_reference(text), **options)
 
 

@@ -18,11 +18,12 @@ from bootseer.errors import CorruptError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.source import open_source
-from bootseer.image.unpack import open_merged, unpack
+from bootseer.image.sources.open import open_source
+from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 from erofs_images import needs_root
 from oci_images import device, directory, file, hard_link, layer, symlink, write_layout
+from stored import open_merged
 
 LAYERS = [
     layer(
@@ -42,12 +43,15 @@ import os, sys
 from pathlib import Path
 import bootseer.store.file
 from bootseer.image.document import ImageDocument
-from bootseer.image.unpack import open_merged, unpack
+from bootseer.image.block_reader import open_layer
+from bootseer.image.merged import Layer, MergedTree
+from bootseer.image.unpack import unpack
 from bootseer.store.open import open_store
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # behind the imports: nobody may read where Python lies
 store = open_store(sys.argv[1])
 document = ImageDocument.parse(b"".join(store.read(sys.argv[2])))
-unpack(open_merged(document, store), Path(sys.argv[3]))
+layers = [Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers]
+unpack(MergedTree(layers), Path(sys.argv[3]))
 """
 
 

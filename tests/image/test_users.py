@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
-from bootseer.image.containers.inroot import is_executable, read_in_root
-from bootseer.image.containers.users import User, resolve_user
+from bootseer.image.containers.rootfs import User, is_executable, read_in_root, resolve_user
 from busybox import GROUP, PEOPLE
 
 

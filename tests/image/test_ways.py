@@ -15,8 +15,8 @@ import pytest
 from bootseer.artifact.places import unpacked_folder
 from bootseer.artifact.unpacked import name_of, release_unpacked
 from bootseer.errors import UsageError
+from bootseer.image.catalog import read_document
 from bootseer.image.mounting import ways
-from bootseer.image.mounting.metadata import read_document
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import mount_table

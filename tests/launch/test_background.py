@@ -36,7 +36,7 @@ def test_what_it_tells_is_heard_in_order(tmp_path: Path) -> None:
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
     assert helper.answer(DEADLINE_S) == {"number": 0}
     assert helper.ended(DEADLINE_S)
-    assert [said["number"] for said in helper.heard()] == [0, 1, 2]
+    assert [said["number"] for said in helper.messages()] == [0, 1, 2]
     assert (tmp_path / "log").read_text() == "a word for the log\n"
 
 
@@ -58,7 +58,7 @@ def test_its_error_is_told_with_its_kind(tmp_path: Path) -> None:
 
     helper = start_background(work, name="test-helper", log=tmp_path / "log")
     assert helper.ended(DEADLINE_S)
-    assert helper.heard() == [{"error": "the disk is full", "kind": "PermanentError"}]
+    assert helper.messages() == [{"error": "the disk is full", "kind": "PermanentError"}]
 
 
 def test_one_that_ends_without_a_word_is_an_error_for_who_waits(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env import Mode
 from bootseer.env.life.decide import Action, Decision
-from bootseer.env.modes import Mode
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage
@@ -51,7 +51,7 @@ def test_a_layer_that_cannot_be_mounted_is_given_up(
 ) -> None:
     asked = []
 
-    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
         asked.append((tuple(above), setup))
         if above:
             raise PermanentError("no overlay takes it")
@@ -67,7 +67,7 @@ def test_a_layer_that_cannot_be_mounted_is_given_up(
 def test_a_layer_that_can_be_mounted_is_used(
     restored: Callable[[Mode], ImageEnvironment], image: MountedImage, tmp_path: Path
 ) -> None:
-    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
         assert list(above) == [LAYER]
         return image
 
@@ -80,7 +80,7 @@ def test_a_layer_that_can_be_mounted_is_used(
 def test_where_a_snapshot_is_required_nothing_is_mounted_without_it(
     restored: Callable[[Mode], ImageEnvironment], tmp_path: Path
 ) -> None:
-    def mount(writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def mount(writable: Path, above: Sequence[Path], setup: bool) -> MountedImage:
         assert above
         raise OSError("no overlay takes it")
 

@@ -14,11 +14,11 @@ from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import PermanentError
 from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.image.environment import UPPER, Keeping
-from bootseer.launch.image.setup import ImageSetUp, places_of
+from bootseer.launch.image.setup import InImage, places_of
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 
@@ -36,7 +36,7 @@ class Mounts:
         self._refuses_all = refuses_all
         self._runtime = Runtime(folder.parent / "runtime")
 
-    def __call__(self, writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def __call__(self, writable: Path, above: Sequence[Path], setup: bool = False) -> MountedImage:
         self.asked.append(tuple(above))
         if self.asked[1:] and (self._refuses_all or (above and self._refuses_layers)):
             raise PermanentError("no overlay takes it")
@@ -65,14 +65,14 @@ def keeping(writable: Path, mount: Mounts) -> tuple[Keeping, EnvironmentStart]:
     start = EnvironmentStart(task, ["true"])
     mounted = mount(writable, ())
     (writable / UPPER / "tool").write_text("what the setup wrote")
-    setup = ImageSetUp(task, mounted, Options(), places_of("/work", [], []), task.folder.path, {})
-    return Keeping(start, setup, mounted, mount, Decision(Action.BUILD, "no-snapshot", "")), start
+    setup = InImage(task, mounted, Options(), places_of("/work", [], []), task.folder.path, {})
+    return Keeping(start, setup, mount, Decision(Action.BUILD, "no-snapshot", "")), start
 
 
 def test_what_the_setup_wrote_becomes_a_layer(writable: Path) -> None:
     mount = Mounts(writable)
     keep, start = keeping(writable, mount)
-    keep.keep(SetUp(), KEY)
+    keep.keep(SetupResult(), KEY)
     layer = start.task.folder.path / "layer"
     assert mount.asked == [(), (layer,)]
     assert (layer / "tool").read_text() == "what the setup wrote"
@@ -84,7 +84,7 @@ def test_what_the_setup_wrote_becomes_a_layer(writable: Path) -> None:
 def test_a_layer_that_cannot_be_mounted_becomes_the_upper_one_again(writable: Path) -> None:
     mount = Mounts(writable, refuses_layers=True)
     keep, start = keeping(writable, mount)
-    keep.keep(SetUp(), KEY)
+    keep.keep(SetupResult(), KEY)
     assert mount.asked == [(), (start.task.folder.path / "layer",), ()]
     assert (writable / UPPER / "tool").read_text() == "what the setup wrote"
     assert (start.publishing, start.task.outcome["why_not"]) == (None, "no overlay takes it")
@@ -94,7 +94,7 @@ def test_an_image_in_use_stays_as_it_is(writable: Path) -> None:
     mount = Mounts(writable)
     keep, start = keeping(writable, mount)
     with (mount.root / "in use").open("w"):
-        keep.keep(SetUp(), KEY)
+        keep.keep(SetupResult(), KEY)
     assert mount.asked == [()]
     assert (writable / UPPER / "tool").exists()
     assert start.publishing is None
@@ -111,4 +111,4 @@ def test_without_a_snapshot_the_image_is_mounted_again_on_what_the_setup_wrote(w
 def test_an_image_that_cannot_be_mounted_any_more_is_an_error(writable: Path) -> None:
     keep, _ = keeping(writable, Mounts(writable, refuses_all=True))
     with pytest.raises(PermanentError, match="cannot be mounted again"):
-        keep.keep(SetUp(), KEY)
+        keep.keep(SetupResult(), KEY)

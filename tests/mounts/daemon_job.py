@@ -15,7 +15,8 @@ from pathlib import Path
 from bootseer.errors import AccessError, BootseerError
 from bootseer.fuse.filesystem import Data
 from bootseer.fuse.session import showing
-from bootseer.mounts.daemon import DaemonSpec, OnError, Served, start_daemon
+from bootseer.mounts.daemon import start_daemon
+from bootseer.mounts.serve import DaemonSpec, OnError, Served
 from bootseer.mounts.trees import Done, LazyFile, LazyFiles
 
 HELD_BYTES = 1 << 20

@@ -18,9 +18,10 @@ from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.record import read_record
-from bootseer.mounts.daemon import OnError, Served, Session
+from bootseer.fuse.session import Session
 from bootseer.mounts.fetched import Fetched, FetchedFile
 from bootseer.mounts.layers import mount_erofs
+from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import FilesTree, LazyFile, Source
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
@@ -246,7 +247,8 @@ REAL = """
 import json, sys
 from pathlib import Path
 from bootseer.blocks.index import Index
-from bootseer.mounts.daemon import DaemonSpec, start_daemon
+from bootseer.mounts.daemon import start_daemon
+from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.fetched import Fetched, FetchedFile
 place = Path(sys.argv[1])
 index = Index.parse((place / "index").read_bytes())

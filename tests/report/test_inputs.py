@@ -149,13 +149,13 @@ def test_standard_input_may_be_closed_or_bring_its_bytes_one_by_one(monkeypatch)
 LOCKED = """
 import os, sys
 from bootseer.report.inputs import sources
-from bootseer.launch.environment.plain import steps
+from bootseer.launch.environment.plain import check_files
 from bootseer.errors import UsageError
 if os.geteuid() == 0:
     os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 print([source.name for source in sources(["logs"])], [source.name for source in sources(["logs/locked/b.log"])])
 try:
-    steps("logs/locked/b.log", [])
+    check_files("logs/locked/b.log", [])
 except UsageError as error:
     print(error)
 """

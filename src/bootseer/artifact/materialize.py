@@ -23,8 +23,9 @@ from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fetch.hotset import Block
 from bootseer.logs import logger
-from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
+from bootseer.mounts.daemon import Daemon, start_daemon
 from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
+from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.trees import LazyFiles
 from bootseer.store.open import open_store
 from bootseer.store.store import Store

@@ -14,7 +14,8 @@ from typing import Any
 
 from bootseer.artifact.hotsets import KEPT
 from bootseer.errors import BootseerError
-from bootseer.mounts.daemon import LOG, Daemon
+from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.serve import LOG
 
 _KEEP_S = 5.0
 _POLL_S = 0.01

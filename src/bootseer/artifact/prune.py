@@ -34,7 +34,8 @@ class Pruned:
 
     expired: list[str] = field(default_factory=list)
     """Keys of the artifacts that were removed because of their age."""
-    num_objects: int = 0
+    deleted: set[str] = field(default_factory=set)
+    """Content names of the objects that were deleted."""
     freed_bytes: int = 0
     num_waiting: int = 0
     """Removed artifacts whose grace is not over, or that a `hold` keeps."""
@@ -119,7 +120,7 @@ class _Pruning(Generic[D]):
                 used |= {stored.name for grave in waiting for stored in grave.objects}
                 self._delete_tombstones(self._delete_objects(ripe, used, others))
         leftovers(listing, done)
-        _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, done.num_objects, done.freed_bytes)
+        _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
         return done
 
     def _expire(self, key: str) -> None:
@@ -129,7 +130,7 @@ class _Pruning(Generic[D]):
     def _delete_objects(self, ripe: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
         """Delete what the ripe tombstones name and nothing uses; those that are not needed any more."""
         catalog, done = self.catalog, self.done
-        deleted: set[str] = set()
+        deleted = done.deleted
         emptied = []
         for grave in ripe:
             try:
@@ -137,15 +138,18 @@ class _Pruning(Generic[D]):
                     if stored.name not in used | others | deleted:
                         catalog.store.delete(stored.name)
                         deleted.add(stored.name)
-                        done.num_objects += 1
                         done.freed_bytes += stored.size_bytes
             except BootseerError as error:
                 done.problems.append(f"{catalog.kind.short(grave.key)}: {error}")
                 continue
-            if others.isdisjoint(stored.name for stored in grave.objects):
+            theirs = tuple(stored for stored in grave.objects if stored.name in others)
+            if not theirs:
                 emptied.append(grave)
-            else:
-                done.num_in_use += 1  # the others know nothing of us: the tombstone remembers what was theirs, too
+                continue
+            # The others know nothing of us: the tombstone remembers what was theirs, too.
+            done.num_in_use += 1
+            if len(theirs) < len(grave.objects):
+                done.attempt(grave.key, partial(catalog.write_tombstone, replace(grave, objects=theirs)))
         for document in catalog.all().documents if deleted else ():
             if not deleted.isdisjoint(stored.name for stored in document.objects):
                 done.attempt(catalog.kind.key(document), partial(catalog.store.delete, document.name))

@@ -50,8 +50,7 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
 
     def as_json(self) -> dict[str, object]:
         """A JSON object for `from_json`."""
-        value: dict[str, object] = msgspec.to_builtins(self)
-        return value
+        return {**msgspec.to_builtins(self), "stripes": [list(stripe) for stripe in self.stripes]}
 
     @classmethod
     def from_json(cls, value: object) -> BlockFile:

@@ -41,8 +41,11 @@ from bootseer.errors import (
     TransientError,
 )
 from bootseer.io.executor import Executor, report_exception
+from bootseer.logs import logger
 from bootseer.mounts.process import ProcessId
 from bootseer.places.place import TEMPORARY, Entry, Place, TakenError, folder_of, join, make_alike, name_of
+
+_LOG = logger(__name__)
 
 LEASE_S = 600.0
 """A lease that was not renewed for so long is stale."""
@@ -144,6 +147,7 @@ class Attempt:
                     # In one step: of two that want it one gets it, and a writer that wakes up cannot publish.
                     self._place.rename(path, inside, replace=False)
                     _delete(self._place, path + _LEASE)
+                    _LOG.info("%s: goes on with what the dead writer of %s left", self._what(), path)
                     found.append(inside)
         for folder in found:  # and what that writer had taken over; the list grows meanwhile
             below = _listed(self._place, folder)
@@ -282,7 +286,10 @@ def collect(place: Place, folder: str, *, lease_s: float = LEASE_S, no_lease_s: 
     for entry in entries:
         if name_of(entry.path).startswith(TEMPORARY) and _is_dead_temporary(place, entry, now_s - lease_s):
             removed += _delete(place, entry.path)
-    return removed + _collect_parts(place, folder, now_s, lease_s, no_lease_s)
+    removed += _collect_parts(place, folder, now_s, lease_s, no_lease_s)
+    if removed:
+        _LOG.info("%s/%s: %d leftovers of dead writers were removed", place.uri, folder, removed)
+    return removed
 
 
 def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:

@@ -19,7 +19,10 @@ from bootseer.checkpoint.attempts import lease_bytes
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import ATTEMPTS, is_hidden
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
+from bootseer.logs import logger
 from bootseer.places.place import IsFolderError, Place, TakenError, join, make_alike
+
+_LOG = logger(__name__)
 
 LATEST = "latest"
 LOCK_S = 60.0
@@ -114,6 +117,7 @@ def _check_published(files: Files, folder: str, name: str) -> None:
 
 
 def _write(place: Place, folder: str, name: str) -> None:
+    _LOG.info("%s/%s: `latest` names %s", place.uri, folder, name)
     place.write_bytes(join(folder, LATEST), f"{name}\n".encode())
 
 

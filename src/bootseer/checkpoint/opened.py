@@ -12,6 +12,7 @@ import posixpath
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -32,14 +33,33 @@ CACHE = "BOOTSEER_CHECKPOINT_CACHE"
 """`0` in this variable: what is read is not kept on the node's disk."""
 
 
-@dataclass(frozen=True, slots=True)
 class FileSystem:
-    """A file system from its root on."""
+    """A file system from its root on. What writes is made when something is written."""
 
-    place: Place
-    files: Files
-    reading: Reading
-    writing: Writing
+    def __init__(self, place: Place, reading: Reading) -> None:
+        self.place = place
+        self.reading = reading
+        self._lock = threading.Lock()
+        self._writing: Writing | None = None
+
+    @cached_property
+    def files(self) -> Files:
+        """Names and sizes."""
+        return Files(self.place)
+
+    @property
+    def writing(self) -> Writing:
+        """One for all writers of this process."""
+        with self._lock:
+            self._writing = self._writing or Writing(self.files)
+            return self._writing
+
+    def close(self) -> None:
+        """Give back what it has."""
+        if self._writing is not None:
+            self._writing.close()
+        self.reading.close()
+        self.place.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +144,7 @@ def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
         system = process.systems.get(root)
         if system is None:
             place = open_place(root)
-            files = Files(place)
-            system = FileSystem(place, files, Reading(place, cache=_node_cache(os.environ)), Writing(files))
+            system = FileSystem(place, Reading(place, cache=_node_cache(os.environ)))
             process.systems[root] = system
     return Opened(system, root, posixpath.normpath("/" + path).strip("/"))
 
@@ -140,9 +159,7 @@ def close_all() -> None:
         systems = list(process.systems.values())
         process.systems.clear()
     for system in systems:
-        system.writing.close()
-        system.reading.close()
-        system.place.close()
+        system.close()
 
 
 def is_uri(uri: str) -> bool:

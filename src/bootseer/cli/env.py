@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -75,6 +75,8 @@ def capture_command(
     \b
     bootseer env capture --requirements requirements.txt --env-import torch --store /shared/bootseer
     """
+    from dataclasses import asdict
+
     from bootseer.launch.environment.snapshot import make_snapshot
 
     _check_setup(setup, requirements)
@@ -82,18 +84,18 @@ def capture_command(
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, source, os.environ)
     made = make_snapshot(setup, requirements, asked, os.environ)
     size = f"{made.num_files:,} files, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
-    output(made.as_json(), made.key or "no key", size if made.published else made.why_not)
+    output(asdict(made), made.key or "no key", size if made.published else made.why_not)
     if made.code or not (made.published or made.was_there):
         raise SystemExit(made.code or 1)
 
 
 def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
     """Raise `UsageError` when no setup is named, or one that is not there."""
-    from bootseer.launch.environment.plain import steps
+    from bootseer.launch.environment.plain import check_files
 
     if not setup and not requirements:
         raise UsageError("no setup", hint="give --setup SCRIPT or --requirements FILE")
-    steps(setup, requirements)
+    check_files(setup, requirements)
 
 
 KEY_SCHEMA = "bootseer.environment-key/1"
@@ -229,21 +231,21 @@ def restore_command(
     bootseer env restore 3fa9 /tmp/look
     bootseer env restore 3fa9 -- python -c 'import torch'
     """
-    from bootseer.launch.environment.snapshot import copy_snapshot, run_on_snapshot
+    from bootseer.launch.environment.snapshot import SavedSnapshot
 
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("what shall be done with it?", hint="name a folder, or a command behind --")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
-        uri, signatures = catalog.store.uri, catalog.signatures
-    if folder is None:
-        return run_on_snapshot(
-            document, uri, words, cache=cache(), plain_http=plain_http, signatures=signatures, env=os.environ
+        snapshot = SavedSnapshot(
+            document, catalog.store.uri, cache(), os.environ, plain_http=plain_http, signatures=catalog.signatures
         )
+    if folder is None:
+        return snapshot.run(words)
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder}: not empty", hint="name a new folder")
-    num_files = copy_snapshot(document, uri, folder, cache=cache(), plain_http=plain_http, env=os.environ)
+    num_files = snapshot.copy_to(folder)
     result = {"key": document.key, "target": str(folder.absolute()), "num_files": num_files}
     output(result, f"{folder}: {num_files:,} files of {document.key[:12]}")
     return 0
@@ -271,7 +273,7 @@ def verify_command(
     plain_http: bool,
     setup: str | None,
     requirements: tuple[str, ...],
-    tier: str,
+    tier: Literal["quick", "full", "oracle"],
     output: Output,
     **trust: Any,
 ) -> None:
@@ -293,25 +295,18 @@ def verify_command(
     bootseer env verify 3fa9 --tier oracle --requirements requirements.txt
     bootseer env verify 3fa9 --tier oracle --setup prepare.sh
     """
-    from bootseer.launch.environment.snapshot import check_snapshot, compare_with_fresh
+    from bootseer.launch.environment.snapshot import SavedSnapshot
 
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("the oracle has no setup to run", hint="give --setup SCRIPT or --requirements FILE")
     with catalog_of(store, plain_http, trust) as catalog:
         document = document_of(catalog, key)
-        uri = catalog.store.uri
-    where: dict[str, Any] = {"cache": cache(), "plain_http": plain_http, "env": os.environ}
+        snapshot = SavedSnapshot(document, catalog.store.uri, cache(), os.environ, plain_http=plain_http)
     with Progress("verifying") as progress:
         if tier == "oracle":
-            found = compare_with_fresh(document, uri, setup, requirements, **where)
+            found = snapshot.compare_with_fresh(setup, requirements)
         else:
-            found = check_snapshot(
-                document,
-                uri,
-                "quick" if tier == "quick" else "full",
-                progress=lambda done, of: progress.show(done, of, "paths"),
-                **where,
-            )
+            found = snapshot.check(tier, lambda done, of: progress.show(done, of, "paths"))
     left = len(found.differences) - _MAX_SHOWN
     output(
         {"key": document.key, "tier": tier, **found.as_json()},

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from bootseer.env.document import EnvironmentDocument
     from bootseer.env.life.catalog import Catalog
     from bootseer.mounts.state import Runtime
-    from bootseer.store.store import Store
 
 STORE = (
     Option("store", ("--store",), "Where the snapshots are (default: this node's cache).", metavar="URI"),
@@ -291,6 +290,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
 
     from bootseer.artifact.places import runtime_root
     from bootseer.env.life.catalog import prune
+    from bootseer.image.catalog import images_in
     from bootseer.mounts.state import Runtime
 
     runtime = Runtime(runtime_root(os.environ, os.getuid()))
@@ -300,19 +300,19 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
             time.time(),
             grace_s=parse_duration(grace, "--grace"),
             in_use=_mounted(runtime),
-            also_used=lambda: _of_images(catalog.store),
+            also_used=images_in(catalog.store).used_objects,
         )
     output(
         {
             "removed": done.expired,
-            "objects": done.num_objects,
+            "objects": len(done.deleted),
             "freed_bytes": done.freed_bytes,
             "waiting": done.num_waiting,
             "in_use": done.num_in_use,
             "problems": done.problems,
         },
         *(Text(problem, "red") for problem in done.problems),
-        f"freed {format_bytes(done.freed_bytes)} in {done.num_objects} files; {len(done.expired)} environments "
+        f"freed {format_bytes(done.freed_bytes)} in {len(done.deleted)} files; {len(done.expired)} environments "
         f"were too old, {done.num_waiting} wait for their grace, {done.num_in_use} are in use",
     )
     if done.problems:
@@ -323,15 +323,3 @@ def _mounted(runtime: Runtime) -> set[str]:
     from bootseer.mounts.kept import kept
 
     return {layer for state in runtime.all() for layer in state.layers} | set(kept(runtime))
-
-
-def _of_images(store: Store) -> Iterator[str]:
-    """Content names that converted images in the same store need."""
-    from bootseer.image.mounting.metadata import read_document
-
-    for stored in list(store.list("images/")):
-        kind, _, digest = stored.name.removeprefix("images/").partition("-")
-        try:
-            yield from (needed.name for needed in read_document(store, f"{kind}:{digest}").objects)
-        except NotFoundError:
-            continue  # deleted meanwhile

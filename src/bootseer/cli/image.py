@@ -37,6 +37,8 @@ _VERBS = {
     "umount": ("image", "Undo a mount."),
     "list": ("image", "What is mounted, and whether it works."),
     "inspect": ("image", "What is known of an image."),
+    "remove": ("image_store", "Let no start find a converted image any more."),
+    "prune": ("image_store", "Delete what no converted image needs."),
     "hotset": ("image_hotset", "What starts of an image need, and when."),
 }
 
@@ -88,18 +90,18 @@ def convert_command(
     bootseer image convert oci:./layout s3://images/train
     bootseer image convert docker-archive:train.tar /shared/images
     """
+    from bootseer.artifact.places import STORE
     from bootseer.image.conversion.convert import all_layers, convert
     from bootseer.image.conversion.layer import LayerLimits
     from bootseer.image.conversion.layer_job import ConvertOptions
-    from bootseer.image.reference import parse_reference
+    from bootseer.image.reference import parse_reference, store_uri
     from bootseer.image.sources.manifest import Platform
-    from bootseer.image.sources.source import open_source
-    from bootseer.image.store_of import store_uri
+    from bootseer.image.sources.open import open_source
     from bootseer.launch.interrupt import interruptible
     from bootseer.store.open import open_store
 
     reference = parse_reference(source)
-    uri = store_uri(reference, target, os.environ)
+    uri = store_uri(reference, target or os.environ.get(STORE))
     if uri is None:
         raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
     signed = signatures({}, os.environ, keys)

@@ -171,15 +171,14 @@ def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wante
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
     """The image and the way that it is to come. Raises `UsageError`."""
-    from bootseer.artifact.places import cache_root, runtime_root
+    from bootseer.artifact.places import STORE, cache_root, runtime_root
     from bootseer.image.mounting.request import Request
-    from bootseer.image.reference import parse_reference
-    from bootseer.image.store_of import store_uri
+    from bootseer.image.reference import parse_reference, store_uri
 
     parsed = parse_reference(reference)
     return Request(
         reference=parsed,
-        store=store_uri(parsed, values["store"], os.environ),
+        store=store_uri(parsed, values["store"] or os.environ.get(STORE)),
         cache=cache_root(os.environ, os.getuid()),
         runtime=runtime_root(os.environ, os.getuid()),
         plain_http=values["plain_http"],
@@ -237,7 +236,7 @@ def container(values: Mapping[str, Any], gpus: str | None) -> ContainerOptions:
 
 def _limits(values: Mapping[str, Any]) -> Limits:
     """Checked as far as it can be without the image."""
-    from bootseer.image.containers import cgroup, limits
+    from bootseer.image.containers import limits
 
     def size(name: str) -> int | None:
         return parse_size(values[name], f"--{name.replace('_', '-')}") if values[name] else None
@@ -258,7 +257,7 @@ def _limits(values: Mapping[str, Any]) -> Limits:
     if values["groups"] and os.geteuid() != 0:
         raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
     limits.capabilities_of(found)
-    cgroup.remove_cgroups(cgroup.make_cgroups(f"bootseer-{os.getpid()}-check", found))
+    limits.remove_cgroups(limits.make_cgroups(f"bootseer-{os.getpid()}-check", found))
     return found
 
 

@@ -23,6 +23,9 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import field
 from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 _MAX_WAITING: Final = 64
 _MAX_KNOWN: Final = 4096
@@ -76,6 +79,7 @@ class BadBlockReports:
             if not self._waiting:
                 return
             block, nodes = self._waiting.popleft()
+        _LOG.info("%s has wrong bytes on %s: the NameNode is told", block, ", ".join(node.host_port for node in nodes))
         # When this report is lost, another reader will send one.
         with contextlib.suppress(BootseerError):
             self._namenode.ask("reportBadBlocks", field(1, _located(block, nodes)), "/", _REPORT_S)

@@ -28,6 +28,9 @@ from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, identity
 from bootseer.hdfs.located import Node
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 PACKET_BYTES: Final = 256 * 1024
 """What the nodes pass on at once; a multiple of all that one checksum can cover."""
@@ -367,6 +370,7 @@ def begin_block(
                 new, defaults, lease.holder, by_hostname=by_hostname, setup_s=SETUP_S, stall_s=STALL_S
             )
         except PipelineError as error:
+            _LOG.info("%s: DataNode %s takes no block and is excluded: %s", lease.path, error.node or "unknown", error)
             excluded.exclude(error.node)
             failed.add(error.node)
             failures += 1

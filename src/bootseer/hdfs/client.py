@@ -1,6 +1,6 @@
 """One HDFS, as the code above needs it: names and folders, writing, reading. The entry point of this package.
 
-Names (`names`), reading (`reads`) and writing (`placing`, `long_writer`) go over our own connections, which know which
+Names (`namenode`), reading (`reads`) and writing (`placing`) go over our own connections, which know which
 NameNode is active, choose the DataNode and exclude failed ones. What they do not support (Kerberos, encryption, erasure
 coding) goes through the library hdfs-native (`native`, `native_reads`), and where blocks lie stays unknown.
 
@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from bootseer.errors import NotFoundError, PermanentError, TransientError, UsageError
@@ -25,10 +26,12 @@ from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeNames, NativeSettings, NativeWriter
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
-from bootseer.hdfs.placing import Apart, LongWriter, PlacedWriter, PlacingSettings
+from bootseer.hdfs.placing import Apart, FileSettings, LongWriter, PlacedWriter
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.rpc import UnsupportedError
+from bootseer.logs import logger
 
+_LOG = logger(__name__)
 T = TypeVar("T")
 
 _MIB = 1024 * 1024
@@ -51,17 +54,26 @@ class HdfsClient:
         self.uri = f"hdfs://{authority}"
         self.settings = settings or NativeSettings()
         self.cluster = Cluster.of(authority, self.settings.conf_dir)
-        self._native = Native(self.uri, self.settings, server=_server(self.cluster))
         self._namenode = NameNode(self.cluster, ask_s=self.settings.call_s)
         self._names = Names(self._namenode)
-        self._native_names = NativeNames(self._native)
-        self._excluded = ExcludedNodes()
         self._defaults: WriteDefaults | None = None
         self._least_block = 0
         """Bytes that a block must have here, once the NameNode has refused a smaller one."""
-        self._reads = Reads(self._namenode, self._native)
+        self._reads = Reads(self._namenode, lambda: self._native)
         self.fallback = ""
         """Why hdfs-native had to write or to ask for names, "" when it had not; reads tell theirs in their figures."""
+
+    @cached_property
+    def _native(self) -> Native:
+        return Native(self.uri, self.settings, server=_server(self.cluster))
+
+    @cached_property
+    def _native_names(self) -> NativeNames:
+        return NativeNames(self._native)
+
+    @cached_property
+    def _excluded(self) -> ExcludedNodes:
+        return ExcludedNodes()
 
     def stat(self, path: str) -> FileStatus:
         """What is known of a name. Raises `NotFoundError`."""
@@ -121,15 +133,21 @@ class HdfsClient:
 
         With `parents`, makes its folder when that is missing. Raises `TakenError` for a name that is taken.
         """
+
+        def begin(size: int | None) -> PlacedWriter | LongWriter | NativeWriter:
+            # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
+            with contextlib.suppress(UnsupportedError):
+                settings = self._file_settings(size, replication, mode, overwrite=overwrite, parents=parents)
+                if len(data) <= settings.block_size:
+                    return Apart(self._namenode, [path], settings).writers[0]
+            return self.create(
+                path, mode=mode, overwrite=overwrite, block_size=size, replication=replication, parents=parents
+            )
+
         problem: TransientError | None = None
         for number in itertools.count(1):
             try:
-                writer = self._sized(
-                    block_size,
-                    lambda size: self._begin_small(
-                        path, len(data), mode, size, replication, overwrite=overwrite, parents=parents
-                    ),
-                )
+                writer = self._sized(block_size, begin)
             except TakenError:
                 # By the try before, which could not be removed.
                 if problem is None:
@@ -143,6 +161,7 @@ class HdfsClient:
                 problem = error
                 if number == _MAX_TRIES:
                     raise
+                _LOG.info("writing %s failed, try %d of %d follows: %s", path, number + 1, _MAX_TRIES, error)
             else:
                 return writer.status or self.stat(path)
             finally:
@@ -167,14 +186,10 @@ class HdfsClient:
 
         def begin(size: int | None) -> LongWriter | NativeWriter:
             try:
-                defaults = self._write_defaults()
-                return LongWriter(
-                    self._namenode, self._native, path, block_size=size or defaults.block_size,
-                    replication=replication or defaults.replication, mode=mode, overwrite=overwrite, parents=parents,
-                    defaults=defaults, excluded=self._excluded,
-                )  # fmt: skip
+                settings = self._file_settings(size, replication, mode, overwrite=overwrite, parents=parents)
+                return LongWriter(self._namenode, path, settings)
             except UnsupportedError as error:
-                self.fallback = str(error)
+                self._note_fallback(path, error)
                 return NativeWriter(
                     self._native, path, mode=mode, overwrite=overwrite, block_size=size or _NATIVE_BLOCK_BYTES,
                     replication=replication, parents=parents,
@@ -200,7 +215,8 @@ class HdfsClient:
 
         def begin(size: int | None) -> Sequence[PlacedWriter | LongWriter | NativeWriter]:
             with contextlib.suppress(UnsupportedError):
-                return self._begin_apart(paths, size or block_size, mode, replication, avoid=avoid, spare=spare).writers
+                settings = self._file_settings(size, replication, mode, overwrite=False, parents=True)
+                return Apart(self._namenode, paths, settings, avoid=avoid, spare=spare).writers
             writers = []
             with contextlib.ExitStack() as begun:
                 for path in paths:
@@ -239,7 +255,8 @@ class HdfsClient:
         """Give back connections. The client is not used afterwards."""
         self._reads.close()
         self._namenode.close()
-        self._native.close()
+        if "_native" in self.__dict__:
+            self._native.close()
 
     def _sized(self, block_size: int | None, begin: Callable[[int | None], T]) -> T:
         """What `begin` makes with blocks of this size, or of the smallest that the NameNode takes; None: its own."""
@@ -254,46 +271,21 @@ class HdfsClient:
             self._least_block = int(least[1])
         return begin(self._least_block)
 
-    def _begin_small(
-        self,
-        path: str,
-        length: int,
-        mode: int,
-        block_size: int | None,
-        replication: int | None,
-        *,
-        overwrite: bool,
-        parents: bool,
-    ) -> PlacedWriter | LongWriter | NativeWriter:
-        # hdfs-native waits for half a second at the end of most files, and then for a DataNode that has died.
-        try:
-            size = block_size or self._write_defaults().block_size
-            if length <= size:
-                apart = self._begin_apart([path], size, mode, replication, overwrite=overwrite, parents=parents)
-                return apart.writers[0]
-        except UnsupportedError:
-            pass
-        return self.create(
-            path, mode=mode, overwrite=overwrite, block_size=block_size, replication=replication, parents=parents
-        )
-
-    def _begin_apart(
-        self,
-        paths: Sequence[str],
-        block_size: int,
-        mode: int,
-        replication: int | None,
-        *,
-        avoid: frozenset[str] = frozenset(),
-        spare: Sequence[str] = (),
-        overwrite: bool = False,
-        parents: bool = True,
-    ) -> Apart:
+    def _file_settings(
+        self, block_size: int | None, replication: int | None, mode: int, *, overwrite: bool, parents: bool
+    ) -> FileSettings:
+        """What is None is the cluster's."""
         defaults = self._write_defaults()
-        settings = PlacingSettings(
-            block_size, replication or defaults.replication, mode, avoid, tuple(spare), overwrite, parents
+        return FileSettings(
+            block_size or defaults.block_size,
+            replication or defaults.replication,
+            mode,
+            overwrite,
+            parents,
+            defaults=defaults,
+            excluded=self._excluded,
+            close_s=self.settings.close_s,
         )
-        return Apart(self._namenode, self._native, paths, settings, defaults=defaults, excluded=self._excluded)
 
     def _write_defaults(self) -> WriteDefaults:
         if self._defaults is None:
@@ -309,29 +301,42 @@ class HdfsClient:
 
     def _fall_back(self, path: str, error: UnsupportedError) -> None:
         """Before hdfs-native is asked, which takes its time where nothing answers."""
-        self.fallback = str(error)
+        self._note_fallback(path, error)
         self._namenode.check_there(path)
+
+    def _note_fallback(self, path: str, error: UnsupportedError) -> None:
+        if str(error) != self.fallback:
+            _LOG.info("%s%s goes through hdfs-native: %s", self.uri, path, error)
+        self.fallback = str(error)
 
 
 class Reads:
     """Reads over own connections, and through hdfs-native what those do not support. Safe to use from many threads."""
 
-    def __init__(self, namenode: NameNode, native: Native) -> None:
+    def __init__(self, namenode: NameNode, native: Callable[[], Native]) -> None:
+        """`native` is asked for when something has to be read through it."""
         self._own = HdfsReads(namenode)
-        self._fallback = NativeReads(native)
+        self._native = native
+        self._reason = ""
+
+    @cached_property
+    def _fallback(self) -> NativeReads:
+        return NativeReads(self._native())
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> HdfsFile | NativeFile:
         """Begin to read a file as it is now. Raises `NotFoundError` and the like."""
         try:
             return self._own.open(path, deadline_s=deadline_s)
         except UnsupportedError as error:
-            self._fallback.reason = str(error)
+            if str(error) != self._reason:
+                _LOG.info("%s is read through hdfs-native: %s", path, error)
+            self._reason = self._fallback.reason = str(error)
             return self._fallback.open(path, deadline_s=deadline_s)
 
     def facts(self) -> Mapping[str, object]:
         """Figures of all reads so far. `fallback` says why hdfs-native read what it read, "" when it read nothing."""
         facts = dict(self._own.facts())
-        if self._fallback.reason:
+        if self._reason:
             for key, value in self._fallback.facts().items():
                 own = facts.get(key)
                 if isinstance(own, dict) and isinstance(value, dict):
@@ -346,7 +351,8 @@ class Reads:
     def close(self) -> None:
         """End what waits. Nothing is read any more."""
         self._own.close()
-        self._fallback.close()
+        if self._reason:
+            self._fallback.close()
 
 
 def _server(cluster: Cluster) -> str:

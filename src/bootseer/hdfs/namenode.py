@@ -30,6 +30,9 @@ from bootseer.hdfs.located import FileStatus, LocatedFile, Node, parse_located, 
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import RemoteError, RpcConnection, UnreachableError, UnsupportedError, connect
 from bootseer.io.fork import after_fork
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _DATANODE_PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientDatanodeProtocol"
@@ -196,6 +199,7 @@ class NameNode:
             if time.monotonic() + pause_s >= until:
                 raise problem
             # All have been asked: the NameNode is starting, or a standby becomes active.
+            _LOG.info("%s: asked again in %.1f s: %s", method, pause_s, problem)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

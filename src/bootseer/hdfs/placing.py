@@ -26,7 +26,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Final
 
@@ -36,7 +36,9 @@ from bootseer.hdfs.errors import NoRoomError
 from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
 from bootseer.hdfs.located import Block, FileStatus
 from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.native import Native
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 BUSY_S = 7.0
 """So long a node that is not chosen is waited for before two files share one: two of the heartbeats that tell how busy
@@ -48,20 +50,78 @@ _DRAWS_PER_SHARE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class PlacingSettings:
-    """What all files of an `Apart` have in common."""
+class FileSettings:
+    """How a new file is written."""
 
     block_size: int
-    """Bytes; a file is at most one block."""
+    """Bytes."""
     replication: int
-    mode: int = 0o644
-    avoid: Nodes = frozenset()
-    """Nodes that are not taken as long as there are others."""
-    spare: tuple[str, ...] = ()
-    """Nodes that are taken only before two files would share one, the first of them first."""
-    overwrite: bool = False
-    parents: bool = True
+    mode: int
+    overwrite: bool
+    parents: bool
     """Whether a missing folder is made."""
+    defaults: WriteDefaults
+    excluded: ExcludedNodes
+    close_s: float
+    """For the end of a file: the last bytes, all confirmations, and the NameNode's own wait for them."""
+
+
+class BlockFileWriter:
+    """What new files of one block and of many have in common. Belongs to one thread at a time, and to the process that
+    made it."""
+
+    def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
+        """Begin the file, and its folder when that is missing. Raises `TakenError`, `UnsupportedError` and the like."""
+        self.path = path
+        self.nodes: tuple[str, ...] = ()
+        """Where its bytes go, if that is known."""
+        self.size_bytes = 0
+        """What was written so far."""
+        self.status: FileStatus | None = None
+        """What the NameNode says of it, after `close`."""
+        self._what = f"hdfs://{namenode.cluster.authority}{path}"
+        self._namenode = namenode
+        self._settings = settings
+        self._excluded = settings.excluded
+        self._lease = Lease(
+            namenode, path, block_size=settings.block_size, replication=settings.replication, mode=settings.mode,
+            overwrite=settings.overwrite, parents=settings.parents,
+        )  # fmt: skip
+        self._new: NewBlock | None = None
+        self._block: BlockWriter | None = None
+        self._is_usable = True
+        self._is_over = False
+
+    def abort(self) -> None:
+        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._is_usable = False
+        self._release()
+        if self._block is not None:
+            self._block.close()
+        # What stays is invisible, and `clean` will find it.
+        with contextlib.suppress(BootseerError):
+            self._lease.remove()
+
+    def _release(self) -> None:
+        """Give back what the file has besides."""
+
+    def _begin_block(self, draw: Callable[[Nodes], NewBlock]) -> BlockWriter:
+        """A block on nodes that take it."""
+        self._new, self._block = begin_block(self._namenode, self._lease, self._settings.defaults, self._excluded, draw)
+        return self._block
+
+    def _complete(self, last: Block | None) -> None:
+        """End the file: confirmed by all its DataNodes, and of the length that was written."""
+        self._is_usable = False
+        self.status = self._lease.complete(last, self.size_bytes, self._settings.close_s)
+        self._is_over = True
+
+    def _check_usable(self) -> None:
+        if not self._is_usable:
+            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
 
 
 class Apart:
@@ -70,25 +130,28 @@ class Apart:
     def __init__(
         self,
         namenode: NameNode,
-        native: Native,
         paths: Sequence[str],
-        settings: PlacingSettings,
+        settings: FileSettings,
         *,
-        defaults: WriteDefaults,
-        excluded: ExcludedNodes,
+        avoid: Nodes = frozenset(),
+        spare: Sequence[str] = (),
     ) -> None:
-        """Begins the files, not their blocks. Raises `TakenError`, `UnsupportedError` and the like."""
-        self.namenode = namenode
-        self.native = native
+        """Begins the files, not their blocks; a file is at most one. Raises `TakenError`, `UnsupportedError` and the
+        like.
+
+        `avoid`: nodes that are not taken as long as there are others. `spare`: nodes that are taken only before two
+        files would share one, the first of them first.
+        """
         self.settings = settings
-        self.defaults = defaults
-        self.excluded = excluded
+        self.excluded = settings.excluded
+        self._avoid = avoid
+        self._spare = tuple(spare)
         self._change = threading.Condition()
         self._taken: dict[str, Nodes] = {}
         self.writers: list[PlacedWriter] = []
         try:
             for path in paths:
-                self.writers.append(PlacedWriter(self, path))
+                self.writers.append(PlacedWriter(self, namenode, path))
         except BaseException:
             for writer in self.writers:
                 writer.abort()
@@ -99,16 +162,15 @@ class Apart:
 
         One file at a time draws, so that none takes what another is about to take.
         """
-        settings = self.settings
-        spare, share, draw = settings.spare, 1, 1
+        spare, share, draw = self._spare, 1, 1
         is_unwanted = True
         busy_until = None
         with self._change:
             self._taken.pop(lease.path, None)
             while True:
                 others = list(self._taken.values())
-                unwanted = settings.avoid | self.excluded.names() | failed if is_unwanted else failed
-                used = full_nodes(others, share) if settings.replication == 1 else frozenset()
+                unwanted = self._avoid | self.excluded.names() | failed if is_unwanted else failed
+                used = full_nodes(others, share) if self.settings.replication == 1 else frozenset()
                 last = draw == _MAX_DRAWS
                 excluded = [] if last else self.excluded.known((unwanted | used).union(spare))
                 try:
@@ -162,45 +224,24 @@ class Apart:
             self._change.notify_all()
 
 
-class PlacedWriter:
-    """One of the files. Belongs to one thread at a time, and to the process that made it."""
+class PlacedWriter(BlockFileWriter):
+    """One of the files. `nodes` are known from the first `write` on."""
 
-    def __init__(self, apart: Apart, path: str) -> None:
-        self.path = path
-        self.nodes: tuple[str, ...] = ()
-        """Where its bytes go; known from the first `write` on."""
+    def __init__(self, apart: Apart, namenode: NameNode, path: str) -> None:
+        super().__init__(namenode, path, apart.settings)
         self.draws = 0
         """How many blocks the NameNode gave until one could stay."""
-        self.size_bytes = 0
-        """What was written so far."""
         self._apart = apart
-        self._what = f"{apart.native.uri}{path}"
-        settings = apart.settings
-        self._lease = Lease(
-            apart.namenode,
-            path,
-            block_size=settings.block_size,
-            replication=settings.replication,
-            mode=settings.mode,
-            overwrite=settings.overwrite,
-            parents=settings.parents,
-        )
-        self.status: FileStatus | None = None
-        """What the NameNode says of it, after `close`."""
-        self._new: NewBlock | None = None
-        self._block: BlockWriter | None = None
-        self._is_usable = True
-        self._is_kept = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; the first call chooses the node. Blocks while HDFS is slower. After an error the file is lost."""
         self._check_usable()
-        if self.size_bytes + len(data) > self._apart.settings.block_size:
+        if self.size_bytes + len(data) > self._settings.block_size:
             raise UsageError(f"{self._what}: more than one block", hint="begin it with a larger block size")
         view = memoryview(data)
         if not view:
             return
-        block = self._block = self._block or self._begin()
+        block = self._block or self._begin()
         self.size_bytes += len(view)
         with self._guard():
             block.write(view)
@@ -213,36 +254,21 @@ class PlacedWriter:
             with self._guard():
                 self._block.finish()
             self._block.close()
-        self._is_usable = False
-        block = replace(self._new.block, length=self.size_bytes) if self._new else None
-        self.status = self._lease.complete(block, self.size_bytes, self._apart.native.settings.close_s)
-        self._is_kept = True
+        self._complete(replace(self._new.block, length=self.size_bytes) if self._new else None)
         return self.nodes
 
-    def abort(self) -> None:
-        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
-        if self._is_kept:
-            return
-        self._is_kept = True
-        self._is_usable = False
+    def _release(self) -> None:
         self._apart.give_back(self.path)
-        if self._block is not None:
-            self._block.close()
-        # What stays is invisible, and `clean` will find it.
-        with contextlib.suppress(BootseerError):
-            self._lease.remove()
 
     def _begin(self) -> BlockWriter:
-        """Begin the block, on nodes that take it."""
-        apart = self._apart
-
         def draw(failed: Nodes) -> NewBlock:
-            self._new, draws = apart.add_block(self._lease, failed)
+            new, draws = self._apart.add_block(self._lease, failed)
             self.draws += draws
-            return self._new
+            return new
 
-        new, block = begin_block(apart.namenode, self._lease, apart.defaults, apart.excluded, draw)
-        self.nodes = tuple(node.host_port for node in new.block.nodes)
+        block = self._begin_block(draw)
+        assert self._new is not None  # noqa: S101 - it was drawn
+        self.nodes = tuple(node.host_port for node in self._new.block.nodes)
         return block
 
     @contextlib.contextmanager
@@ -250,13 +276,10 @@ class PlacedWriter:
         try:
             yield
         except PipelineError as error:
+            _LOG.info("%s: DataNode %s is excluded: %s", self._what, error.node or "unknown", error)
             self._is_usable = False
-            self._apart.excluded.exclude(error.node)
+            self._excluded.exclude(error.node)
             raise TransientError(f"{self._what}: {error}") from error
-
-    def _check_usable(self) -> None:
-        if not self._is_usable:
-            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
 
 
 def full_nodes(files: Sequence[Nodes], share: int) -> Nodes:
@@ -291,52 +314,19 @@ _AGAIN_BYTES: Final = 1 << 20
 _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory on many machines
 
 
-class LongWriter:
-    """A file that is being written: visible under its name from the beginning, complete after `close`."""
+class LongWriter(BlockFileWriter):
+    """A file of any length: visible under its name from the beginning, complete after `close`. Each block has its own
+    nodes."""
 
-    def __init__(
-        self,
-        namenode: NameNode,
-        native: Native,
-        path: str,
-        *,
-        block_size: int,
-        replication: int,
-        mode: int,
-        overwrite: bool,
-        parents: bool = True,
-        defaults: WriteDefaults,
-        excluded: ExcludedNodes,
-    ) -> None:
-        """Begin the file, and its folder when that is missing. Raises `TakenError`, `UnsupportedError` and the like."""
-        self.path = path
-        self.nodes: tuple[str, ...] = ()
-        """Each block has its own."""
-        self.size_bytes = 0
-        """What was written so far."""
-        self._what = f"{native.uri}{path}"
-        self._namenode = namenode
-        self._native = native
-        self._block_size = block_size
-        self._defaults = defaults
-        self._excluded = excluded
-        self._lease = Lease(
-            namenode, path, block_size=block_size, replication=replication, mode=mode, overwrite=overwrite,
-            parents=parents,
-        )  # fmt: skip
-        self.status: FileStatus | None = None
-        """What the NameNode says of it, after `close`."""
+    def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
+        super().__init__(namenode, path, settings)
         self._last: Block | None = None
         """The last one that is complete."""
-        self._new: NewBlock | None = None
-        self._block: BlockWriter | None = None
         self._at = 0
         """Bytes of the block that is being written."""
         self._failures = 0
         self._used_s = time.monotonic()
         self._kept = _Kept()
-        self._is_usable = True
-        self._is_over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append. Blocks while HDFS is slower. After an error the file is lost."""
@@ -344,10 +334,10 @@ class LongWriter:
         view = memoryview(data).cast("B")
         try:
             while view:
-                piece = view[: self._block_size - self._at]
+                piece = view[: self._settings.block_size - self._at]
                 self._write(piece)
                 view = view[len(piece) :]
-                if self._at == self._block_size:
+                if self._at == self._settings.block_size:
                     self._end_block()
         except BaseException:
             self._is_usable = False
@@ -360,22 +350,12 @@ class LongWriter:
         self._is_usable = False
         if self._at:
             self._end_block()
-        self.status = self._lease.complete(self._last, self.size_bytes, self._native.settings.close_s)
-        self._is_over = True
+        self._complete(self._last)
         self._kept.close()
         return ()
 
-    def abort(self) -> None:
-        """Drop the file. Never raises, and does nothing after `close`; what cannot be removed stays."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._is_usable = False
+    def _release(self) -> None:
         self._kept.close()
-        if self._block is not None:
-            self._block.close()
-        with contextlib.suppress(BootseerError):
-            self._lease.remove()
 
     def _write(self, piece: memoryview) -> None:
         """Append what fits into the block."""
@@ -404,8 +384,7 @@ class LongWriter:
         self._used_s = time.monotonic()
 
     def _begin(self) -> BlockWriter:
-        self._new, self._block = begin_block(self._namenode, self._lease, self._defaults, self._excluded, self._draw)
-        return self._block
+        return self._begin_block(self._draw)
 
     def _draw(self, failed: Nodes) -> NewBlock:
         """A block that is not on nodes that failed lately, or else not on those that failed just now."""
@@ -422,6 +401,9 @@ class LongWriter:
             if time.monotonic() - self._used_s < _IDLE_S:
                 self._excluded.exclude(error.node)
             self._failures += 1
+            _LOG.info(
+                "%s: block %d is begun again, after %s", self._what, self.size_bytes // self._settings.block_size, error
+            )
             if self._block is not None:
                 self._block.close()
             if self._failures == MAX_FAILURES or not self._kept.is_whole:
@@ -436,10 +418,6 @@ class LongWriter:
                 return
             except PipelineError as another:
                 error = another
-
-    def _check_usable(self) -> None:
-        if not self._is_usable:
-            raise UsageError(f"{self._what}: this file is not written any more", hint="begin another one")
 
 
 class _Kept:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
@@ -29,6 +29,9 @@ from bootseer.hdfs.schedule import Schedule
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
 from bootseer.io.timer import Timer
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 _IDLE_S: Final = 10.0
 _TICK_S: Final = 0.1
@@ -43,7 +46,6 @@ class Serving:
     def __init__(self, namenode: NameNode, settings: ReadSettings) -> None:
         self.namenode = namenode
         self.settings = settings
-        self._reports = BadBlockReports(namenode)
         self._connections = ConnectionPool(silent_s=settings.silent_s, by_hostname=namenode.cluster.by_hostname)
         self._threads = Executor(
             "bootseer-hdfs", settings.max_threads, idle_s=_IDLE_S, when_idle=self._connections.close
@@ -68,6 +70,10 @@ class Serving:
         for run in parents:
             if run.connection is not None:
                 run.connection.close()
+
+    @cached_property
+    def _reports(self) -> BadBlockReports:
+        return BadBlockReports(self.namenode)
 
     @contextmanager
     def schedule(self) -> Iterator[Schedule]:
@@ -187,7 +193,8 @@ class Serving:
         self._timer.close(_CLOSE_S, drop=True)
         self._threads.close(_CLOSE_S)
         self._connections.close()
-        self._reports.close()
+        if "_reports" in self.__dict__:
+            self._reports.close()
 
     # Threads
 
@@ -255,11 +262,15 @@ class Serving:
         with self.schedule() as schedule:
             self._ticking = False
             now_s = time.monotonic()
+            num_hedges = schedule.counts["hedges"]
             schedule.tick(now_s)
+            num_hedges = schedule.counts["hedges"] - num_hedges
             for node in schedule.choice.due(now_s):
                 queue = schedule.queues.by_node[node]
                 if queue.sample is not None:
                     self._probes.append((queue.sample, queue.node))
+        if num_hedges:
+            _LOG.debug("%d late pieces are asked of other DataNodes too (hedged)", num_hedges)
         self._connections.expire()
 
     # Jobs
@@ -281,6 +292,10 @@ class Serving:
             # Whatever happened: a reader waits for these pieces.
             with self._working() as schedule:
                 schedule.finished(run, error, time.monotonic())
+                is_excluded = schedule.choice.is_open(run.queue.name)
+            if error is not None and not run.stopped:
+                then = "is not asked for a while" if is_excluded else "failed one request"
+                _LOG.info("DataNode %s %s: %s", run.queue.name, then, error)
 
     def _read(self, run: Run, connection: DataNodeConnection | None) -> bool:
         """Read a run from this connection, or from a new one. False when it was of no use any more."""

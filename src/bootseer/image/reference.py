@@ -84,6 +84,16 @@ def parse_reference(text: str) -> Reference:
     return _in_registry(text) if in_registry else _of_any_place(text)
 
 
+def store_uri(reference: Reference, given: str | None) -> str | None:
+    """The store of an image: what the user says, else the image's own repository.
+
+    None for images that do not come from a registry: they are converted on the node, if nobody names a store.
+    """
+    if not given and reference.place is Place.REGISTRY:
+        return f"oci://{reference.host}/{reference.repository}"
+    return given or None
+
+
 def _of_any_place(text: str) -> Reference:
     if _DIGEST.fullmatch(text):
         return Reference(Place.CONVERTED, digest=text)

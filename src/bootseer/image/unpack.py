@@ -19,16 +19,8 @@ from bootseer.artifact.loading import CachedLayer
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError
-from bootseer.image.block_reader import open_layer
-from bootseer.image.document import ImageDocument
 from bootseer.image.merged import Layer, MergedTree, Node, unescape_xattr
 from bootseer.mounts.user_namespace import is_host, may_mount, num_owners
-from bootseer.store.store import Store
-
-
-def open_merged(document: ImageDocument, store: Store) -> MergedTree:
-    """The tree of an image, read from a store as it is asked for."""
-    return MergedTree([Layer(open_layer(store, layer.file), layer.file.identity) for layer in document.layers])
 
 
 def unpack_layers(stack: Sequence[CachedLayer], folder: Path) -> None:

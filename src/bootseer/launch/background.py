@@ -1,8 +1,8 @@
 """A process of our own that works beside the command: forked, out of the command's way, and gone when we are.
 
-It has a session of its own, so that a terminal's signals do not reach it; its words go into a log; SIGTERM ends it as
-`Interrupted`, so that what was begun is undone. It tells the run what it found by lines of JSON. Fork while this
-process has one thread. Called by `environment_capture` and `environment_publish`.
+It has a session of its own, so that a terminal's signals do not reach it; its output goes into a log; SIGTERM ends it
+as `Interrupted`, so that what was begun is undone. It tells the run what it found by messages, lines of JSON. Fork
+while this process has one thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bootseer import logs
 from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError
 from bootseer.launch.supervise import FORWARDED
 from bootseer.mounts.process import end_child
@@ -25,6 +26,7 @@ Tell = Callable[[dict[str, Any]], None]
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE = 65_536
 _KILL_AFTER_S = 5.0
+_log = logs.logger(__name__)
 
 
 class Background:
@@ -34,33 +36,33 @@ class Background:
         self.pid = pid
         self._pipe = pipe
         self._data = b""
-        self._said: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._next = 0
         """The first one that `answer` has not given yet."""
         self._open = True
 
-    def heard(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
         """All that it has told so far."""
-        self._hear(0.0)
-        return self._said
+        self._receive(0.0)
+        return self._messages
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until it has ended, no longer than this; whether it has."""
         until = time.monotonic() + timeout_s
-        while self._open and self._hear(max(until - time.monotonic(), 0.0)):
+        while self._open and self._receive(max(until - time.monotonic(), 0.0)):
             pass
         return not self._open
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next thing that it tells. Raises `TransientError` when it tells nothing in time, or has ended."""
+        """Its next message. Raises `TransientError` when it tells nothing in time, or has ended."""
         until = time.monotonic() + timeout_s
-        while len(self._said) == self._next:
+        while len(self._messages) == self._next:
             if not self._open:
                 raise TransientError("a helper process ended without an answer")
-            if not self._hear(max(until - time.monotonic(), 0.0)):
+            if not self._receive(max(until - time.monotonic(), 0.0)):
                 raise TransientError("a helper process did not answer in time")
         self._next += 1
-        return self._said[self._next - 1]
+        return self._messages[self._next - 1]
 
     def stop(self) -> None:
         """Let it undo what it does and end; kill it when that takes long."""
@@ -75,7 +77,7 @@ class Background:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def _hear(self, timeout_s: float) -> bool:
+    def _receive(self, timeout_s: float) -> bool:
         """Read what is there; whether anything was, an end included."""
         if not self._open:
             return False
@@ -88,7 +90,7 @@ class Background:
             end_child(self.pid, _KILL_AFTER_S, kill=False)
             return True
         *lines, self._data = (self._data + piece).split(b"\n")
-        self._said += [json.loads(line) for line in lines if line]
+        self._messages += [json.loads(line) for line in lines if line]
         return True
 
 
@@ -124,16 +126,15 @@ def _become(
     report: int,
     parent: int,
 ) -> NoReturn:
-    def tell(said: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # nobody hears: the run is over
-            os.write(report, json.dumps(said).encode() + b"\n")
+    def tell(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the run is over
+            os.write(report, json.dumps(message).encode() + b"\n")
 
     code = 1
     try:
-        os.setsid()
-        _take_leave(log)
-        _log_to(log)
-        _die_politely(parent)
+        _daemonize(log)
+        logs.set_up(os.environ, file=log)
+        _exit_with(parent)
         with contextlib.suppress(OSError):
             os.nice(niceness)
         Path("/proc/self/comm").write_text(name)
@@ -142,18 +143,21 @@ def _become(
     except Interrupted as interrupted:
         tell({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
     except BootseerError as error:
+        _log.exception("the work failed")
         tell({"error": str(error), "kind": type(error).__name__})
     except BaseException as error:  # nothing may unwind into the parent's code
+        _log.exception("the work failed")
         tell({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})
     finally:
         os._exit(code)
 
 
-def _take_leave(log: Path) -> None:
-    """Give up what came from who started us: standard streams, pipes that others wait on.
+def _daemonize(log: Path) -> None:
+    """Give up what came from the parent: session, standard streams, pipes that others wait on.
 
     Objects of the parent may hold the numbers and close them at any time, so that these stay taken.
     """
+    os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     for word in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
@@ -167,13 +171,7 @@ def _take_leave(log: Path) -> None:
     os.dup2(file, 2)
 
 
-def _log_to(log: Path) -> None:
-    from bootseer import logs
-
-    logs.set_up(os.environ, file=log)
-
-
-def _die_politely(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """SIGTERM ends the work in order, and comes by itself when the run is killed."""
 
     def interrupt(number: int, frame: object) -> NoReturn:

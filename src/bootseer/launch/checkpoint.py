@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from bootseer.artifact.progress import ProgressCallback, Show
 from bootseer.errors import AccessError, Interrupted, TransientError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import say
 from bootseer.trace.event import INSTANT
 
@@ -68,10 +67,8 @@ class CheckpointStart:
 
         Raises `BootseerError` and `Interrupted`.
         """
-        with interruptible(), ExitStack() as stage:
-            if self._session is not None:
-                stage.enter_context(self._session.tracer.span(STAGE))
-            heard = stage.enter_context(self._show(f"waiting for {self._wanted.uri}", ""))
+        waiting = self._show(f"waiting for {self._wanted.uri}", "")
+        with interruptible(), staged(self._session, STAGE), waiting as heard:
             began_s = time.monotonic()
             # Its imports are a part of what it takes.
             from bootseer.checkpoint.mount.mounted import plain_folder

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bootseer.launch.environment.task import EnvironmentWanted
     from bootseer.launch.image.start import Wanted
     from bootseer.launch.session import Session
+    from bootseer.trace.tracer import Tracer
 
 
 class Options(NamedTuple):
@@ -53,17 +54,33 @@ def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], en
     if tracer is None:
         return supervise.replace_process(command, env)
     supervise.block_signals()
-    own_group = not supervise.in_foreground()
     with tracer.span(name, attrs) as span:
-        try:
-            pid = supervise.spawn(command, {**env, **tracer.environment()}, own_group=own_group)
-            code = supervise.wait(pid, own_group=own_group, tracer=tracer)
-        except supervise.CannotStart as error:
-            say(str(error))
-            code = error.code
+        code = run_program(command, env, tracer, own_group=not supervise.in_foreground())
         if code:
             span.fail(f"exit code {code}")
     return code
+
+
+def run_program(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    tracer: Tracer | None,
+    *,
+    own_group: bool,
+    stdout: int | None = None,
+    enter: Callable[[], None] | None = None,
+) -> int:
+    """Run a program to its end; its exit code. One that cannot be started is told of, and has the code of a shell.
+
+    Signals must be blocked: one that arrives meanwhile goes to the program.
+    """
+    env = {**env, **tracer.environment()} if tracer is not None else env
+    try:
+        pid = supervise.spawn(argv, env, own_group=own_group, stdout=stdout, enter=enter)
+    except supervise.CannotStart as error:
+        say(str(error))
+        return error.code
+    return supervise.wait(pid, own_group=own_group, tracer=tracer)
 
 
 def run_command(

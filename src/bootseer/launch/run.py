@@ -22,11 +22,10 @@ from bootseer.launch.supervise import say
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
     """Run the command; returns the exit code to end with. Raises `BootseerError` before the command was started."""
     measured = env.get("BOOTSEER_DISABLE") != "1"
-    has_setup = bool(options.setup or options.requirements) and options.image is None
-    if has_setup:
-        from bootseer.launch.environment.plain import steps
+    if (options.setup or options.requirements) and options.image is None:
+        from bootseer.launch.environment.plain import check_files
 
-        steps(options.setup, options.requirements)  # raises `UsageError` before anything is written
+        check_files(options.setup, options.requirements)
     if not measured and options.checkpoint is None and options.image is None:
         return _unmeasured(command, options, env)
     supervise.block_signals()
@@ -91,8 +90,8 @@ def _unmeasured(command: Sequence[str], options: Options, env: Mapping[str, str]
 
         supervise.block_signals()
         # What it exports ends with it, as it does for a wrapper script that calls the setup.
-        ended = run_setup(options, env, None, own_group=not supervise.in_foreground(), exports=False)
-        if ended.code:
-            return ended.code
+        code, _ = run_setup(options, env, None, own_group=not supervise.in_foreground(), exports=False)
+        if code:
+            return code
         supervise.unblock_signals()
     return supervise.replace_process(command, env)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import EXIT_FLUSH_S, say
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
+
+
+@contextmanager
+def staged(session: Session | None, name: str, attrs: Mapping[str, object] | None = None) -> Iterator[dict[str, Any]]:
+    """A stage of the session, if there is one. What is put into the facts that it yields goes into the stage's end.
+
+    A fact named `error` makes it a failed one.
+    """
+    if session is None:
+        yield {}
+        return
+    with session.tracer.span(name, attrs) as span:
+        yield span.attrs
+        if "error" in span.attrs:
+            span.fail(str(span.attrs["error"]))
 
 
 class Session:

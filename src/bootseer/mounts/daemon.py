@@ -3,8 +3,6 @@
 The daemon is forked, not started as a program: everything it needs is imported already, so that it serves some ten
 milliseconds later. Fork while this process has one thread. It leaves the session, the standard streams and all
 descriptors of its parent behind, and tells through a pipe that it serves, or why not.
-
-Who calls: whoever mounts images, snapshots and checkpoints.
 """
 
 from __future__ import annotations
@@ -18,118 +16,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
-from bootseer.errors import (
-    AccessError,
-    BootseerError,
-    CorruptError,
-    NotFoundError,
-    PermanentError,
-    TransientError,
-    UsageError,
-)
+from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
+from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.process import ProcessId, end_child
+from bootseer.mounts.serve import FILES, LOG, DaemonSpec, report_error, serve, tell
 
-LOG = "log"
-FILES = "files"
+_LOG = logger(__name__)
 _NAME = "bootseer-mount"
-"""What `ps` and `top` show, so that nobody takes the daemon for the program that started it."""
+"""What `ps` and `top` show, so that the daemon is not taken for the program that started it."""
 _MAX_REPORT = 65_536
 _GRACE_S = 1.0
 _LET_GO_S = 2.0
 _END_S = 20.0
 _TICK_S = 0.5
 
-OnError = Callable[[str], None]
 Waiting = Callable[[], None]
 """Called twice a second while a daemon is waited for; what it raises ends the wait."""
-
-
-class Recorder(Protocol):
-    """What writes down the needs of a startup."""
-
-    def end(self) -> None:
-        """The startup is over: no later need belongs to it."""
-
-    def close(self) -> None:
-        """Write what is left, and hand the record over."""
-
-
-class Source(Protocol):
-    """What the daemon's files come from."""
-
-    def close(self) -> None:
-        """Stop all work."""
-
-
-class Session(Protocol):
-    """A mount that answers; see `fuse.session` and `fuse.writable_session`."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Reads that were not answered yet."""
-
-    @property
-    def requests(self) -> int:
-        """Requests so far, reads among them."""
-
-    @property
-    def reads(self) -> int:
-        """Reads so far."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read so far."""
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the mount is gone; False when it is still there."""
-
-    def close(self, *, force: bool = False) -> None:
-        """Unmount. Raises `TransientError` while files are in use, unless `force`."""
-
-    def leave(self) -> None:
-        """Unmount lazily: it is out of sight at once, and ends with its last user."""
-
-
-Show = Callable[[Path, str, OnError], Session]
-"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the daemon made for itself: nothing of it exists in the process that started it."""
-
-    source: Source
-    show: Show
-    recorder: Recorder | None = None
-    status: Callable[[], dict[str, object]] = dict
-    """Figures for `status`."""
-    begin: Callable[[], None] = lambda: None
-    """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
-    end: Callable[[], dict[str, object]] = dict
-    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for who ended it."""
-    stop_prefetch: Callable[[], None] = lambda: None
-    """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonSpec:
-    """What a daemon is to do."""
-
-    folder: Path
-    """A folder of its own, 0700: the mount point `files`, the socket `control`, the file `log`."""
-    open: Callable[[OnError], Served]
-    """Runs in the daemon and opens stores, cache and fetcher; the callable takes lines for the log."""
-    label: str = "bootseer"
-    """Shown in the table of mounts."""
-    window_s: float = 120.0
-    """The record ends after so many seconds, if nobody says earlier that the startup is over."""
-    at: Path | None = None
-    """Where to mount instead of `files`: for users who cannot mount anything on top of it."""
-    lifeline: bool = False
-    """Whether the daemon ends when the process that started it does, however it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +83,7 @@ class Daemon:
     def end(self, *, timeout_s: float, waiting: Waiting = lambda: None) -> dict[str, object]:
         """Let it unmount although its files are in use, finish what was written, and end; what it says of that.
 
-        Whoever uses a file gets an error. A daemon that is not done after `timeout_s` is killed.
+        Programs that use its files get errors. A daemon that is not done after `timeout_s` is killed.
         """
         return self._end("end", timeout_s, waiting)
 
@@ -190,6 +95,7 @@ class Daemon:
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):
+            _LOG.warning("mount daemon %d of %s did not end in %g s: killed", self.process.pid, self.folder, timeout_s)
             self.process.signal(signal.SIGKILL)
             if not self._ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
@@ -223,11 +129,13 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
             # The other end stays open in this process for ever: that is what it is for.
             os.close(lifeline[0])
     with os.fdopen(ready, "rb", buffering=0) as pipe:
-        # The middle process ends at once, and takes the daemon's parenthood with it: nobody must wait for zombies.
+        # The middle process ends at once, and takes the daemon's parenthood with it: no process must wait for zombies.
         end_child(middle, deadline_s, kill=False)
         birth = _Birth(spec, pipe.fileno())
         try:
-            return birth.hear(deadline_s, waiting)
+            daemon = birth.hear(deadline_s, waiting)
+            _LOG.info("mount daemon %d serves %s", daemon.process.pid, spec.at or daemon.files)
+            return daemon
         except BaseException:
             birth.end()
             raise
@@ -256,7 +164,7 @@ class _Birth:
                 if "pid" in said:
                     self._process = ProcessId.of(said["pid"])
                 elif "error" in said:
-                    raise _error(said["kind"], said["error"])
+                    raise error_named(said["kind"], said["error"])
                 elif self._process is not None:
                     return Daemon(spec.folder, self._process)
             if not piece:
@@ -264,7 +172,7 @@ class _Birth:
         raise TransientError(f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}")
 
     def end(self) -> None:
-        """Nobody waits for it any more."""
+        """It is not waited for any more."""
         process = self._process
         if process is None:  # one that has not told its number yet finds the pipe closed, and ends
             return
@@ -272,31 +180,6 @@ class _Birth:
         until = time.monotonic() + _GRACE_S
         while process.alive and time.monotonic() < until:
             time.sleep(0.01)
-
-
-def _error(kind: str, message: str) -> BootseerError:
-    kinds = (TransientError, NotFoundError, AccessError, CorruptError, UsageError)
-    return {cls.__name__: cls for cls in kinds}.get(kind, PermanentError)(message)
-
-
-def report_error(pipe: int, error: BaseException) -> None:
-    """Tell the parent why there will be no mount."""
-    own = isinstance(error, BootseerError)
-    message = str(error) if own else f"{type(error).__name__}: {error}"
-    _tell(pipe, {"kind": type(error).__name__, "error": message})
-
-
-def report_ready(pipe: int) -> bool:
-    """Tell the parent that files can be read. False when it was killed meanwhile, so that nobody knows of the mount."""
-    return _tell(pipe, {"ready": True})
-
-
-def _tell(pipe: int, said: dict[str, object]) -> bool:
-    try:
-        os.write(pipe, json.dumps(said).encode() + b"\n")
-    except OSError:
-        return False
-    return True
 
 
 def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:
@@ -307,13 +190,11 @@ def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: floa
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         Path("/proc/self/comm").write_text(_NAME)
-        # If the parent is killed while this hangs, nobody else would end it. `serve` calls it off.
+        # If the parent is killed while this hangs, nothing else would end it. `serve` calls it off.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, deadline_s + _GRACE_S)
-        _tell(report, {"pid": os.getpid()})
+        tell(report, {"pid": os.getpid()})
         _let_go(spec.folder, {report, *([] if lifeline is None else [lifeline])})
-        from bootseer.mounts.serve import serve
-
         os._exit(serve(spec, report, lifeline))
     except BaseException as error:  # nothing may unwind into the parent's code
         report_error(report, error)

@@ -7,6 +7,7 @@ fetching have threads of their own. Runs in the process that `daemon` forked, an
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
@@ -15,23 +16,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from bootseer import __version__, logs
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.fuse.session import Session
 from bootseer.mounts import control
-from bootseer.mounts.daemon import (
-    FILES,
-    LOG,
-    DaemonSpec,
-    OnError,
-    Recorder,
-    Served,
-    Session,
-    report_error,
-    report_ready,
-)
 
+LOG = "log"
+FILES = "files"
+OnError = Callable[[str], None]
 _SWITCH_INTERVAL_S = 0.0005
 """The thread that answers the kernel waits at most so long for another one to let go of the interpreter."""
 _OOM_SCORE = "-500"
@@ -43,6 +40,62 @@ _HAND_OVER_S = 10.0
 _LOG = logs.logger(__name__)
 
 
+class Recorder(Protocol):
+    """What writes down the needs of a startup."""
+
+    def end(self) -> None:
+        """The startup is over: no later need belongs to it."""
+
+    def close(self) -> None:
+        """Write what is left, and hand the record over."""
+
+
+class Source(Protocol):
+    """What the daemon's files come from."""
+
+    def close(self) -> None:
+        """Stop all work."""
+
+
+Show = Callable[[Path, str, OnError], Session]
+"""Mounts what is served: on a folder, with a label for the table of mounts, and a way to tell of faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the daemon made for itself: nothing of it exists in the process that started it."""
+
+    source: Source
+    show: Show
+    recorder: Recorder | None = None
+    status: Callable[[], dict[str, object]] = dict
+    """Figures for `status`."""
+    begin: Callable[[], None] = lambda: None
+    """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
+    end: Callable[[], dict[str, object]] = dict
+    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for the caller."""
+    stop_prefetch: Callable[[], None] = lambda: None
+    """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonSpec:
+    """What a daemon is to do."""
+
+    folder: Path
+    """A folder of its own, 0700: the mount point `files`, the socket `control`, the file `log`."""
+    open: Callable[[OnError], Served]
+    """Runs in the daemon and opens stores, cache and fetcher; the callable takes lines for the log."""
+    label: str = "bootseer"
+    """Shown in the table of mounts."""
+    window_s: float = 120.0
+    """The record ends after so many seconds, if it is not told earlier that the startup is over."""
+    at: Path | None = None
+    """Where to mount instead of `files`: for users that cannot mount anything on top of it."""
+    lifeline: bool = False
+    """Whether the daemon ends when the process that started it does, however it ends."""
+
+
 def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     """Serve until the end; the exit code of the process. `report` is the pipe to the parent, closed when it knows."""
     logs.set_up(os.environ, file=spec.folder / LOG)
@@ -50,7 +103,7 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    # Each file that somebody has open takes some, and the usual limit of 1024 is one for programs that use select.
+    # Each open file takes some, and the usual limit of 1024 is one for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -70,12 +123,28 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     _LOG.info("serves %s at %s, BootSeer %s", spec.label, spec.at or spec.folder / FILES, __version__)
     life = _Life(spec, served, mounted, listener, log)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    heard = report_ready(report)
+    heard = tell(report, {"ready": True})
     os.close(report)
     if not heard:
         log("the process that started this one was killed")
         return life.end()
     return life.run(wake, lifeline)
+
+
+def report_error(pipe: int, error: BaseException) -> None:
+    """Tell the parent why there will be no mount."""
+    own = isinstance(error, BootseerError)
+    message = str(error) if own else f"{type(error).__name__}: {error}"
+    tell(pipe, {"kind": type(error).__name__, "error": message})
+
+
+def tell(pipe: int, said: dict[str, object]) -> bool:
+    """Write a line to the process that waits for the daemon. False when it was killed meanwhile."""
+    try:
+        os.write(pipe, json.dumps(said).encode() + b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def _catch_signals() -> socket.socket:
@@ -165,7 +234,7 @@ class _Life:
                 self._unmount(force=True)
                 self._stopping = True
                 return {"stopped": True, **self._end_service()}
-        raise PermanentError(f"{question[:64]!r} is nothing that a mount daemon does")
+        raise PermanentError(f"{question[:64]!r} is not a request that a mount daemon knows")
 
     def _status(self) -> control.Answer:
         return {

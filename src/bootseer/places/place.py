@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,7 +118,7 @@ class OpenFile(Protocol):
         """Differs from that of every other content of the file."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Who has the byte at `offset`; empty where unknown."""
+        """The nodes that have the byte at `offset`; empty where unknown."""
 
     def delay_s(self, offset: int, length: int) -> float:
         """Seconds until this range would be here if it was asked for now, by estimate; 0 where unknown, infinity
@@ -253,8 +254,38 @@ class Place(Protocol):
         """Give back connections. The place is not used afterwards."""
 
 
-def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0) -> bytearray:
-    """The bytes of a range inside the file, waited for. `what` is read, in an error's words."""
+class SmallReads:
+    """Reading small files, for a place."""
+
+    uri: str
+    is_local: bool
+
+    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
+        """See `Place.open`."""
+        raise NotImplementedError
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        with closing(self.open(path)) as file:
+            length = file.size_bytes - start
+            if length > limit:
+                raise PermanentError(f"{self.uri}/{path} has {length} bytes, more than the {limit} that it may have")
+            return self._read(file, path, start, length)
+
+    def read_first(self, path: str, length: int) -> bytes:
+        with closing(self.open(path)) as file:
+            return self._read(file, path, 0, min(length, file.size_bytes))
+
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        return bytes(read_now(file, start, length, f"{self.uri}/{path}", here=self.is_local))
+
+
+def read_now(
+    file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0, *, here: bool = False
+) -> bytearray:
+    """The bytes of a range inside the file, waited for. `what` is read, in an error's words; `here`: as for
+    `OpenFile.read_into`."""
     data = bytearray(length)
     ended = threading.Event()
     outcomes: list[ReadOutcome] = []
@@ -263,7 +294,7 @@ def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: fl
         outcomes.append(outcome)
         ended.set()
 
-    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
+    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s, here=here)
     if not ended.wait(2 * deadline_s):
         ticket.cancel()
         raise TransientError(f"{what}: not read within {2 * deadline_s:.0f} s")

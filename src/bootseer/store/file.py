@@ -112,7 +112,7 @@ class PlaceStore:
         def make() -> bool:
             with contextlib.suppress(NotFoundError):
                 self.stat(name)
-                return False  # what most who ask get to know costs no write
+                return False  # the usual answer costs no write
             upload = self.upload()
             try:
                 upload.write(data)
@@ -159,7 +159,7 @@ class PlaceStore:
         self.place.make_folder(path, parents=True)
 
     def share(self, path: str, mode: int) -> None:
-        """Let those who may use the store use what was made there."""
+        """Give what was made there the rights of the store."""
 
     def new_path(self) -> str:
         """Where an upload is written."""

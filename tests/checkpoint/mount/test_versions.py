@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.fuse.filesystem import Caller
-from bootseer.fuse.writable_session import VALID_S
+from bootseer.fuse.requests import VALID_S
 from checkpoint.mount.conftest import Mounts
 from checkpoint.mounted_place import MIB, MountedPlace, number_of, until
 

@@ -9,11 +9,10 @@ import pytest
 
 from bootseer.env.installing.bytecode_compile import compile_command
 from bootseer.env.installing.choose import choose
-from bootseer.env.installing.interpreter import Interpreter, ask, module_command
+from bootseer.env.installing.interpreter import Interpreter, ask, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed
-from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
-from bootseer.launch.environment.plain import steps
+from bootseer.launch.environment.plain import install_command
 from wheels import make_wheel
 
 PLANTED = ("pip", "uv", "json", "csv", "runpy", "sysconfig", "importlib", "py_compile", "re", "site", "torch")
@@ -55,8 +54,8 @@ def test_the_plain_setup_leaves_the_working_folder_alone(
 ) -> None:
     (trap / "requirements.txt").write_text("")
     monkeypatch.setenv("PATH", str(Path(python.executable).parent))
-    (step,) = steps(None, ["requirements.txt"])
-    done = subprocess.run(step.command, env=job_env, capture_output=True, text=True, timeout=120, check=False)
+    argv, _ = install_command("requirements", ["requirements.txt"], job_env)
+    done = subprocess.run(argv, env=job_env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert not (trap / "ran").exists()
 

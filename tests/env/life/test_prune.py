@@ -61,26 +61,26 @@ def test_objects_of_a_removed_snapshot_go_after_the_grace(catalog: Catalog, stor
     published(catalog, OTHER_KEY, "other")
     catalog.remove(KEY, BUILT_S)
     early = prune(catalog, BUILT_S + GRACE_S)
-    assert (early.num_objects, early.num_waiting) == (0, 1)
+    assert (len(early.deleted), early.num_waiting) == (0, 1)
     assert is_complete(catalog)
     done = prune(catalog, LATER_S)
-    assert (done.num_objects, done.num_waiting, done.problems) == (3, 0, [])
+    assert (len(done.deleted), done.num_waiting, done.problems) == (3, 0, [])
     assert done.freed_bytes == sum(stored.size_bytes for stored in document().objects)
     assert num_missing(catalog) == 3
     assert is_complete(catalog, "other")
     assert trash(store) == []
-    assert prune(catalog, LATER_S).num_objects == 0
+    assert len(prune(catalog, LATER_S).deleted) == 0
 
 
 def test_objects_that_another_snapshot_shares_stay(catalog: Catalog, store: Store) -> None:
     published(catalog)
     published(catalog, OTHER_KEY)
     catalog.remove(KEY, BUILT_S)
-    assert prune(catalog, LATER_S).num_objects == 0
+    assert len(prune(catalog, LATER_S).deleted) == 0
     assert is_complete(catalog)
     assert trash(store) == []
     catalog.remove(OTHER_KEY, LATER_S)
-    assert prune(catalog, LATER_S + GRACE_S + 1).num_objects == 3
+    assert len(prune(catalog, LATER_S + GRACE_S + 1).deleted) == 3
 
 
 def test_objects_that_another_removed_snapshot_shares_have_its_grace(catalog: Catalog) -> None:
@@ -89,9 +89,9 @@ def test_objects_that_another_removed_snapshot_shares_have_its_grace(catalog: Ca
     catalog.remove(KEY, BUILT_S)
     catalog.remove(OTHER_KEY, LATER_S)
     done = prune(catalog, LATER_S)
-    assert (done.num_objects, done.num_waiting) == (0, 1)
+    assert (len(done.deleted), done.num_waiting) == (0, 1)
     assert is_complete(catalog)
-    assert prune(catalog, LATER_S + GRACE_S + 1).num_objects == 3
+    assert len(prune(catalog, LATER_S + GRACE_S + 1).deleted) == 3
 
 
 def test_what_is_mounted_on_this_node_stays_however_long_ago_it_was_removed(catalog: Catalog) -> None:
@@ -99,9 +99,9 @@ def test_what_is_mounted_on_this_node_stays_however_long_ago_it_was_removed(cata
     catalog.remove(KEY, BUILT_S)
     mounted = [document().file.identity]
     done = prune(catalog, BUILT_S + 1e8, in_use=mounted)
-    assert (done.num_objects, done.num_in_use) == (0, 1)
+    assert (len(done.deleted), done.num_in_use) == (0, 1)
     assert is_complete(catalog)
-    assert prune(catalog, BUILT_S + 1e8).num_objects == 3
+    assert len(prune(catalog, BUILT_S + 1e8).deleted) == 3
 
 
 def test_what_an_image_shares_stays_until_it_does_not(catalog: Catalog, store: Store) -> None:
@@ -109,9 +109,9 @@ def test_what_an_image_shares_stays_until_it_does_not(catalog: Catalog, store: S
     catalog.remove(KEY, BUILT_S)
     shared = document().file.stripes[0].name
     done = prune(catalog, LATER_S, also_used=lambda: [shared])
-    assert (done.num_objects, done.num_in_use) == (2, 1)
+    assert (len(done.deleted), done.num_in_use) == (2, 1)
     assert store.stat(shared)
-    assert prune(catalog, LATER_S).num_objects == 3  # two of which were gone already: to delete again is no error
+    assert prune(catalog, LATER_S).deleted == {shared}
     assert num_missing(catalog) == 3
 
 
@@ -134,17 +134,17 @@ def test_a_document_that_is_none_holds_up_nothing(catalog: Catalog, store: Store
     published(catalog)
     catalog.remove(KEY, BUILT_S)
     put(store, document_name(OTHER_KEY), b"{")
-    assert prune(catalog, LATER_S).num_objects == 3
+    assert len(prune(catalog, LATER_S).deleted) == 3
 
 
 def test_snapshots_past_their_age_are_removed_and_wait_for_the_grace(catalog: Catalog) -> None:
     published(catalog, max_age_s=100.0)
     published(catalog, OTHER_KEY, "other", max_age_s=1e9)
     done = prune(catalog, BUILT_S + 101)
-    assert (done.expired, done.num_waiting, done.num_objects) == ([KEY], 1, 0)
+    assert (done.expired, done.num_waiting, len(done.deleted)) == ([KEY], 1, 0)
     assert catalog.find(KEY) is None
     assert catalog.find(OTHER_KEY) is not None
-    assert prune(catalog, BUILT_S + 101 + GRACE_S + 1).num_objects == 3
+    assert len(prune(catalog, BUILT_S + 101 + GRACE_S + 1).deleted) == 3
 
 
 def test_a_clock_that_went_back_removes_nothing(catalog: Catalog) -> None:
@@ -158,7 +158,7 @@ def test_a_tombstone_from_the_future_is_counted_from_today(catalog: Catalog, sto
     published(catalog)
     catalog.remove(KEY, BUILT_S + 1e9)
     assert prune(catalog, BUILT_S).num_waiting == 1
-    assert prune(catalog, LATER_S).num_objects == 3
+    assert len(prune(catalog, LATER_S).deleted) == 3
 
 
 def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> None:
@@ -175,9 +175,9 @@ def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> N
     for change in forged:
         put(store, name, json.dumps({**good, **change}).encode())
         done = prune(catalog, LATER_S)
-        assert (done.num_objects, len(done.problems)) == (0, 1)
+        assert (len(done.deleted), len(done.problems)) == (0, 1)
     put(store, name, json.dumps(good).encode())
-    assert prune(catalog, LATER_S).num_objects == 0  # the snapshot is there
+    assert len(prune(catalog, LATER_S).deleted) == 0  # the snapshot is there
     assert is_complete(catalog)
     assert catalog.find(KEY) == document()
 
@@ -268,10 +268,10 @@ def test_a_store_that_deletes_nothing_is_said_and_asked_again_next_time(catalog:
     catalog.remove(KEY, BUILT_S)
     refusing = FaultyStore(store, lambda request: Fault(status=403) if request.verb == "delete" else None)
     done = prune(Catalog(refusing), LATER_S)
-    assert done.num_objects == 0
+    assert len(done.deleted) == 0
     assert "403" in done.problems[0]
     assert len(trash(store)) == 1
-    assert prune(catalog, LATER_S).num_objects == 3
+    assert len(prune(catalog, LATER_S).deleted) == 3
 
 
 def test_a_snapshot_that_is_published_while_its_objects_are_deleted_does_not_stay_without_them(

@@ -117,7 +117,8 @@ class StripedReader(StorageReader):
         items = stored_items(plan, self._metadata, self._metadata.storage_data, folder.uri)
         plain = [item for item in items if item.form is not Form.SAFETENSORS]
         packed = [item for item in items if item.form is Form.SAFETENSORS]
-        load_all(plain + bare_items(packed, folder.open), planner, folder.open, self._undo, self._settings)
+        bare = bare_items(packed, folder.open) if packed else []
+        load_all(plain + bare, planner, folder.open, self._undo, self._settings)
         self._check_unchanged(folder)
         future: Future[None] = Future()
         future.set_result(None)

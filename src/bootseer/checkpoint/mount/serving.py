@@ -35,8 +35,8 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
-from bootseer.fuse.writable_session import WritableSession, mount_writable
-from bootseer.mounts.daemon import OnError, Served
+from bootseer.fuse.session import Session, mount_writable
+from bootseer.mounts.serve import OnError, Served
 from bootseer.places import open_place
 from bootseer.places.place import NotFolderError
 
@@ -244,7 +244,7 @@ class Serving:
         keep_freed_memory()
         source = _MountedPlace(self.request, on_error)
 
-        def show(target: Path, label: str, on_error: OnError) -> WritableSession:
+        def show(target: Path, label: str, on_error: OnError) -> Session:
             how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
             return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
 

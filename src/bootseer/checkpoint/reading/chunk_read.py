@@ -12,13 +12,15 @@ from functools import partial
 
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
-from bootseer.checkpoint.reading.context import OpenSegment, ReadContext, alike
-from bootseer.checkpoint.reading.settings import is_late
-from bootseer.checkpoint.reading.source import Want, failure
+from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.source import Done, Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.executor import report_exception
+from bootseer.logs import logger
 from bootseer.places.place import OpenFile, Ticket
+
+_LOG = logger(__name__)
 
 _POLL_S = 0.01
 _MAX_WRONG = 4
@@ -27,6 +29,8 @@ _MAX_WRONG = 4
 
 class ChunkRead:
     """A `Job`. While its own read is in flight no other thread writes into `into`."""
+
+    _is_chunk = True
 
     def __init__(self, context: ReadContext, want: Want, stripe: int, *, shared: bool = True) -> None:
         """`shared`: leave it to another process that fetches it already."""
@@ -61,11 +65,15 @@ class ChunkRead:
             raise RuntimeError("this read was not started")
         return self._opened
 
+    def _place(self) -> tuple[LazyPart, int]:
+        """The part that it is read from, and its offset there."""
+        return self.segment.place_of(self.chunk)
+
     @property
     def where(self) -> str:
         """What is read, in an error's words."""
         start = self._want.start
-        part, _ = self.segment.place_of(self.chunk)
+        part, _ = self._place()
         return f"{self._context.path}: bytes {start} to {start + self.num_bytes} (chunk {self.chunk}, part {part.path})"
 
     def start(self, *, urgent: bool) -> None:
@@ -149,7 +157,7 @@ class ChunkRead:
         self._claim()
 
     def _read_own(self) -> None:
-        part, offset = self.segment.place_of(self.chunk)
+        part, offset = self._place()
         self.expected_s = part.delay_s(offset, self.num_bytes)
         self.started_s = self._context.timer.now_s()
         part.then(self._part_opened)
@@ -184,7 +192,7 @@ class ChunkRead:
         if self._stopped:
             self._own_ended(TransientError(f"{self.where}: the read was cancelled"))
             return
-        _, offset = self.segment.place_of(self.chunk)
+        _, offset = self._place()
 
         def arrived(outcome: ReadOutcome) -> None:
             self._guard(partial(self._arrived, file, outcome))
@@ -208,12 +216,14 @@ class ChunkRead:
             return
         facts.add("place_bytes", self.num_bytes)
         if self.is_right(self.into):
-            facts.add("chunks")
+            if self._is_chunk:
+                facts.add("chunks")
             self._own_ended(None)
             return
         facts.add("wrong_chunks")
+        _LOG.warning("%s came with wrong bytes from %s", self.where, outcome.node or "the disk")
         self._wrong.append(outcome.node)
-        _, offset = self.segment.place_of(self.chunk)
+        _, offset = self._place()
         bad = frozenset(self._wrong) - {""}
         others = [node for node in file.nodes(offset) if node not in bad]
         if len(self._wrong) < _MAX_WRONG and (others or len(self._wrong) == 1):
@@ -242,69 +252,27 @@ class ChunkRead:
         self._own_read_ended(error, keep=keep)
 
 
-class ParityRead:
-    """One read. `ended` is called once after `start`, from any thread; then `error` or `data` holds."""
+class ParityRead(ChunkRead):
+    """The parity of a row. Only its use tells whether it is right: what is rebuilt from it has a digest."""
 
-    def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, ended: Callable[[], None]) -> None:
-        """`first_chunk`: of the row; none is longer."""
-        self.data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
-        self.error: BootseerError | None = None
-        self._context = context
-        self._ended = ended
-        self._part, self._offset = segment.parity_of(first_chunk)
-        self._expected_s = self._part.delay_s(self._offset, CHUNK_BYTES)
-        self._since_s = context.timer.now_s()
-        self._cancelled = self._is_over = False
-        self._ticket: Ticket | None = None
+    _is_chunk = False
 
-    def start(self) -> None:
-        """Begin."""
-        try:
-            self._part.then(self._opened)
-        except BaseException as error:
-            self._end(failure(error, self._part.path))
-            if not isinstance(error, Exception):
-                raise
+    def __init__(self, context: ReadContext, segment: OpenSegment, first_chunk: int, done: Done) -> None:
+        """`first_chunk`: of the row; none is longer. `segment`: held by the row."""
+        data = memoryview(bytearray(segment.index.length(first_chunk - segment.first_chunk)))
+        super().__init__(context, Want(first_chunk * CHUNK_BYTES, data, done), 0, shared=False)
+        self._held = segment
 
-    def cancel(self) -> None:
-        """It is of no use any more; it still ends."""
-        self._cancelled = True
-        if (ticket := self._ticket) is not None:
-            ticket.cancel()
+    def _begin(self) -> None:
+        self._context.segments.hold(self._held)
+        self._opened = self._held
+        self._ready()
 
-    def is_late(self, now: float) -> bool:
-        """Whether it has taken too long by `now`."""
-        return is_late(now - self._since_s, self._expected_s, self._context.settings)
+    def is_right(self, data: memoryview) -> bool:
+        return True
 
-    def left_s(self) -> float:
-        """Seconds until it will be here, by estimate; 0 where that is not known."""
-        ticket = self._ticket
-        return 0.0 if ticket is None else ticket.left_s()
+    def _place(self) -> tuple[LazyPart, int]:
+        return self.segment.parity_of(self.chunk)
 
-    def _opened(self, file: OpenFile | None, problem: BootseerError | None) -> None:
-        if file is None:
-            self._end(problem)
-            return
-        try:
-            ticket = file.read_into(
-                self._offset, self.data, self._arrived, check=False, deadline_s=self._context.settings.deadline_s
-            )
-        except BaseException as error:
-            self._end(failure(error, self._part.path))
-            if not isinstance(error, Exception):
-                raise
-            return
-        self._ticket = ticket
-        if self._cancelled:
-            ticket.cancel()
-
-    def _arrived(self, outcome: ReadOutcome) -> None:
-        if outcome.error is None:
-            self._context.facts.add("place_bytes", len(self.data))
-        self._end(outcome.error)
-
-    def _end(self, error: BootseerError | None) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self.error = error
-            self._ended()
+    def _own_read_ended(self, error: BootseerError | None, *, keep: bool) -> None:
+        self.finish(error, keep=False)

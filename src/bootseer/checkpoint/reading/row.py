@@ -25,6 +25,9 @@ from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadConte
 from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
 from bootseer.checkpoint.reading.source import Want, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
+from bootseer.logs import logger
+
+_LOG = logger(__name__)
 
 _NO_ROOM_S = 0.05
 
@@ -200,12 +203,13 @@ class Row:
 
     def _without_late_help(self, now: float) -> list[ChunkRead]:
         """Chunks that parity was to be read for, when it is parity that is late, or what is read besides."""
-        parity = self._parity_read
-        is_waited_for = self._parity is _Parity.LOADING and parity is not None and parity.is_late(now)
-        for chunk, helper in self._helpers.items():
-            if chunk not in self._data and helper.started_s is not None:
-                is_waited_for |= is_late(now - helper.started_s, helper.expected_s, self._context.settings)
-        if not is_waited_for:
+        awaited = [helper for chunk, helper in self._helpers.items() if chunk not in self._data]
+        if self._parity is _Parity.LOADING and self._parity_read is not None:
+            awaited.append(self._parity_read)
+        settings = self._context.settings
+        if not any(
+            read.started_s is not None and is_late(now - read.started_s, read.expected_s, settings) for read in awaited
+        ):
             return []
         untried = [job for job in self._asked.values() if job.started_s is None]
         for job in untried:
@@ -290,7 +294,7 @@ class Row:
         if needs_parity:
             self._parity_read = ParityRead(self._context, job.segment, self._chunks.start, self._parity_ended)
             self._parity = _Parity.LOADING
-            starts.append(self._parity_read.start)
+            starts.append(partial(self._parity_read.start, urgent=True))
         self._num_extra += num_reads
         self._helpers |= made
         starts += [partial(helper.start, urgent=True) for helper in made.values()]
@@ -314,10 +318,9 @@ class Row:
             self._waits_for_room = False
         self._advance()
 
-    def _parity_ended(self) -> None:
+    def _parity_ended(self, error: BootseerError | None) -> None:
         with self._lock:
             self._num_extra -= 1
-            error = None if self._parity_read is None else self._parity_read.error
             self._parity = _Parity.HERE if error is None else _Parity.USELESS
             self._why = str(error)
         self._advance()
@@ -342,7 +345,7 @@ class Row:
         parity = self._parity_read
         if parity is None:
             raise RuntimeError("there is no parity to rebuild from")
-        data = parity.data
+        data = parity.into
         xor_into(data, *others)
         data = data[: job.num_bytes]
         right = job.is_right(data)
@@ -359,8 +362,10 @@ class Row:
             elif running and not here:
                 self._rebuilt[job.chunk] = data
         if not right:
+            _LOG.warning("%s: the parity of chunks %s has wrong bytes", self._context.path, self._chunks)
             self._context.facts.add("wrong_chunks")
         elif not here:
+            _LOG.debug("%s: chunk %d was rebuilt from parity", self._context.path, job.chunk)
             self._context.facts.add("rebuilt")
             if running:
                 job.stop()
@@ -387,7 +392,7 @@ class Row:
         with self._lock:
             if self._num_active or self._rebuilding is not None or self._segment is None:
                 return
-            extra: list[ChunkRead | ParityRead] = []
+            extra: list[ChunkRead] = []
             if self._num_extra:
                 extra += self._helpers.values()
                 extra += [] if self._parity_read is None else [self._parity_read]

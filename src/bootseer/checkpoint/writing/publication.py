@@ -25,7 +25,10 @@ from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, Writ
 from bootseer.checkpoint.writing.segment import Target
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
+from bootseer.logs import logger
 from bootseer.places.place import SMALL_COPIES, TEMPORARY, Entry, IsFolderError, OpenFile, Place, read_now
+
+_LOG = logger(__name__)
 
 _READ_BYTES = 4 << 20
 _PARTS_AT_ONCE = 8
@@ -181,6 +184,10 @@ class Publication:
         self._named = names
         self.remove_rest()
         colocated = sum(_num_colocated(segment) for segment in segments)
+        _LOG.info(
+            "%s is published: %d bytes in %d parts, %d of them on a node of a sibling",
+            self.path, head.size_bytes, len(parts), colocated,
+        )  # fmt: skip
         return Written(self.path, head.size_bytes, True, num_parts=len(parts), num_colocated=colocated)
 
     def use_folder(self) -> None:
@@ -246,6 +253,7 @@ class Publication:
                 pause_s = self._settings.pause_s(failures, error)
                 if time.monotonic() + pause_s >= until:
                     raise
+                _LOG.info("%s: tried again in %.1f s: %s", self.path, pause_s, error)
                 time.sleep(pause_s)
         return step()
 

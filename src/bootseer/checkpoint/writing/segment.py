@@ -30,7 +30,10 @@ from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
 from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.logs import logger
 from bootseer.places.place import PartWriter, Place
+
+_LOG = logger(__name__)
 
 
 class PartTask:
@@ -174,6 +177,10 @@ class PartTask:
             and self._failures < segment.settings.part_tries
             and now_s < self._failing_since_s + segment.settings.retry_for_s
         ):
+            _LOG.info(
+                "%s: part %d is begun again, try %d of %d: %s",
+                segment.path, self.number, self._failures + 1, segment.settings.part_tries, error,
+            )  # fmt: skip
             segment.pause(self._failures, error)
             return True
         segment.give_up(error)

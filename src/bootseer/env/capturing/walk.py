@@ -188,14 +188,23 @@ class _Folder:
 class Walk:
     """Collects the changes of all layers."""
 
-    def __init__(self, exclusions: Exclusions, *, tell_before: bool = True, again: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        exclusions: Exclusions,
+        *,
+        tell_before: bool = True,
+        again: Collection[str] = (),
+        mounted: Collection[str] = (),
+    ) -> None:
         """`tell_before`: tell what was there before where people keep or edit files (`Change.before`). `again` are
         files that count as changed although the setup wrote what had been there: another start may find nothing there,
-        and the snapshot must say that they belong to the environment."""
+        and the snapshot must say that they belong to the environment. `mounted` are places where something was mounted
+        meanwhile: what lies there is the mount's."""
         self.left_out = LeftOut(exclusions)
         self._exclusions = exclusions
         self._tells_before = tell_before
         self._again = again
+        self._mounted = mounted
         self._changes: dict[str, Change] = {}
         # Files with several names that are what they were, by inode: one of the other names may be new.
         self._same: dict[tuple[int, int], list[Change]] = {}
@@ -231,6 +240,8 @@ class Walk:
 
     def _entry(self, folder: _Folder, name: str, status: os.stat_result) -> Iterator[_Folder]:
         path, upper = join(folder.path, name), join(folder.upper, name)
+        if path in self._mounted:
+            return
         below = found_at(folder.lower, name) if folder.lower else None
         unknown = folder.lower is None
         here = PathState(upper, status)

@@ -36,10 +36,11 @@ from bootseer.env.restoring.unpack import unpack_layer
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import kept, kernel, user_namespace
-from bootseer.mounts.daemon import FILES, Daemon
+from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.ladder import Way
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.serve import FILES
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.mounts.trees import layer_tree
 from bootseer.store.open import open_store

@@ -2,7 +2,7 @@
 
 `nvidia-ctk cdi generate` and its kin write one file for a kind of device (`nvidia.com/gpu`): device nodes, libraries to
 mount, variables, hooks. Engines look for them in `/etc/cdi` and `/var/run/cdi`; the latter wins. The files belong to
-the machine's administrator, so that their content is trusted, but not their form. Called by `container`.
+the machine's administrator, so that their content is trusted, but not their form.
 """
 
 from __future__ import annotations

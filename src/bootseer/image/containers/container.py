@@ -3,7 +3,6 @@
 runc or crun starts it, behind `shim`. The result is an ordinary command line for `launch.supervise`, so that signals,
 standard streams and the exit code pass as they do without a container. A guard process cleans up behind a `bootseer`
 that was killed.
-Called by `cli.image_run` and `launch.image_stage`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ from typing import Any, Literal
 
 from bootseer.errors import PermanentError, TransientError, UsageError
 from bootseer.image.containers.cdi import edits_for, gpu_names
-from bootseer.image.containers.cgroup import make_cgroups, remove_cgroups
-from bootseer.image.containers.inroot import is_executable
-from bootseer.image.containers.limits import Limits
+from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroups
 from bootseer.image.containers.process import Process, Words, process_of
-from bootseer.image.containers.rootless import is_renamed, node_binds, without_root
-from bootseer.image.containers.runtime_config import Bind, runtime_config
-from bootseer.image.containers.users import User
+from bootseer.image.containers.rootfs import User, is_executable
+from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
 from bootseer.machine.surroundings import CDI_FOLDERS
 from bootseer.mounts.user_namespace import is_host, num_owners
 
@@ -36,7 +32,7 @@ Runtime = Literal["auto", "runc", "crun"]
 _INSTALL = "apt-get install runc, or put the static program of a release of runc or crun into a folder of PATH"
 # Neither fails where cgroups cannot be changed. Nothing depends on their device rules: see `runtime_config`.
 _WITHOUT_CGROUPS = {"runc": ("--rootless", "true"), "crun": ("--cgroup-manager=disabled",)}
-_SCRIPTS = Path(__file__).parent
+_SHIM = Path(__file__).with_name("shim.py")
 _OF_HOST = ("resolv.conf", "hosts", "hostname")
 _END_S = 30.0
 
@@ -110,7 +106,7 @@ class Container:
         folder = str(self._folder)
         bare = ("env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}")
         pids = ("own" if is_host() else "try") if self._own_pids else "host"
-        shim = (sys.executable, "-I", "-S", str(_SCRIPTS / "shim.py"), pids, folder)
+        shim = (sys.executable, "-I", "-S", str(_SHIM), pids, folder)
         start = ("run", "--detach", "--pid-file", f"{folder}/pid", "--bundle", folder, self._id)
         return (*bare, *shim, *self._program, *start)
 
@@ -118,7 +114,7 @@ class Container:
         """From now on the container, and whatever `then` undoes, goes when this process is killed."""
         cgroups = [["rmdir", str(path)] for path in self._cgroups]
         commands = json.dumps([self._delete(), *cgroups, *map(list, then)])
-        words = [sys.executable, "-I", "-S", str(_SCRIPTS / "guard.py"), commands]
+        words = [sys.executable, "-I", "-S", str(_SHIM), "guard", commands]
         try:
             self._guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, cwd="/")
         except OSError as error:

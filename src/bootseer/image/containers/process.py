@@ -1,7 +1,7 @@
 """What runs in a container: the image's configuration, the user's words and the host's environment as one process.
 
 The words of the image are Docker's and OCI's: `Entrypoint`, `Cmd`, `Env`, `WorkingDir`, `User`. They come from outside
-and are taken only in the form that the OCI specification gives them. Called by `image.containers.container`.
+and are taken only in the form that the OCI specification gives them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bootseer.errors import CorruptError, UsageError
-from bootseer.image.containers.users import User, resolve_user
+from bootseer.image.containers.rootfs import User, resolve_user
 from bootseer.store.addresses import without_credentials
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

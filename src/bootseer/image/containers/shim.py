@@ -13,6 +13,10 @@ orphans, has an empty root, no rights and no open files, and is killed when this
 `try` the container has the host's process ids where that fails: without root the kernel refuses a view of new processes
 where parts of the present one are covered, as in most containers.
 
+With `guard COMMANDS` (JSON) it cleans up behind a `bootseer` that was killed instead: SIGKILL cannot be caught, and the
+container is no child that dies with it. It waits in a session of its own for its standard input to end: with a word
+(all is cleaned up) it leaves, without one it runs the commands, each for at most a minute.
+
 The exit code is the program's, 128 + N after signal N; 127 when it is not there, 126 when it cannot be executed, and
 the runtime's when that fails otherwise.
 """
@@ -35,6 +39,7 @@ _CAPABILITY_VERSION_3 = 0x2008_0522
 _CANNOT = 125
 _START_S = 30.0
 _END_S = 30.0
+_CLEAN_UP_S = 60
 _LOWEST_PID, _NUM_PIDS = 1000, 29_000  # below 32,768, the smallest usual limit
 # What is about this process alone, cannot be caught, or stops it at its terminal on purpose.
 _OWN = {
@@ -46,6 +51,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
+    if sys.argv[1] == "guard":
+        return _guard(json.loads(sys.argv[2]))
     pids, folder, *command = sys.argv[1:]
     awaited = (set(signal.valid_signals()) - _OWN) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -74,6 +81,16 @@ def main() -> int:
     if first is not None:
         _end(first)
     return code
+
+
+def _guard(commands: Sequence[Sequence[str]]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler that ends the whole job must not keep the mounts
+    if not os.read(0, 1):
+        for command in commands:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEAN_UP_S, check=False)
+    return 0
 
 
 def _why_not_started(log: str) -> int:

@@ -4,13 +4,13 @@ Layers are converted side by side, bottom first. The document is stored last, so
 used; what was interrupted is taken up again layer by layer. In the repository that holds the image itself the document
 is attached to it.
 
-One thread per layer; the shared state is a table of results, each written by its thread once. Called by `bootseer image
-convert`, and by `mounting.found` for an image that nobody converted.
+One thread per layer; the shared state is a table of results, each written by its thread once.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -25,14 +25,15 @@ from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.image.block_reader import open_layer
+from bootseer.image.catalog import converting, images_in
 from bootseer.image.conversion.layer_document import ConvertedLayer
-from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob, publish
-from bootseer.image.conversion.lower import Lower
+from bootseer.image.conversion.layer_job import CancelledError, ConvertOptions, LayerJob
+from bootseer.image.conversion.layer_tree import Lower
 from bootseer.image.document import ImageDocument, LayerFile
 from bootseer.image.merged import Layer, MergedTree
 from bootseer.image.sources.folder import write_folder
 from bootseer.image.sources.manifest import folder_digest
-from bootseer.image.sources.source import Source
+from bootseer.image.sources.source import ImageSource
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store
 
@@ -42,7 +43,7 @@ _MAX_JOBS = 4
 
 
 def convert(
-    source: Source,
+    source: ImageSource,
     store: Store,
     *,
     progress: Progress | None = None,
@@ -57,20 +58,20 @@ def convert(
     """
     options = options or ConvertOptions()
     report = progress or (lambda layer, done, total: None)
-    if source.folder is not None:
-        document = _convert_folder(source, source.folder, store, options, report)
-    else:
-        conversion = _Conversion(source, store, options, report)
-        layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
-        assembled = _assemble(source, store, options, layers)
-        document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
-    subject = source.digest if source.location and source.location == store.uri else None
-    data = options.signatures.seal(document.name, document.encode())
-    publish(store, document.name, data, document.objects, subject)
+    with converting(store, source.digest, socket.gethostname()):
+        if source.folder is not None:
+            document = _convert_folder(source, source.folder, store, options, report)
+        else:
+            conversion = _Conversion(source, store, options, report)
+            layers = conversion.run(jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0))))
+            assembled = _assemble(source, store, options, layers)
+            document = ImageDocument(source.digest, source.manifest, source.config_data, assembled)
+        subject = source.digest if source.location and source.location == store.uri else None
+        images_in(store, signatures=options.signatures).publish(document, replace=True, subject=subject)
     return document
 
 
-def all_layers(source: Source, heard: ProgressCallback) -> Progress:
+def all_layers(source: ImageSource, heard: ProgressCallback) -> Progress:
     """A progress of layers that tells `heard` of all of them together, in bytes."""
     sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
     done: dict[int, int] = {}
@@ -87,7 +88,7 @@ def all_layers(source: Source, heard: ProgressCallback) -> Progress:
 class _Conversion:
     """The layers of one image on their way."""
 
-    def __init__(self, source: Source, store: Store, options: ConvertOptions, report: Progress) -> None:
+    def __init__(self, source: ImageSource, store: Store, options: ConvertOptions, report: Progress) -> None:
         self._source = source
         self._store = store
         self._options = options
@@ -152,7 +153,7 @@ class _Conversion:
 
 
 def _assemble(
-    source: Source, store: Store, options: ConvertOptions, layers: Sequence[ConvertedLayer]
+    source: ImageSource, store: Store, options: ConvertOptions, layers: Sequence[ConvertedLayer]
 ) -> tuple[LayerFile, ...]:
     """The layers that are mounted: none below one that hides them all, and the root directory as it must look."""
     first = max((place for place, layer in enumerate(layers) if layer.opaque), default=0)
@@ -177,7 +178,7 @@ def _write_root(store: Store, options: ConvertOptions, root: Attributes) -> Bloc
 
 
 def _convert_folder(
-    source: Source, folder: Path, store: Store, options: ConvertOptions, report: Progress
+    source: ImageSource, folder: Path, store: Store, options: ConvertOptions, report: Progress
 ) -> ImageDocument:
     """A folder has no digest of its own: it is named after what came out."""
     with BlockWriter(store, block_size=options.block_size, level=options.level, head_bytes=BLOCK) as blocks:

@@ -3,8 +3,6 @@
 Data goes straight to the writer as it arrives. Members go into the tree as they come, unless one needs to know the
 layers below, which other threads may still be converting: from there on members wait, their data does not. So layers
 are converted side by side, and still mean exactly what they mean when they are unpacked one after the other.
-
-Who calls: `convert`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from dataclasses import dataclass
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
-from bootseer.image.conversion.layer_tree import LayerTree, NeedsLowerError
-from bootseer.image.conversion.lower import Lower, Path
+from bootseer.image.conversion.layer_tree import LayerTree, Lower, NeedsLowerError, Path
 from bootseer.image.conversion.tar import Member, Stream, TarReader
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.decompress import decompressed

@@ -16,7 +16,6 @@ from bootseer.artifact.document import parse_object
 from bootseer.blocks.block_file import BlockFile
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError
-from bootseer.image.conversion.lower import Path
 
 SCHEMA = "bootseer.layer/1"
 RULES = 1
@@ -35,7 +34,8 @@ class ConvertedLayer:
     opaque: bool
 
 
-Questions = tuple[Path, ...]
+Questions = tuple[tuple[bytes, ...], ...]
+"""Paths in the layers below, each as its names."""
 
 
 def layer_name(diff_id: str, *, block_size: int, level: int, answers: str = "") -> str:

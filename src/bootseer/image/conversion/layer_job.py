@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from bootseer.artifact.objects import put
 from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import DEFAULT_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
@@ -26,15 +27,15 @@ from bootseer.image.conversion.layer_document import (
     layer_name,
     parse,
 )
-from bootseer.image.conversion.lower import Lower, ask
+from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
-from bootseer.image.sources.source import SourceLayer
-from bootseer.image.sources.verified import check_content, check_stored, read_resumed
+from bootseer.image.sources.source import SourceLayer, check_content, check_stored, read_resumed
 from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store, Stored
 
 _ATTEMPTS = 3
 _LAYER_DEADLINE_S = 24 * 3600.0
+_PUBLISH_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +141,8 @@ class LayerJob:
 
     def _publish(self, answers: str, layer: ConvertedLayer | Questions, refs: Sequence[Stored]) -> None:
         name = self._name(answers)
-        publish(self.store, name, self.options.signatures.seal(name, encode(layer)), refs)
+        put(self.store, name, self.options.signatures.seal(name, encode(layer)), refs, timeout_s=_PUBLISH_S)
 
     def _name(self, answers: str) -> str:
         options = self.options
         return layer_name(self.layer.diff_id, block_size=options.block_size, level=options.level, answers=answers)
-
-
-def publish(store: Store, name: str, data: bytes, refs: Sequence[Stored], subject: str | None = None) -> None:
-    """Store a small document under a name, with retries."""
-
-    def once(_left_s: float) -> None:
-        upload = store.upload()
-        try:
-            upload.write(data)
-            upload.commit(name, refs=refs, subject=subject)
-        finally:
-            upload.abort()
-
-    retrying(once, deadline_s=120.0)

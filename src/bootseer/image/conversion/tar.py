@@ -3,8 +3,6 @@
 Global pax headers are passed over: runtimes do not apply them, and a layer must not mean something else here. The end
 is two blocks of zeros, or the end of the stream at a header. Data of one member is handed out in pieces, holes of
 sparse files as numbers, so that neither takes memory. Everything that is read into memory is bounded.
-
-Who calls: `layer`.
 """
 
 from __future__ import annotations

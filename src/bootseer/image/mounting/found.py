@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
 from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
+from bootseer.image.catalog import read_document
 from bootseer.image.document import ImageDocument
-from bootseer.image.mounting.metadata import Metadata, read_document
+from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.reference import Place, Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import Source, open_source
+from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import ImageSource
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store
 from bootseer.store.retry import retrying
@@ -83,8 +86,8 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
         _check_may_pull(wanted, why or f"{wanted.reference} is not converted, and so not signed")
         why = why or f"{wanted.reference} is not converted"
         if wanted.fallback != "convert":
-            target = wanted.store or "STORE"
-            raise UsageError(why, hint=f"bootseer image convert {wanted.reference} {target}, or --fallback convert")
+            how = f"{wanted.reference} {wanted.store or 'DST'}{' --plain-http' if wanted.plain_http else ''}"
+            raise UsageError(why, hint=f"bootseer image convert {how}")
         with stage("fallback") as facts:
             facts["reason"] = why
             say(f"{why}; it is pulled and converted on this node")
@@ -95,6 +98,19 @@ def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Sa
     # A layer that lies in the stack twice is mounted once, where it is on top.
     order = list(dict.fromkeys(reversed([layer.file.identity for layer in document.layers])))
     return Found(document, [indexes[identity] for identity in reversed(order)], store, uri, uri != local_uri, why)
+
+
+def digest_in(catalog: Catalog[ImageDocument], wanted: Wanted, say: Say) -> str:
+    """The digest under which a store has the image. Raises `UsageError` where it is not converted."""
+    digest = wanted.reference.digest
+    if digest and catalog.look(digest).kind != "none":
+        return digest
+    metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
+    local_uri = str(own_folder(converted_folder(wanted.cache), make=False))
+    document, _ = _document(wanted, metadata, local_uri)
+    if document is None:
+        raise UsageError(f"{wanted.reference} is not converted", hint="name it by its digest: sha256:...", exit_code=1)
+    return document.digest
 
 
 def _document(wanted: Wanted, metadata: Metadata, local_uri: str) -> tuple[ImageDocument | None, str]:
@@ -176,9 +192,9 @@ class _Opener:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._source: Source | None = None
+        self._source: ImageSource | None = None
 
-    def source(self) -> Source:
+    def source(self) -> ImageSource:
         if self._source is None:
             wanted = self._wanted
             self._source = open_source(wanted.reference, platform=wanted.platform, plain_http=wanted.plain_http)

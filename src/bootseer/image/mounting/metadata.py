@@ -15,13 +15,14 @@ from pathlib import Path
 
 from bootseer.artifact.objects import LocalObjects
 from bootseer.artifact.progress import Say
-from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
+from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
-from bootseer.errors import BootseerError, CorruptError, TransientError
-from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
+from bootseer.errors import BootseerError, TransientError
+from bootseer.image.catalog import IMAGES, images_in, read_document, read_stored
+from bootseer.image.document import ImageDocument
 from bootseer.image.reference import Reference
-from bootseer.image.sources.manifest import Platform, check_document
-from bootseer.image.sources.source import this_platform
+from bootseer.image.sources.manifest import Platform
+from bootseer.image.sources.open import this_platform
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all
 from bootseer.store.store import Store
@@ -68,10 +69,15 @@ class Metadata:
         """
         with contextlib.suppress(BootseerError):
             return read_document(self._kept.store, digest, signatures)
-        data = _read(store, digest)
-        document = _opened(store, digest, data, signatures)
+        data = read_stored(store, digest)
+        document = images_in(store, signatures=signatures).opened(digest, data)
         self._kept.keep(document.name, data)
         return document
+
+    def forget(self, digest: str) -> None:
+        """Ask the store again the next time."""
+        with contextlib.suppress(BootseerError):
+            self._kept.store.delete(IMAGES.document_name(digest))
 
     def indexes(self, document: ImageDocument, store: Store) -> list[Index]:
         """The indexes of all layers, bottom first, fetched side by side where they are not here."""
@@ -83,27 +89,6 @@ class Metadata:
             return read_all(self._kept.store, name, _TAG_BYTES).decode("ascii")
         except (BootseerError, UnicodeDecodeError):
             return None
-
-
-def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
-    """The document of an image in one store, compared with the digest as `check_document` does.
-
-    Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
-    """
-    return _opened(store, digest, _read(store, digest), signatures)
-
-
-def _read(store: Store, digest: str) -> bytes:
-    return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
-
-
-def _opened(store: Store, digest: str, data: bytes, signatures: Signatures) -> ImageDocument:
-    name = document_name(digest)
-    document = ImageDocument.parse(signatures.open(name, data, store.uri))
-    if document.digest != digest:
-        raise CorruptError(f"{store.uri}: {name} is the document of another image, {document.digest}")
-    check_document(document)
-    return document
 
 
 def _name(kind: str, text: str) -> str:

@@ -1,7 +1,6 @@
 """A folder as an image of one layer, without a detour through tar.
 
-Names are taken as they are, also those that would be whiteouts in a layer. Sockets are left out, as tar does. Called by
-`source` and `image.conversion.convert`.
+Names are taken as they are, also those that would be whiteouts in a layer. Sockets are left out, as tar does.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from pathlib import Path
 
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError, UsageError
-from bootseer.image.conversion.layer_tree import LayerTree
-from bootseer.image.conversion.lower import Lower
+from bootseer.image.conversion.layer_tree import LayerTree, Lower
 from bootseer.image.conversion.tar import HARD_LINK, Member
 from bootseer.image.merged import MergedTree
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.source import Source
+from bootseer.image.sources.source import ImageSource
 
 _PIECE = 1 << 20
 
 
-def open_folder(reference: Reference, platform: Platform) -> Source:
+def open_folder(reference: Reference, platform: Platform) -> ImageSource:
     """The folder as an image without any settings."""
     folder = Path(reference.path)
     if not folder.is_dir():
@@ -37,7 +35,7 @@ def open_folder(reference: Reference, platform: Platform) -> Source:
         "config": {},
         "rootfs": {"type": "layers", "diff_ids": []},
     }
-    return Source(str(reference), "", config, json.dumps(config, sort_keys=True).encode(), folder=folder)
+    return ImageSource(str(reference), "", config, json.dumps(config, sort_keys=True).encode(), folder=folder)
 
 
 def write_folder(writer: ErofsWriter, folder: Path, progress: Callable[[int], None]) -> None:

@@ -3,7 +3,7 @@ converted images keep them.
 
 OCI and Docker (schema 2) documents mean the same and are read the same. What BootSeer cannot convert is refused here,
 with the reason: the ancient schema 1, layers that lie elsewhere, artifacts that are not images. Decides and touches
-nothing. Called by `source` and `mounting.metadata`.
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images in a registry. Called by `source`."""
+"""Images in a registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bootseer.image.sources.manifest import (
     read_diff_ids,
     resolve_manifest,
 )
-from bootseer.image.sources.source import Source, SourceLayer
+from bootseer.image.sources.source import ImageSource, SourceLayer
 from bootseer.store.open import open_registry
 from bootseer.store.registry import Registry
 from bootseer.store.retry import retrying
@@ -27,7 +27,7 @@ _RANGE_TIMEOUT_S = 120.0
 """32 MiB in two minutes is 2 Mbit/s: slower is broken, and a range that timed out goes on where it stopped."""
 
 
-def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> Source:
+def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool) -> ImageSource:
     """The image of a tag or digest."""
     registry = open_registry(reference.host, reference.repository, plain_http=plain_http)
     try:
@@ -37,7 +37,7 @@ def open_registry_image(reference: Reference, platform: Platform, *, plain_http:
         raise
 
 
-def _open(registry: Registry, reference: Reference, platform: Platform) -> Source:
+def _open(registry: Registry, reference: Reference, platform: Platform) -> ImageSource:
     where = str(reference)
 
     def read(version: str) -> tuple[bytes, str, str]:
@@ -60,7 +60,9 @@ def _open(registry: Registry, reference: Reference, platform: Platform) -> Sourc
         for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
     )
     location = f"oci://{registry.host}/{registry.repository}"
-    return Source(where, digest, config, data, layers, location=location, manifest=manifest.data, close=registry.close)
+    return ImageSource(
+        where, digest, config, data, layers, location=location, manifest=manifest.data, close=registry.close
+    )
 
 
 def _small_blob(registry: Registry, blob: Descriptor, timeout_s: float) -> bytes:

@@ -1,26 +1,27 @@
-"""Where an image comes from: a registry, an OCI layout, a docker archive or a folder.
+"""What every source of images gives: manifest and configuration, and layers as streams that are verified as they pass.
 
-`open_source` reads manifest and configuration, verified by their digests; layers are streams that `convert` opens, and
-verifies while they pass. The kinds of sources are in modules of their own.
+`open.open_source` chooses the kind: a registry, an OCI layout, a docker archive or a folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import platform
+import random
 import stat
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
-from bootseer.errors import UsageError
-from bootseer.image.reference import Place, Reference
-from bootseer.image.sources.manifest import Platform
+from bootseer.errors import CorruptError, UsageError
+from bootseer.store.retry import retrying
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386"}
+
+_STALL_S = 300.0
+"""How long a source may give nothing at all, tries included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class SourceLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImageSource:
     """An image that can be converted. Call `close` at the end."""
 
     name: str
@@ -57,12 +58,6 @@ class Source:
     close: Callable[[], None] = field(default=lambda: None)
 
 
-def this_platform() -> Platform:
-    """What this machine runs."""
-    machine = platform.machine()
-    return Platform("linux", _MACHINES.get(machine, machine))
-
-
 def open_plain(path: Path) -> IO[bytes]:
     """A file for reading, of which every part can be read again. Raises `UsageError` for a FIFO or a device, which
     could keep the reader waiting, and `OSError`."""
@@ -73,27 +68,54 @@ def open_plain(path: Path) -> IO[bytes]:
     raise UsageError(f"{path}: not a regular file", hint="write what comes from a pipe into a file first")
 
 
-def open_source(reference: Reference, *, platform: Platform | None = None, plain_http: bool = False) -> Source:
-    """Look at an image. `platform` chooses from images for several ones, this machine's by default.
+def read_resumed(layer: SourceLayer) -> Iterator[bytes]:
+    """The bytes of a layer. A stream that breaks is opened again at the byte it had reached, as long as it moves on."""
+    at = 0
+    stream: Generator[bytes, None, None] | None = None
+    rng = random.Random()  # noqa: S311 - spreads requests, keeps no secret
 
-    Raises `UsageError` when there is nothing of that name, `PermanentError` for what cannot be converted,
-    `CorruptError` for documents that are not what their digests say, and what a store raises.
-    """
-    wanted = platform or this_platform()
-    if reference.place is Place.REGISTRY:
-        from bootseer.image.sources.registry import open_registry_image
+    def next_piece(_left_s: float) -> bytes | None:
+        nonlocal stream
+        if stream is None:
+            stream = layer.read(at)
+        try:
+            return next(stream, None)
+        except BaseException:
+            stream.close()
+            stream = None
+            raise
 
-        return open_registry_image(reference, wanted, plain_http=plain_http)
-    if reference.place is Place.LAYOUT:
-        from bootseer.image.sources.layout import open_layout
+    try:
+        while at < layer.size_bytes:
+            piece = retrying(next_piece, deadline_s=_STALL_S, rng=rng)
+            if piece is None:
+                return  # too short: the digest says so
+            at += len(piece)
+            yield piece
+    finally:
+        if stream is not None:
+            stream.close()
 
-        return open_layout(reference, wanted)
-    if reference.place is Place.ARCHIVE:
-        from bootseer.image.sources.archive import open_archive
 
-        return open_archive(reference)
-    if reference.place is Place.FOLDER:
-        from bootseer.image.sources.folder import open_folder
+def check_stored(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
+    """The bytes as the source has them. Raises `CorruptError` at the end unless they are those of the digest."""
+    digest = hashlib.sha256()
+    size = 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+        yield piece
+    if size != layer.size_bytes:
+        raise CorruptError(f"{size} bytes came, the manifest says {layer.size_bytes}")
+    if layer.digest and "sha256:" + digest.hexdigest() != layer.digest:
+        raise CorruptError(f"the bytes are not those of {layer.digest}")
 
-        return open_folder(reference, wanted)
-    raise UsageError(f"{reference} is an image that is converted already", hint="name its source")
+
+def check_content(pieces: Iterator[bytes], layer: SourceLayer) -> Iterator[bytes]:
+    """The uncompressed bytes. Raises `CorruptError` at the end unless they are those that the configuration names."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+    if "sha256:" + digest.hexdigest() != layer.diff_id:
+        raise CorruptError(f"uncompressed, the bytes are not those of {layer.diff_id}")

@@ -1,8 +1,11 @@
-"""Run the setup where its changes are caught, show them to the command, and keep them as a snapshot: the miss path.
+"""Run the setup where its changes are caught, show them to the command, and keep them as a snapshot.
 
-The setup runs in a private view of the machine (`environment_view`); the command then finds its changes as a restored
-start would. What the setup leaves that no snapshot can repeat is no harm to this first command, and keeps the snapshot
-from being made (`environment_judge`). Called by `environment_stage` and `environment_make`.
+The setup runs in a private view of the machine; the command then finds its changes as a restored start would. What the
+setup leaves that no snapshot can repeat is no harm to this first command, and keeps the snapshot from being made.
+
+Where no snapshot will come of it the setup runs in such a view all the same, if there is one: the machine's own Python
+stays what it was. A setup on the machine itself would change that, and with it the request key: no later start on this
+node would find a snapshot.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,15 +27,8 @@ from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
 from bootseer.env.changes import Change
 from bootseer.env.document import Trust
-from bootseer.env.installing.interpreter import Interpreter
-from bootseer.env.installing.packages import (
-    Distribution,
-    installed,
-    library_folders,
-    new_distributions,
-    new_packages,
-)
-from bootseer.env.installing.running import runner
+from bootseer.env.installing.interpreter import runner
+from bootseer.env.installing.packages import installed, library_folders, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.lock import own_uv
@@ -39,16 +36,20 @@ from bootseer.env.life.decide import Decision
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, is_system
 from bootseer.errors import BootseerError
+from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, start_publishing, tell
-from bootseer.launch.environment.setup import SettingUp, SetUp, say_failed, set_up
+from bootseer.launch.environment.setup import Machine, SetupResult, SetupRun
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import Shown, check_ended, divided, enter_of, open_view, show
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 
+_MAX_NAMED = 3
+_INSTALLERS = ("uv", "uvx", "conda", "mamba", "micromamba", "pixi", "poetry", "pdm")
+
 
 def set_up_privately(task: Task, decision: Decision) -> tuple[int, Shown | None]:
-    """The setup's exit code, and what the command needs. Signals must be blocked.
+    """Without a snapshot: the setup's exit code, and what the command needs. Signals must be blocked.
 
     Raises `NotShown` where there is no such view, with nothing left behind.
     """
@@ -56,7 +57,7 @@ def set_up_privately(task: Task, decision: Decision) -> tuple[int, Shown | None]
         with interruptible(), task.stage("capture") as facts:
             view = open_view(task, opened, scan=False)
             facts["way"] = view.way
-        done = set_up(task, enter=enter_of(view), root=str(view.root))
+        done = SetupRun(Machine(task, enter=enter_of(view), root=str(view.root))).run()
         check_ended(view, done)
         if done.code:
             return done.code, None
@@ -72,9 +73,9 @@ def set_up_privately(task: Task, decision: Decision) -> tuple[int, Shown | None]
 
 def set_up_here(task: Task, decision: Decision) -> tuple[int, Shown | None]:
     """The same on this machine itself, as without BootSeer."""
-    done = set_up(task)
+    done = SetupRun(Machine(task)).run()
     if done.code:
-        say_failed(done)
+        say_failed(done.what, done.code)
         return done.code, None
     return 0, Shown("installed", decision, exports.apply(done.exports, task.env))
 
@@ -85,151 +86,183 @@ class Captured:
 
     code: int
     """Its exit code; other than 0, and the machine is as it was."""
-    setup_s: float = 0.0
+    setup_s: float
     """How long it took."""
     shown: Shown | None = None
     publishing: Publishing | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    python: Interpreter
-    new: tuple[Distribution, ...]
-    done: SetUp
-    """With these packages."""
-
-
 def capture(task: Task, key: RequestKey, decision: Decision, command: Sequence[str]) -> Captured:
     """Run the setup. Signals must be blocked. Raises `NotShown`, with nothing left behind."""
     with contextlib.ExitStack() as opened:
-        return _Capturing(task, key, decision, command, opened).run()
-
-
-class _Capturing:
-    def __init__(
-        self, task: Task, key: RequestKey, decision: Decision, command: Sequence[str], opened: contextlib.ExitStack
-    ) -> None:
-        self._task = task
-        self._key = key
-        self._decision = decision
-        self._command = command
-        self._opened = opened
-        """Undone at the end, unless the command needs it."""
-        self._reads: Reads | None = None
-
-    def run(self) -> Captured:
-        task = self._task
         with interruptible(), task.stage("capture") as facts:
-            view = open_view(task, self._opened, scan=True)
-            watch = self._watch(view)
+            view = open_view(task, opened, scan=True)
+            watch = _Watching(view, opened)
             effects = Effects.before(enter_of(view))
             facts["way"] = view.way
-        done = set_up(task, enter=enter_of(view), root=str(view.root), marks=effects.environment)
+        machine = Machine(task, enter=enter_of(view), root=str(view.root), marks=effects.environment)
+        done = SetupRun(machine).run()
         check_ended(view, done)
         if done.code:
             return Captured(done.code, done.seconds)
+        judge = _Judge(task, key, view, effects, done)
         with interruptible(), task.stage("capture") as facts:
-            reads = self._end(watch)
-            changes = self._changes(view, reads, done)
-            facts["changes"] = len(changes)
-        own = self._own_environments(view, changes, done)
-        if own:  # environments that the setup made itself get their bytecode, too
-            SettingUp(task, enter=enter_of(view)).compile(own.python, own.new)
-            done = own.done.ended_now()
+            judge.reads = watch.end()
+            judge.find_changes()
+            facts["changes"] = len(judge.changes)
+        if judge.compile_own_environments(machine):
+            with interruptible():
+                judge.find_changes()
         with interruptible():
-            return self._after(view, effects, reads, self._changes(view, reads, done) if own else changes, done)
+            with task.stage("capture") as facts:
+                division = divided(view, judge.changes)
+                reasons = judge.unsafe(command)
+                shown = Shown("captured", decision, exports.apply(judge.done.exports, task.env))
+                shown.undo.push(opened.pop_all())  # from here on the command needs what was opened
+                show(task, view, judge.changes, division, shown)
+                facts.update(roots=len(division.roots), loose=len(division.loose))
+            publication = judge.publication(decision, division)
+            shown.facts.update(
+                key=key.digest,
+                builder=task.node,
+                trust=publication.trust,
+                way=view.way,
+                roots=len(division.roots),
+                loose=len(division.loose),
+            )
+            return Captured(0, judge.done.seconds, shown, _publishing(task, publication, reasons))
 
-    def _watch(self, view: Capture) -> Watch | None:
-        enter = enter_of(view)
-        if enter is None:
-            return None
-        watch = Watch.begin(view.points, real=view.real, enter=enter)
-        self._opened.callback(self._end, watch)
-        return watch
 
-    def _end(self, watch: Watch | None) -> Reads:
+def _publishing(task: Task, publication: Publication, reasons: Sequence[str]) -> Publishing | None:
+    if reasons:
+        tell(task, False, f"this setup is not snapshot-safe: {'; '.join(reasons)}")
+        return None
+    try:
+        return start_publishing(task, publication)
+    except BootseerError as error:
+        tell(task, False, str(error))
+        return None
+
+
+class _Watching:
+    """What the setup reads, if that can be watched."""
+
+    def __init__(self, view: Capture, opened: contextlib.ExitStack) -> None:
+        self._watch: Watch | None = None
+        self._reads: Reads | None = None
+        if (enter := enter_of(view)) is not None:
+            self._watch = Watch.begin(view.points, real=view.real, enter=enter)
+            opened.callback(self.end)
+
+    def end(self) -> Reads:
         """What the watch saw; it is ended once."""
         if self._reads is None:
-            self._reads = watch.end() if watch is not None else unobserved("the setup could not be watched")
+            self._reads = self._watch.end() if self._watch is not None else unobserved("the setup could not be watched")
         return self._reads
 
-    def _after(self, view: Capture, effects: Effects, reads: Reads, changes: Sequence[Change], done: SetUp) -> Captured:
-        """The setup ran well: judge what it did, and show it to the command."""
-        task = self._task
-        with task.stage("capture") as facts:
-            division = divided(view, changes)
-            reasons = _unsafe(task, self._command, view, effects, reads, changes, done)
-            shown = Shown("captured", self._decision, exports.apply(done.exports, task.env))
-            shown.undo.push(self._opened.pop_all())  # from here on the command needs what was opened
-            show(task, view, changes, division, shown)
-            facts.update(roots=len(division.roots), loose=len(division.loose))
-        unknown = unaccounted_reads(task, self._key, view, reads, changes, done) if reads.complete else ()
-        trust, unaccounted = trust_of(reads, unknown)
-        shown.facts.update(
-            key=self._key.digest,
-            builder=task.node,
-            trust=trust,
-            way=view.way,
-            roots=len(division.roots),
-            loose=len(division.loose),
-        )
-        publication = Publication(
-            key=self._key,
-            decision=self._decision,
-            changes=changes,
-            root=view.root,
-            division=division,
-            done=done,
-            trust=trust,
-            unaccounted=unaccounted,
-            left_out=view.left_out,
-            validate=lambda: _problems(task, view, division, done),
-        )
-        return Captured(0, done.seconds, shown, self._publishing(publication, reasons))
 
-    def _changes(self, view: Capture, reads: Reads, done: SetUp) -> list[Change]:
+class _Judge:
+    """May what a setup did be kept for others? What it read, what it left that no snapshot can repeat, what is broken.
+
+    Asked when the setup ran well: `reads` first, then `find_changes`.
+    """
+
+    reads: Reads
+    changes: Sequence[Change]
+
+    def __init__(self, task: Task, key: RequestKey, view: Capture, effects: Effects, done: SetupResult) -> None:
+        self._task = task
+        self._key = key
+        self._view = view
+        self._effects = effects
+        self.done = done
+
+    def find_changes(self) -> None:
         """What the setup changed, and what it wrote once more as it was already."""
-        unknown = unaccounted_reads(self._task, self._key, view, reads, (), done)
-        return view.changes(again=frozenset(path for path in unknown if not is_system(path)))
+        unknown = self._unaccounted(())
+        self.changes = self._view.changes(again=frozenset(path for path in unknown if not is_system(path)))
 
-    def _own_environments(self, view: Capture, changes: Sequence[Change], done: SetUp) -> _Own | None:
-        """What the setup installed into environments of its own."""
+    def compile_own_environments(self, machine: Machine) -> bool:
+        """Bytecode for what the setup installed into environments that it made itself; whether there is any."""
+        done, root = self.done, str(self._view.root)
         if done.python is None:
-            return None
-        folders = sorted(library_folders(change.path for change in changes) - set(done.python.folders))
-        found = installed(folders, root=str(view.root))
+            return False
+        folders = sorted(library_folders(change.path for change in self.changes) - set(done.python.folders))
+        found = installed(folders, root=root)
         new = new_distributions(done.before, found)
         if not new:
-            return None
+            return False
         packages = tuple(sorted({*done.packages, *new_packages(replace(done.before, system=None), found)}))
-        return _Own(done.python, new, replace(done, packages=packages))
+        SetupRun(machine).compile(done.python, new)
+        self.done = replace(done, packages=packages).ended_now()
+        return True
 
-    def _publishing(self, publication: Publication, reasons: Sequence[str]) -> Publishing | None:
-        if reasons:
-            tell(self._task, False, f"this setup is not snapshot-safe: {'; '.join(reasons)}")
-            return None
-        try:
-            return start_publishing(self._task, publication)
-        except BootseerError as error:
-            tell(self._task, False, str(error))
-            return None
+    def unsafe(self, command: Sequence[str]) -> list[str]:
+        """Why a restart of the files alone would not do."""
+        done = self.done
+        used = [*command, self._task.cwd, *(export.value for export in done.exports), *mentions(self.changes)]
+        found = self._effects.after(self.reads, mentions=used)
+        for note in found.notes:
+            say(f"the setup: {note}")
+        for line in self._view.left_out.missed:
+            say(line)
+        return [*done.reasons, *found.unsafe, *self._not_kept()]
 
+    def publication(self, decision: Decision, division: Division) -> Publication:
+        """The snapshot that is to be made of it."""
+        unknown = self._unaccounted(self.changes) if self.reads.complete else ()
+        trust, unaccounted_for = trust_of(self.reads, unknown)
+        return Publication(
+            key=self._key,
+            decision=decision,
+            changes=self.changes,
+            root=self._view.root,
+            division=division,
+            done=self.done,
+            trust=trust,
+            unaccounted=unaccounted_for,
+            left_out=self._view.left_out,
+            validate=partial(self._problems, division),
+        )
 
-_MAX_NAMED = 3
-_INSTALLERS = ("uv", "uvx", "conda", "mamba", "micromamba", "pixi", "poetry", "pdm")
+    def _unaccounted(self, changes: Sequence[Change]) -> tuple[str, ...]:
+        """What the setup read and the key does not know."""
+        task, python, view = self._task, self.done.python, self._view
+        base = [str(Path(bootseer.__file__).parent), str(task.wanted.cache)]
+        base += [python.prefix, python.base_prefix] if python is not None else []
+        base += _installers(task.env.get("PATH"))
+        homes = [home for home in (task.env.get("HOME"),) if home]
+        made = {*(change.path for change in changes), *view.left_out.withheld}
+        accounted = self._key.accounted
+        return unaccounted(self.reads.paths, accounted, made, base=base, homes=homes, inside=view.points)
 
+    def _not_kept(self) -> Iterator[str]:
+        """Packages that went where no capture keeps them: a Python below /tmp, on another kind of disk."""
+        known = {change.path for change in self.changes}
+        for folder, group in groupby(self.done.new, key=lambda one: one.record.rpartition("/")[0]):
+            lost = [one.name for one in group if one.record not in known and os.path.realpath(one.record) not in known]
+            if lost and self._view.way != "scan":
+                yield f"it installed {', '.join(lost[:_MAX_NAMED])} into {folder}, which is not kept"
 
-def unaccounted_reads(
-    task: Task, key: RequestKey, view: Capture, reads: Reads, changes: Sequence[Change], done: SetUp
-) -> tuple[str, ...]:
-    """What the setup read and nobody accounts for."""
-    python = done.python
-    base = [str(Path(bootseer.__file__).parent), str(task.wanted.cache)]
-    base += [python.prefix, python.base_prefix] if python is not None else []
-    base += _installers(task.env.get("PATH"))
-    homes = [home for home in (task.env.get("HOME"),) if home]
-    made = {*(change.path for change in changes), *view.left_out.withheld}
-    return unaccounted(reads.paths, key.accounted, made, base=base, homes=homes, inside=view.points)
+    def _problems(self, division: Division) -> list[str]:
+        """What is wrong with the environment, seen as a restored start would see it."""
+        task, view, done = self._task, self._view, self.done
+        if done.python is None:
+            return []
+        env = exports.apply(done.exports, task.env)
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        with contextlib.ExitStack() as opened:
+            enter = None
+            if view.way != "scan" and division.roots:
+                seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=view.way == "user")
+                opened.callback(seen.close)
+                enter = seen.enter
+            run = runner(enter)
+            found = validate(done.python, done.before, env, run, imports=task.wanted.imports)
+            against = conflicts(done.python, done.before, env, run) if task.wanted.conflicts == "refuse" else []
+        if against:
+            found.append(f"{_named(against)} (--env-conflicts accept keeps a snapshot all the same)")
+        return found
 
 
 def trust_of(reads: Reads, found: tuple[str, ...]) -> tuple[Trust, tuple[str, ...]]:
@@ -240,55 +273,6 @@ def trust_of(reads: Reads, found: tuple[str, ...]) -> tuple[Trust, tuple[str, ..
         return "observed", ()
     say(f"the setup read files that its key does not know: {_named(found)}; name them with --env-input for a snapshot")
     return "untrusted", found
-
-
-def _unsafe(
-    task: Task,
-    command: Sequence[str],
-    view: Capture,
-    effects: Effects,
-    reads: Reads,
-    changes: Sequence[Change],
-    done: SetUp,
-) -> list[str]:
-    """Why a restart of the files alone would not do."""
-    used = [*command, task.cwd, *(export.value for export in done.exports), *mentions(changes)]
-    found = effects.after(reads, mentions=used)
-    for note in found.notes:
-        say(f"the setup: {note}")
-    for line in view.left_out.missed:
-        say(line)
-    return [*done.reasons, *found.unsafe, *_not_kept(view, changes, done)]
-
-
-def _problems(task: Task, view: Capture, division: Division, done: SetUp) -> list[str]:
-    """What is wrong with the environment, seen as a restored start would see it."""
-    python = done.python
-    if python is None:
-        return []
-    env = exports.apply(done.exports, task.env)
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
-    with contextlib.ExitStack() as opened:
-        enter = None
-        if view.way != "scan" and division.roots:
-            seen = show_on_host(view.source_of, division.roots, changes=task.changes, user=view.way == "user")
-            opened.callback(seen.close)
-            enter = seen.enter
-        run = runner(enter)
-        found = validate(python, done.before, env, run, imports=task.wanted.imports)
-        against = conflicts(python, done.before, env, run) if task.wanted.conflicts == "refuse" else []
-    if against:
-        found.append(f"{_named(against)} (--env-conflicts accept keeps a snapshot all the same)")
-    return found
-
-
-def _not_kept(view: Capture, changes: Sequence[Change], done: SetUp) -> Iterator[str]:
-    """Packages that went where no capture keeps them: a Python below /tmp, on another kind of disk."""
-    known = {change.path for change in changes}
-    for folder, group in groupby(done.new, key=lambda one: one.record.rpartition("/")[0]):
-        lost = [one.name for one in group if one.record not in known and os.path.realpath(one.record) not in known]
-        if lost and view.way != "scan":
-            yield f"it installed {', '.join(lost[:_MAX_NAMED])} into {folder}, which is not kept"
 
 
 def _installers(path: str | None) -> list[str]:

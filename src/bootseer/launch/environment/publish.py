@@ -4,7 +4,7 @@
 
 A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
 like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
-that it reads go with the run. Called by `environment_stage`.
+that it reads go with the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bootseer.env.snapshot.secret_check import SecretCheck, refuse
 from bootseer.env.snapshot.write import Written, write_snapshot
 from bootseer.errors import PermanentError
 from bootseer.launch.background import Background, Tell, start_background
-from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
@@ -56,7 +56,7 @@ class Publication:
     """Where the whole tree can be read as the setup left it."""
     division: Division | None
     """Of the changes on a host; None in an image, where all of them are one layer."""
-    done: SetUp
+    done: SetupResult
     trust: Trust
     unaccounted: tuple[str, ...]
     left_out: LeftOut
@@ -92,11 +92,11 @@ class Publishing:
         self._report()
 
     def _report(self) -> None:
-        said = self._background.heard()
-        for line in (str(one["say"]) for one in said if "say" in one):
+        messages = self._background.messages()
+        for line in (str(one["say"]) for one in messages if "say" in one):
             say(line)
-        result = next((one for one in said if "published" in one), None)
-        error = next((one["error"] for one in said if "error" in one), "the process that kept it died")
+        result = next((one for one in messages if "published" in one), None)
+        error = next((one["error"] for one in messages if "error" in one), "the process that kept it died")
         if result is None:
             tell(self._task, False, str(error))
         else:

@@ -1,4 +1,10 @@
-"""Show the command a snapshot instead of running the setup: the hit path. Called by `environment_stage`."""
+"""Show the command a snapshot instead of running the setup, and judge the snapshot by how the command ends.
+
+    environment_quarantine      the snapshot is suspected: the next start makes it anew
+
+Evidence is an import that failed in one of the command's processes (the hook tells), or a fault of the processor before
+training began: code that was built for another one.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +25,13 @@ from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.layer import Bring, Layer, bring_layer
+from bootseer.env.restoring.layer import Bring, bring_layer
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import NotShown, Shown, writes_out
+from bootseer.launch.observers import harmless
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
@@ -33,7 +40,18 @@ from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds
 
+EVENT = "environment_quarantine"
+IMPORT_FAILED = "import_failed"
+_SOON_S = 60.0
+_FAULTS = {128 + number: number.name for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)}
 _MAX_NAMED = 3
+_FALLBACKS = (
+    ((loose.Conflict,), "conflict"),
+    ((CorruptError, NotFoundError), "damaged"),
+    ((TransientError,), "store-down"),
+    ((BootseerError, OSError), "cannot-mount"),
+)
+"""What follows from which error: codes of `decide.FALLBACKS`."""
 
 
 def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: bool = True) -> Shown:
@@ -50,21 +68,12 @@ def restore(task: Task, decision: Decision, command: Sequence[str], *, on_host: 
         with task.stage("restore") as facts:
             _restore(task, document, command, shown, on_host=on_host)
             facts.update(key=document.key, way=shown.facts.get("way"))
-    except loose.Conflict as error:
+    except BaseException as error:
         shown.undo.close()
-        raise NotShown("conflict", str(error)) from error
-    except (CorruptError, NotFoundError) as error:
-        shown.undo.close()
-        raise NotShown("damaged", str(error)) from error
-    except TransientError as error:
-        shown.undo.close()
-        raise NotShown("store-down", str(error)) from error
-    except (BootseerError, OSError) as error:
-        shown.undo.close()
-        raise NotShown("cannot-mount", str(error)) from error
-    except BaseException:
-        shown.undo.close()
-        raise
+        code = next((code for kinds, code in _FALLBACKS if isinstance(error, kinds)), None)
+        if code is None:
+            raise
+        raise NotShown(code, str(error)) from error
     seconds = time.monotonic() - began_s
     age_s = max(time.time() - document.built_s, 0.0)
     shown.facts.update(
@@ -125,7 +134,8 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     layer = bring_layer(
         document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say, show=task.show
     )
-    shown.undo.callback(_let_go, layer)
+    shown.undo.enter_context(harmless("the environment was not unmounted"))
+    shown.undo.callback(layer.close)
     shown.layer = layer
     shown.facts.update({name: layer.facts[name] for name in ("way", "stored_bytes", "local_bytes")})
     if not on_host:
@@ -142,19 +152,6 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
             view = show_on_host(layer.at, document.roots, changes=task.changes, user=user, say=say)
             shown.undo.callback(view.close)
             shown.enter = view.enter
-
-
-def _let_go(layer: Layer) -> None:
-    try:
-        layer.close()
-    except BootseerError as error:
-        say(f"the environment was not unmounted: {error}")
-
-
-EVENT = "environment_quarantine"
-IMPORT_FAILED = "import_failed"
-_SOON_S = 60.0
-_FAULTS = {128 + number: number.name for number in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS)}
 
 
 def suspect(task: Task, document: EnvironmentDocument, code: int, seconds: float) -> None:

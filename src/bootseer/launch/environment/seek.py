@@ -1,8 +1,8 @@
 """Find out what is to be done about the environment: ask the store, be elected or wait for the builder.
 
 All of it happens in a child (`background`): clients of stores may have threads, and the run must be able to fork later.
-The child that holds the lease stays, shows that the builder lives, and gives the lease back when the last process that
-builds has ended, however it ended. Called by `environment_stage`.
+The child that holds the lease stays, shows that the builder is alive, and gives the lease back when the last process
+that builds has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import select
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from bootseer.artifact.lease import Held, Lease, NoLease
@@ -31,12 +30,18 @@ from bootseer.errors import BootseerError, TransientError
 from bootseer.launch.background import Background, Tell, start_background
 from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.store.open import open_store
 
 if TYPE_CHECKING:
     from bootseer.image.mounting.request import Request
 
 
+_LOOK_S = 60.0
+"""More than all the child's own deadlines until it answers for the first time."""
+_SLACK_S = 90.0
+_RELEASE_S = 10.0
+_log = logger(__name__)
 HOST = Base("host", "", {})
 
 
@@ -65,25 +70,21 @@ def ask_for(
 
 def base_of_image(request: Request) -> Base:
     """The image that a setup runs in. Raises what its registry or store raises."""
-    from bootseer.image.sources.source import open_source
+    from bootseer.image.sources.open import open_source
 
-    with closing(open_source(request.reference, platform=request.platform, plain_http=request.plain_http)) as source:
+    with contextlib.closing(
+        open_source(request.reference, platform=request.platform, plain_http=request.plain_http)
+    ) as source:
         return Base("image", source.digest, source.config)
 
 
-_LOOK_S = 60.0
-"""More than all the child's own deadlines until it answers for the first time."""
-_SLACK_S = 90.0
-_RELEASE_S = 10.0
-
-
 @dataclass(slots=True)
-class Sought:
-    """What was decided, and who keeps the lease."""
+class Election:
+    """What was decided, and the process that holds the lease."""
 
     decision: Decision
-    keeper: Background | None = None
-    """Holds the lease until `release`, or the end of everybody who has `held`."""
+    helper: Background | None = None
+    """Holds the lease until `release`, or the end of all processes that have `held`."""
     held: int = -1
 
     def release(self) -> None:
@@ -95,18 +96,18 @@ class Sought:
     def close(self) -> None:
         """Wait until the lease is given back: the next start would have to wait for it."""
         self.release()
-        if self.keeper is not None and not self.keeper.ended(_RELEASE_S):
-            self.keeper.stop()
+        if self.helper is not None and not self.helper.ended(_RELEASE_S):
+            self.helper.stop()
 
 
-def seek(task: Task, key: RequestKey, *, damaged: str = "") -> Sought:
+def seek(task: Task, key: RequestKey, *, damaged: str = "") -> Election:
     """Decide what is done. Nothing that goes wrong with the store is an error: then the setup runs.
 
     `damaged` says what is wrong with the snapshot that was found before: it is to be made anew.
     """
     stay, held = os.pipe2(os.O_CLOEXEC)
     try:
-        keeper = start_background(
+        helper = start_background(
             lambda tell: _Seeker(task, key, tell, stay, held, damaged).seek(),
             name="bootseer-lease",
             log=task.folder.path / "seek.log",
@@ -116,83 +117,66 @@ def seek(task: Task, key: RequestKey, *, damaged: str = "") -> Sought:
         raise
     finally:
         os.close(stay)
-    sought = Sought(Decision(Action.INSTALL, "failed", ""), keeper, held)
+    election = Election(Decision(Action.INSTALL, "failed", ""), helper, held)
+    mode = task.wanted.mode
     try:
         with task.stage("lookup") as facts:
-            said = _answer(keeper, _LOOK_S)
-            facts["code"] = said["code"]
-        if said["action"] == Action.WAIT.value:
-            say(f"{said['words']}; waiting for it, {task.wanted.wait_s:g} s at most (--env-wait)")
+            message = _answer(helper, _LOOK_S)
+            facts["code"] = message["code"]
+        if message["action"] == Action.WAIT.value:
+            say(f"{message['words']}; waiting for it, {task.wanted.wait_s:g} s at most (--env-wait)")
             with task.stage("wait") as facts:
-                facts["for"] = said["words"]
-                said = _answer(keeper, task.wanted.wait_s + _SLACK_S)
-                facts["code"] = said["code"]
+                facts["for"] = message["words"]
+                message = _answer(helper, task.wanted.wait_s + _SLACK_S)
+                facts["code"] = message["code"]
+        decision = _decoded(message)
     except TransientError as error:
-        keeper.stop()
-        sought.release()
-        return Sought(_required(Decision(Action.INSTALL, "failed", str(error), mode=task.wanted.mode)))
+        helper.stop()
+        decision = Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
     except BaseException:
-        keeper.stop()
-        sought.release()
+        helper.stop()
+        election.release()
         raise
-    sought.decision = _decision(said)
-    if sought.decision.action is not Action.BUILD:
-        sought.release()
-    return sought
+    _log.info("environment %s: %s (%s: %s)", key.digest[:12], decision.action.value, decision.code, decision.words)
+    election.decision = decision
+    if decision.action is not Action.BUILD:
+        election.release()
+    return election
 
 
-def _required(decision: Decision) -> Decision:
-    return replace(decision, action=Action.FAIL) if decision.mode == "require" else decision
-
-
-def _answer(keeper: Background, timeout_s: float) -> dict[str, Any]:
+def _answer(helper: Background, timeout_s: float) -> dict[str, Any]:
     until = time.monotonic() + timeout_s
-    said = keeper.answer(timeout_s)
-    while "say" in said:
-        say(said["say"])
-        said = keeper.answer(until - time.monotonic())
-    if "error" in said:
-        raise TransientError(said["error"])
-    return said
+    message = helper.answer(timeout_s)
+    while "say" in message:
+        say(message["say"])
+        message = helper.answer(until - time.monotonic())
+    if "error" in message:
+        raise TransientError(message["error"])
+    return message
 
 
-def _said(decision: Decision) -> dict[str, Any]:
-    return {
-        "action": decision.action.value,
-        "code": decision.code,
-        "words": decision.words,
-        "replace": decision.replace,
-        "mode": decision.mode,
-        "document": _text(decision.document),
-        "replaces": _text(decision.replaces),
+_DOCUMENTS = ("document", "replaces")
+
+
+def _encoded(decision: Decision) -> dict[str, Any]:
+    """The decision as a message of the child."""
+    message = {field.name: getattr(decision, field.name) for field in fields(decision)}
+    documents = {name: message[name].encode().decode() for name in _DOCUMENTS if message[name] is not None}
+    return {**message, **documents, "action": decision.action.value}
+
+
+def _decoded(message: Mapping[str, Any]) -> Decision:
+    documents = {
+        name: EnvironmentDocument.parse(message[name].encode()) for name in _DOCUMENTS if message[name] is not None
     }
-
-
-def _text(document: EnvironmentDocument | None) -> str | None:
-    return None if document is None else document.encode().decode()
-
-
-def _document(text: str | None) -> EnvironmentDocument | None:
-    return None if text is None else EnvironmentDocument.parse(text.encode())
-
-
-def _decision(said: Mapping[str, Any]) -> Decision:
-    return Decision(
-        Action(said["action"]),
-        said["code"],
-        said["words"],
-        document=_document(said["document"]),
-        replaces=_document(said["replaces"]),
-        replace=said["replace"],
-        mode=said["mode"],
-    )
+    return Decision(**{**message, **documents, "action": Action(message["action"])})
 
 
 class _Seeker:
     """In the child."""
 
     def __init__(self, task: Task, key: RequestKey, tell: Tell, stay: int, held: int, damaged: str) -> None:
-        os.close(held)  # of those that hold the lease we are none
+        os.close(held)  # this process does not build
         self._task = task
         self._key = key
         self._tell = tell
@@ -200,7 +184,7 @@ class _Seeker:
         self._damaged = damaged
 
     def seek(self) -> None:
-        """Answer once, twice if there was somebody to wait for; then keep the lease, if there is one."""
+        """Answer once, twice if there was a builder to wait for; then keep the lease, if there is one."""
         task = self._task
         with contextlib.closing(open_store(task.store_uri, plain_http=task.wanted.plain_http)) as store:
             catalog = Catalog(store, signatures=task.signatures)
@@ -209,10 +193,10 @@ class _Seeker:
             if decision.action is Action.BUILD:
                 decision, lease = self._elected(catalog, decision)
             try:
-                self._tell(_said(decision))
+                self._tell(_encoded(decision))
                 if decision.action is Action.WAIT:
                     decision, lease = self._waited(catalog, decision)
-                    self._tell(_said(decision))
+                    self._tell(_encoded(decision))
                 if lease is not None and decision.action is Action.BUILD:
                     self._keep(lease)
             finally:
@@ -226,27 +210,25 @@ class _Seeker:
             return decide(mode, Lookup("none"), now_s=time.time(), problems=key.problems)
         local = Local(task.wanted.cache, self._say, task.signatures)
         found = local.look(catalog, key.digest)
-        document = found.document
+        document, suspicion = found.document, ""
         if document is not None:
             document = self._limited(document)
             found = replace(found, document=document)
+            suspicion = Quarantine(catalog.store, local.store, self._say).why(document)
         return decide(
             mode,
             found,
             now_s=time.time(),
             refusal=self._refusal(document),
-            quarantined=self._damaged or self._suspicion(catalog, local, document),
+            quarantined=self._damaged or suspicion,
             may_publish=task.signatures.may_publish,
         )
-
-    def _suspicion(self, catalog: Catalog, local: Local, document: EnvironmentDocument | None) -> str:
-        return "" if document is None else Quarantine(catalog.store, local.store, self._say).why(document)
 
     def _say(self, line: str) -> None:
         self._tell({"say": line})
 
     def _limited(self, document: EnvironmentDocument) -> EnvironmentDocument:
-        """As old as the one who starts allows, too."""
+        """With this start's own limit of age, too."""
         own = self._task.wanted.max_age_s
         if own is None or own == math.inf or (document.max_age_s is not None and document.max_age_s <= own):
             return document
@@ -282,7 +264,7 @@ class _Seeker:
         return decided, ended.lease
 
     def _keep(self, lease: Lease) -> None:
-        """Beat until nobody builds any more."""
+        """Heartbeats, until no process builds any more."""
         while not select.select([self._stay], [], [], lease.interval_s)[0]:
             if not lease.beat():
                 return

@@ -1,14 +1,11 @@
-"""A snapshot by its key, without the setup that it stands for: copy it, run a command on it, verify it.
-
-Called by `cli.env_restore` and `cli.env_verify`.
-"""
+"""A snapshot without a job: make it, copy it, run a command on it, verify it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,15 +22,16 @@ from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.env.snapshot.oracle import fresh_install_differs
 from bootseer.errors import Interrupted, PermanentError
 from bootseer.launch import supervise
+from bootseer.launch.command import run_program
 from bootseer.launch.environment.capture import capture
 from bootseer.launch.environment.restore import restore
-from bootseer.launch.environment.setup import set_up
+from bootseer.launch.environment.setup import Machine, SetupRun
 from bootseer.launch.environment.start import EnvironmentStart
 from bootseer.launch.environment.task import EnvironmentWanted, Task
 from bootseer.launch.environment.view import NotShown
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import harmless
-from bootseer.launch.supervise import CannotStart, say
+from bootseer.launch.supervise import say
 from bootseer.store.open import open_store
 
 
@@ -52,10 +50,6 @@ class Made:
     """Of the setup, and of keeping its snapshot."""
     num_files: int = 0
     size_bytes: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """For other programs."""
-        return asdict(self)
 
 
 def make_snapshot(
@@ -120,16 +114,99 @@ class Compared:
         return {"paths": self.num_paths, "differences": rows}
 
 
-def copy_snapshot(
-    document: EnvironmentDocument, uri: str, folder: Path, *, cache: Path, plain_http: bool, env: Mapping[str, str]
-) -> int:
-    """Write all files of the snapshot below a folder, which is made; returns how many paths that were."""
-    with _brought(document, uri, cache, plain_http, env) as (layer, entries):
-        folder.mkdir(parents=True, exist_ok=True)
-        wanted = [entry for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
-        planned = loose.plan(wanted, layer.at, root=str(folder.absolute()), captured=True)
-        place.apply(planned, layer.at, threads=len(os.sched_getaffinity(0)))
-    return len(wanted)
+@dataclass(frozen=True, slots=True)
+class SavedSnapshot:
+    """One in a store, to be used on this node without its setup."""
+
+    document: EnvironmentDocument
+    uri: str
+    """The store that has it."""
+    cache: Path
+    env: Mapping[str, str]
+    plain_http: bool = False
+    signatures: Signatures = UNSIGNED
+
+    def copy_to(self, folder: Path) -> int:
+        """Write all its files below a folder, which is made; returns how many paths that were."""
+        with self._brought() as (layer, entries):
+            folder.mkdir(parents=True, exist_ok=True)
+            wanted = [entry for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
+            planned = loose.plan(wanted, layer.at, root=str(folder.absolute()), captured=True)
+            place.apply(planned, layer.at, threads=len(os.sched_getaffinity(0)))
+        return len(wanted)
+
+    def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> Compared:
+        """Compare its files, as they are mounted, with its manifest."""
+        with self._brought() as (layer, entries):
+            owners = os.geteuid() == 0
+            found = verify.verify(str(layer.path), entries, tier, layer=True, owners=owners, progress=progress)
+        return Compared(tuple((one.path, one.words) for one in found), len(entries))
+
+    def compare_with_fresh(self, setup: str | None, requirements: Sequence[str]) -> Compared:
+        """Run the setup once more, in a capture, and compare what it does with the snapshot."""
+
+        def install(view: Capture, more: Mapping[str, str]) -> int:
+            return SetupRun(Machine(task, enter=view.enter, root=str(view.root), marks=more)).run().code
+
+        with self._task(setup, requirements) as task, self._brought() as (layer, entries):
+            found = fresh_install_differs(
+                self.document.packages,
+                entries,
+                layer.path,
+                install,
+                folder=task.folder.path,
+                env=self.env,
+                own=[self.cache, task.wanted.runtime],
+                folders=[task.cwd],
+                say=say,
+            )
+        return Compared(tuple((one.path, one.words) for one in found.differences), found.num_compared)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a command with the snapshot's files in their places; its exit code.
+
+        Raises `PermanentError` when they cannot be shown.
+        """
+        decision = Decision(Action.RESTORE, "hit", "its key was given", self.document)
+        with self._task(None, ()) as task:
+            try:
+                with interruptible():
+                    shown = restore(task, decision, command)
+            except NotShown as error:
+                raise PermanentError(f"environment {self.document.key[:12]}: {error}") from error
+            except Interrupted as interrupted:
+                return interrupted.exit_code
+            try:
+                return run_program(command, shown.env, None, own_group=task.own_group, enter=shown.enter)
+            finally:
+                with harmless("the environment was not taken away"):
+                    shown.undo.close()
+
+    @contextmanager
+    def _task(self, setup: str | None, requirements: Sequence[str]) -> Iterator[Task]:
+        supervise.block_signals()
+        runtime = runtime_root(self.env, os.getuid())
+        wanted = EnvironmentWanted(
+            self.cache, runtime, store=self.uri, plain_http=self.plain_http, signatures=self.signatures
+        )
+        task = Task.made(setup, requirements, wanted, self.env)
+        try:
+            yield task
+        finally:
+            task.folder.remove()
+            supervise.unblock_signals()
+
+    @contextmanager
+    def _brought(self) -> Iterator[tuple[Layer, Sequence[Entry]]]:
+        """Its files on this node, and the list of them."""
+        with ExitStack() as opened:
+            store = open_store(self.uri, plain_http=self.plain_http)
+            opened.callback(store.close)
+            runtime = runtime_root(self.env, os.getuid())
+            bring = Bring(self.cache, runtime, plain_http=self.plain_http, publish=False)
+            layer = bring_layer(self.document, store, bring, say=say)
+            opened.callback(layer.close)
+            yield layer, Manifest.parse(Local(self.cache, say).object(self.document.manifest, store)).entries
 
 
 def _with_parents(entries: Sequence[Entry], layer: Layer) -> list[Entry]:
@@ -143,121 +220,3 @@ def _with_parents(entries: Sequence[Entry], layer: Layer) -> list[Entry]:
             found[above] = Entry(above, "directory", mode=status.st_mode & 0o7777, uid=status.st_uid, gid=status.st_gid)
             above = above.rpartition("/")[0]
     return sorted([*entries, *found.values()], key=lambda entry: os.fsencode(entry.path))
-
-
-def check_snapshot(
-    document: EnvironmentDocument,
-    uri: str,
-    tier: Literal["quick", "full"],
-    *,
-    cache: Path,
-    plain_http: bool,
-    env: Mapping[str, str],
-    progress: Callable[[int, int], None],
-) -> Compared:
-    """Compare the snapshot's files, as they are mounted, with its manifest."""
-    with _brought(document, uri, cache, plain_http, env) as (layer, entries):
-        found = verify.verify(str(layer.path), entries, tier, layer=True, owners=os.geteuid() == 0, progress=progress)
-    return Compared(tuple((one.path, one.words) for one in found), len(entries))
-
-
-def compare_with_fresh(
-    document: EnvironmentDocument,
-    uri: str,
-    setup: str | None,
-    requirements: Sequence[str],
-    *,
-    cache: Path,
-    plain_http: bool,
-    env: Mapping[str, str],
-) -> Compared:
-    """Run the setup once more, in a capture, and compare what it does with the snapshot."""
-    supervise.block_signals()
-    task = _task(setup, requirements, uri, cache, plain_http, env)
-
-    def install(view: Capture, more: Mapping[str, str]) -> int:
-        return set_up(task, enter=view.enter, root=str(view.root), marks=more).code
-
-    try:
-        with _brought(document, uri, cache, plain_http, env) as (layer, entries):
-            found = fresh_install_differs(
-                document.packages,
-                entries,
-                layer.path,
-                install,
-                folder=task.folder.path,
-                env=env,
-                own=[cache, task.wanted.runtime],
-                folders=[task.cwd],
-                say=say,
-            )
-    finally:
-        task.folder.remove()
-        supervise.unblock_signals()
-    return Compared(tuple((one.path, one.words) for one in found.differences), found.num_compared)
-
-
-def run_on_snapshot(
-    document: EnvironmentDocument,
-    uri: str,
-    command: Sequence[str],
-    *,
-    cache: Path,
-    plain_http: bool,
-    env: Mapping[str, str],
-    signatures: Signatures = UNSIGNED,
-) -> int:
-    """Run a command with the snapshot's files in their places; its exit code.
-
-    Raises `PermanentError` when they cannot be shown.
-    """
-    supervise.block_signals()
-    task = _task(None, (), uri, cache, plain_http, env, signatures)
-    shown = None
-    try:
-        with interruptible():
-            shown = restore(task, Decision(Action.RESTORE, "hit", "its key was given", document), command)
-        pid = supervise.spawn(command, shown.env, own_group=task.own_group, enter=shown.enter)
-        return supervise.wait(pid, own_group=task.own_group)
-    except CannotStart as error:
-        say(str(error))
-        return error.code
-    except NotShown as error:
-        raise PermanentError(f"environment {document.key[:12]}: {error}") from error
-    except Interrupted as interrupted:
-        return interrupted.exit_code
-    finally:
-        with harmless("the environment was not taken away"):
-            if shown is not None:
-                shown.undo.close()
-        task.folder.remove()
-        supervise.unblock_signals()
-
-
-def _task(
-    setup: str | None,
-    requirements: Sequence[str],
-    uri: str,
-    cache: Path,
-    plain_http: bool,
-    env: Mapping[str, str],
-    signatures: Signatures = UNSIGNED,
-) -> Task:
-    runtime = runtime_root(env, os.getuid())
-    wanted = EnvironmentWanted(cache, runtime, store=uri, plain_http=plain_http, signatures=signatures)
-    return Task.made(setup, requirements, wanted, env)
-
-
-@contextmanager
-def _brought(
-    document: EnvironmentDocument, uri: str, cache: Path, plain_http: bool, env: Mapping[str, str]
-) -> Iterator[tuple[Layer, Sequence[Entry]]]:
-    """The snapshot's files on this node, and the list of them."""
-    store = open_store(uri, plain_http=plain_http)
-    bring = Bring(cache, runtime_root(env, os.getuid()), plain_http=plain_http, publish=False)
-    layer = bring_layer(document, store, bring, say=say)
-    try:
-        yield layer, Manifest.parse(Local(cache, say).object(document.manifest, store)).entries
-    finally:
-        layer.close()
-        store.close()

@@ -12,8 +12,7 @@
     environment_start             the moment when training began (or the command ended): how the environment came
 
 Whatever goes wrong with snapshots, the setup runs for real, privately to the command where that is possible, and the
-report says why. Imported by
-`launch.run` only when there is a setup and snapshots are wanted.
+report says why.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
+    from bootseer.env import Mode
     from bootseer.env.keys.key import RequestKey
     from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
-    from bootseer.env.modes import Mode
     from bootseer.launch.environment.publish import Publishing
-    from bootseer.launch.environment.seek import Sought
+    from bootseer.launch.environment.seek import Election
     from bootseer.launch.environment.view import Shown
 
 EVENT = "environment_start"
 _SIGNALLED = 128
+_log = logger(__name__)
 
 
 def run_in_environment(
@@ -108,7 +109,7 @@ class EnvironmentStart:
         self.task = task
         self.command = tuple(command)
         self.shown: Shown | None = None
-        self._sought: Sought | None = None
+        self._election: Election | None = None
         self.publishing: Publishing | None = None
         self.seconds = 0.0
         """What bringing the environment took."""
@@ -140,17 +141,19 @@ class EnvironmentStart:
             try:
                 return self._capture(key, decision)
             except Exception as error:  # whatever is wrong with us, the job starts
+                _log.warning("the setup is not captured", exc_info=True)
                 decision = given_up(decision, error)
                 say(f"the environment is set up without a snapshot: {decision.words}")
-                code, self.shown = set_up_here(self.task, decision)
+        else:
+            decision.check()
+            say(f"the environment is set up without a snapshot: {decision.words}")
+            try:
+                code, self.shown = set_up_privately(self.task, decision)
                 return code
-        decision.check()
-        say(f"the environment is set up without a snapshot: {decision.words}")
-        try:
-            code, self.shown = set_up_privately(self.task, decision)
-        except Exception as error:  # see above
-            say(f"the setup runs on this machine itself: {error}")
-            code, self.shown = set_up_here(self.task, decision)
+            except Exception as error:  # see above
+                _log.warning("the setup has no private view", exc_info=True)
+                say(f"the setup runs on this machine itself: {error}")
+        code, self.shown = set_up_here(self.task, decision)
         return code
 
     def bring(self, base: Callable[[], Base] | None = None) -> tuple[RequestKey | None, Decision]:
@@ -183,9 +186,10 @@ class EnvironmentStart:
                         facts_folder=facts_folder_of(task.wanted.cache),
                     )
                     facts["key"] = key.digest
-                self._sought = seek(task, key)
-                return key, self._sought.decision
+                self._election = seek(task, key)
+                return key, self._election.decision
         except Exception as error:  # whatever is wrong with us, the job starts
+            _log.warning("no snapshot can be looked for", exc_info=True)
             return None, Decision(Action.FAIL if mode == "require" else Action.INSTALL, "failed", str(error), mode=mode)
 
     def _restore(self, decision: Decision, *, on_host: bool) -> Decision:
@@ -197,6 +201,7 @@ class EnvironmentStart:
             with interruptible():
                 self.shown = restore(self.task, decision, self.command, on_host=on_host)
         except Exception as error:  # whatever is wrong with us, the job starts
+            _log.warning("the snapshot cannot be shown", exc_info=True)
             return given_up(decision, error)
         return decision
 
@@ -207,13 +212,13 @@ class EnvironmentStart:
 
         try:
             with interruptible():
-                if self._sought is not None:
-                    self._sought.close()
-                self._sought = seek(self.task, key, damaged=decision.words)
+                if self._election is not None:
+                    self._election.close()
+                self._election = seek(self.task, key, damaged=decision.words)
         except Exception as error:  # whatever is wrong with us, the job starts
             say(f"the environment is not made anew: {error}")
             return decision
-        again = self._sought.decision
+        again = self._election.decision
         if again.action is Action.RESTORE:  # another start made it meanwhile
             return self._restore(again, on_host=on_host)
         return replace(again, code=decision.code, words=decision.words)
@@ -241,15 +246,19 @@ class EnvironmentStart:
         return code
 
     def ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what nobody told yet is told now."""
+        """The command is over, after so many seconds: what was not told yet is told now."""
         self.tell(ENDED)
         shown = self.shown
+        if shown is None:
+            return
         with harmless("problems of the environment are not known"):
-            if shown is not None and shown.layer is not None:
+            if shown.layer is not None:
                 shown.layer.tell_problems()
         with harmless("whether the environment is at fault is not known"):
-            if shown is not None and shown.mode == "restored" and code:
-                self.suspect(code, seconds)
+            if shown.mode == "restored" and code and shown.decision.document is not None:
+                from bootseer.launch.environment.restore import suspect
+
+                suspect(self.task, shown.decision.document, code, seconds)
 
     def tell(self, until: str) -> None:
         """The start is over, by this: keep its record, once."""
@@ -276,17 +285,10 @@ class EnvironmentStart:
         if shown.layer is not None:
             shown.layer.keep_record()
 
-    def suspect(self, code: int, seconds: float) -> None:
-        """The command died right behind a restore: the snapshot may be why."""
-        from bootseer.launch.environment.restore import suspect
-
-        if self.shown is not None and self.shown.decision.document is not None:
-            suspect(self.task, self.shown.decision.document, code, seconds)
-
     def release(self) -> None:
         """Nothing is built by this process any more; the one that publishes keeps the lease as long as it works."""
-        if self._sought is not None:
-            self._sought.release()
+        if self._election is not None:
+            self._election.release()
 
     def end(self, code: int) -> None:
         """The command has ended so: wait for the snapshot that is being kept, unless the command was killed."""
@@ -301,13 +303,13 @@ class EnvironmentStart:
             if self.shown is not None:
                 self.shown.undo.close()
         with harmless("the lease of the environment was not given back"):
-            if self._sought is not None:
-                self._sought.close()
+            if self._election is not None:
+                self._election.close()
         self.task.folder.remove()
 
     def finish(self, publishing: Publishing, *, given_up: bool = False) -> None:
         """Wait until the snapshot is kept; Ctrl-C gives it up."""
-        if given_up:  # who kills a job wants its end
+        if given_up:  # a job that is killed is to end
             publishing.stop()
             return
         try:

@@ -1,14 +1,13 @@
 """What the parts of one environment start share: what is asked for, where, and how its stages are marked.
 
-Made by whoever runs a setup or shows a snapshot: `environment_stage`, `environment_make`, `environment_look` and
-`image_stage`.
+<cache>/environments/runs/<name>/      one start's own lock, layers, logs
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +18,17 @@ from bootseer.artifact.places import environments_folder
 from bootseer.artifact.progress import Show, no_progress
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.launch.environment.plain import STAGE
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import in_foreground
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
-    from bootseer.env.modes import Mode
+    from bootseer.env import Mode
 
 
 Conflicts = Literal["refuse", "accept"]
 UNPINNED_AGE_S = 7 * 86_400.0
-"""How long a snapshot serves whose setup would install other versions some day, if nobody says."""
+"""How long a snapshot serves whose setup would install other versions some day, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class EnvironmentWanted:
     publish_s: float = 600.0
     """How long the end of the command is held up for the snapshot's sake."""
     tenant: str = ""
-    """Who shares snapshots: part of the key."""
+    """Starts of one tenant share snapshots: part of the key."""
     place: str = ""
     """Where in a container the setup runs, if that is the user's own folder: what it installs remembers that."""
 
@@ -143,7 +142,7 @@ class Task:
 
     @property
     def job(self) -> str:
-        """What the job is called; empty when nobody knows."""
+        """What the job is called; empty when it is not known."""
         return self.session.tracer.identity.job if self.session is not None else ""
 
     @property
@@ -167,16 +166,6 @@ class Task:
         """Where what jobs change in their environments goes."""
         return environments_folder(self.wanted.cache) / "changes"
 
-    @contextmanager
-    def stage(self, name: str = "") -> Iterator[dict[str, Any]]:
-        """A part of the stage, or the stage itself; facts that are put into what it yields go into its end.
-
-        A fact named `error` makes it a failed one.
-        """
-        if self.session is None:
-            yield {}
-            return
-        with self.session.tracer.span(f"{STAGE}.{name}" if name else STAGE) as span:
-            yield span.attrs
-            if "error" in span.attrs:
-                span.fail(str(span.attrs["error"]))
+    def stage(self, name: str = "") -> AbstractContextManager[dict[str, Any]]:
+        """A part of the stage, or the stage itself (`session.staged`)."""
+        return staged(self.session, f"{STAGE}.{name}" if name else STAGE)

@@ -1,8 +1,4 @@
-"""The private view of the machine in which a setup runs, and how the command gets to see what it did there.
-
-Called by `environment_capture`, which keeps what the setup did, by `environment_private`, which does not, and by
-`environment_check`.
-"""
+"""The private view of the machine in which a setup runs, and the environment as the command finds it."""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.env.snapshot.contents import look
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import BootseerError
-from bootseer.launch.environment.setup import SetUp, say_failed
+from bootseer.launch.environment.plain import say_failed
+from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
     from bootseer.env.restoring.layer import Layer
 
 
+_SIGNALLED = 128
 Mode = Literal["restored", "captured", "installed"]
 
 
@@ -55,7 +53,7 @@ class Shown:
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-class NotShown(Exception):  # noqa: N818 - it is no end: the setup runs on the machine itself
+class NotShown(Exception):  # noqa: N818 - the setup runs on the machine itself
     """The snapshot cannot be used, or the setup not be captured; `code` is one of `decide.FALLBACKS`."""
 
     def __init__(self, code: str, words: str) -> None:
@@ -95,9 +93,6 @@ def loose_entries(changes: Iterable[Change]) -> list[Entry]:
             )
         )
     return found
-
-
-_SIGNALLED = 128
 
 
 def writes_out() -> bool:
@@ -150,7 +145,7 @@ def enter_of(view: Capture) -> Callable[[], None] | None:
     return None if view.way == "scan" else view.enter
 
 
-def check_ended(view: Capture, done: SetUp) -> None:
+def check_ended(view: Capture, done: SetupResult) -> None:
     """Tell the user of a setup that failed. Raises `NotShown` when that may be due to the view: it is run without."""
     if not done.code:
         return
@@ -159,7 +154,7 @@ def check_ended(view: Capture, done: SetUp) -> None:
         trouble = "without root only folders of this user can be changed there"
     if trouble and done.code < _SIGNALLED:
         raise NotShown("failed", f"the setup failed in its private view (exit code {done.code}): {trouble}")
-    say_failed(done)
+    say_failed(done.what, done.code)
     if view.way != "scan":
         say("what it changed was private to it and is gone, but for scratch folders, logs and package caches")
 

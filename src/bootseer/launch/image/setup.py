@@ -8,7 +8,11 @@ its container.
     /run/bootseer/files-N    the folder of the script or of a requirements file that lies elsewhere, read-only
 
 Where the user has mounted the working folder into the container, the setup runs there, and may write there if the user
-said so. Called by `image_environment`.
+said so.
+
+The request key of such a setup depends on the container's variables and mounts, too. A mount that the setup names, by
+its place in the container, in its files or its variables, is an input by content; other mounts are not: data sets and
+checkpoints are not what an environment is made of.
 """
 
 from __future__ import annotations
@@ -24,23 +28,20 @@ from pathlib import Path
 from bootseer.env.capturing.exports import Left
 from bootseer.env.capturing.fanotify import Group
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
-from bootseer.env.installing.choose import Installation
-from bootseer.env.installing.interpreter import Interpreter
-from bootseer.env.installing.running import CANNOT_START, Ran, Run, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.files import Facts, NodeFiles
-from bootseer.env.keys.requirement import FileKind
 from bootseer.env.keys.script import gather
 from bootseer.errors import BootseerError, UsageError
 from bootseer.fuse.syscalls import check, libc
 from bootseer.image.containers.container import Container
 from bootseer.image.containers.container import Options as ContainerOptions
-from bootseer.image.containers.inroot import is_executable
 from bootseer.image.containers.process import passed_on
+from bootseer.image.containers.rootfs import is_executable
 from bootseer.image.containers.runtime_config import Bind
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment.plain import Telling, telling
-from bootseer.launch.environment.setup import EXPORTS, SettingUp, SetUp
+from bootseer.launch.environment.plain import ScriptRun, script_run
+from bootseer.launch.environment.setup import EXPORTS, Machine, SetupResult
 from bootseer.launch.environment.task import Task
 from bootseer.launch.supervise import say
 
@@ -170,8 +171,8 @@ def places_of(cwd: str, files: Sequence[str], binds: Sequence[Bind]) -> Places:
     return Places(folder, tuple(own), tuple(shown))
 
 
-class ImageSetUp(SettingUp):
-    """The setup of one start in a mounted image. `env` is the environment that containers take from this machine."""
+class InImage(Machine):
+    """Containers of a mounted image. `env` is the environment that they take from this machine."""
 
     where = "the image"
 
@@ -184,46 +185,33 @@ class ImageSetUp(SettingUp):
         folder: Path,
         env: Mapping[str, str],
     ) -> None:
-        super().__init__(task)
+        super().__init__(task, root=str(mounted.root))
         self.folder = places.folder
         self.mounted = mounted
         self.places = places
-        self.found_env: Mapping[str, str] = {}
-        """What the last step found."""
+        self.env = {}  # what the last container found
         self._options = options
         self._own = folder
-        self._env = dict(env)
+        self._taken = dict(env)
         self._tells = False
         """Whether the next container shows where the script tells what it exports."""
         self._seen: list[Reads] = []
         self._num = 0
 
-    @property
-    def root(self) -> str:
-        return str(self.mounted.root)
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        return self.found_env
-
-    @property
-    def ask(self) -> Run:
-        return self._ask
-
-    def problems(self, done: SetUp) -> list[str]:
+    def problems(self, done: SetupResult) -> list[str]:
         """Why what it made should not be kept for others.
 
         For a process beside the command: it looks into the command's own tree, where little is changed at its start.
         """
-        wanted, python = self.task.wanted, self._python
+        wanted, python = self.task.wanted, done.python
         if python is None:
             return [f"import {module} fails: there is no Python in the image" for module in wanted.imports]
         if not done.new and not wanted.imports:
             return []
         env = {"PYTHONDONTWRITEBYTECODE": "1"}
-        found = validate(python, self._before, env, self._ask, imports=wanted.imports)
+        found = validate(python, done.before, env, self.ask, imports=wanted.imports)
         if wanted.conflicts == "refuse":
-            found += conflicts(python, self._before, env, self._ask)
+            found += conflicts(python, done.before, env, self.ask)
         return found
 
     def pythons(self) -> Sequence[str]:
@@ -236,14 +224,14 @@ class ImageSetUp(SettingUp):
         outside = self.places.outside(path)
         return Path(outside) if outside else super().at(path)
 
-    def telling(self, script: str) -> Telling:
+    def script_run(self, script: str) -> ScriptRun:
         """The command in the container's own names."""
         bash = next((path for place in _SHELL_PATH.split(":") if self._has(path := f"{place}/bash")), "")
         path = self.inside(script)
         as_it_is = [path] if os.access(script, os.X_OK) else [bash or "/bin/sh", path]
         folder = self._own / EXPORTS
         # Without bash on that path the script is given to sh, and told otherwise how to say what it exports.
-        asked = telling(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
+        asked = script_run(script, as_it_is, folder, {"PATH": _SHELL_PATH if bash else ""})
         if asked.folder is None:
             return replace(asked, env={})
         folder.chmod(0o777)  # for any user of the image
@@ -257,20 +245,17 @@ class ImageSetUp(SettingUp):
         more = {name: self._word(value, folder) for name, value in asked.env.items() if name != "PATH"}
         return replace(asked, argv=argv, env=more)
 
-    def exports(self, asked: Telling) -> Left:
-        return replace(asked, env=self.found_env).left(self.task.node)
+    def exports(self, asked: ScriptRun) -> Left:
+        return replace(asked, env=self.env).left(self.task.node)
 
     @property
     def own_uv(self) -> str:
         return _UV if super().own_uv else ""
 
-    def _chosen(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
-        way = super()._chosen(python, kind, requirements)
-        if "PIP_CACHE_DIR" in self.found_env:
-            return way
+    @property
+    def installer_env(self) -> Mapping[str, str]:  # type: ignore[override]
         # Nothing would read what pip keeps in the container.
-        commands = (replace(one, env={**one.env, "PIP_NO_CACHE_DIR": "1"}) for one in way.commands)
-        return replace(way, commands=tuple(commands))
+        return {} if "PIP_CACHE_DIR" in self.env else {"PIP_NO_CACHE_DIR": "1"}
 
     def _word(self, word: str, folder: Path) -> str:
         if str(folder) in word:
@@ -300,7 +285,7 @@ class ImageSetUp(SettingUp):
             except (BootseerError, OSError) as error:
                 watch, why = None, str(error)
             try:
-                return self._started(container.command, os.environ, None)
+                return self.run_here(container.command, os.environ)
             finally:  # it holds the container's mounts
                 self._seen.append(watch.end() if watch is not None else unobserved(why))
         finally:
@@ -328,8 +313,7 @@ class ImageSetUp(SettingUp):
         path.write_text(json.dumps(config))
         return watch
 
-    def _ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
-        """A short question of ours, in a container: `installing.running.Run`."""
+    def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
         program = argv[0]
         if program.startswith("/") and not self._has(program):
             return Ran(CANNOT_START, "", f"{program}: not in the image")
@@ -347,8 +331,8 @@ class ImageSetUp(SettingUp):
     def _container(self, argv: Sequence[str], more: Mapping[str, str], binds: Sequence[Bind]) -> Container:
         """With the setup's settings from this machine, and `more`."""
         options = self._options
-        names = passed_settings(self._env, self.task.wanted.variables)
-        env = {**{name: self._env[name] for name in names}, **more}
+        names = passed_settings(self._taken, self.task.wanted.variables)
+        env = {**{name: self._taken[name] for name in names}, **more}
         words = replace(
             options.words,
             command=tuple(argv),
@@ -362,9 +346,9 @@ class ImageSetUp(SettingUp):
         options = replace(options, words=words, limits=limits, binds=(*self.places.own, *binds, *uv, *options.binds))
         self._num += 1
         container = Container(
-            self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._env
+            self._own / f"setup-{self._num}", self.mounted.root, self.mounted.config, options, self._taken
         )
-        self.found_env = dict(container.process.env)
+        self.env = dict(container.process.env)
         return container
 
     def _absolute(self, path: str) -> str:

@@ -10,7 +10,7 @@
     image_start                   the moment when training began (or the command ended): what was fetched until then
 
 The command runs under `launch.run` and `launch.supervise` as any other. Beside it the spool is watched for the hook's
-`training_began`: then the record of the start is complete. Imported by `launch.run` only for images.
+`training_began`: then the record of the start is complete.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import bootseer
 from bootseer.artifact.hotsets import publishes
 from bootseer.artifact.places import CACHE, cache_root, containers_folder, own_folder
-from bootseer.artifact.progress import Show
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, Interrupted, PermanentError
 from bootseer.image.containers.container import Container
@@ -40,7 +37,7 @@ from bootseer.image.mounting.request import Request
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
-from bootseer.launch.session import Session
+from bootseer.launch.session import Session, staged
 from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import num_owners
 from bootseer.trace.event import INSTANT
@@ -82,26 +79,10 @@ def run_in_image(
 
     `where` are variables that name folders of checkpoints. Raises `BootseerError` before the command was started.
     """
-    wanted = replace(wanted, container=_with_checkpoint(wanted.container, where))
-    child_env = session.child_env(env, hook=False) if session is not None else dict(env)
-    start = _ImageStart(wanted, command, session, env, options.show)
+    start = _ImageStart(wanted, command, options, session, env, where)
     code = 1
     try:
-        span = new_span()
-        if session is not None:
-            child_env.update(session.tracer.environment(span))
-        if options.environment is not None:
-            start.has_environment(options, child_env, env, own_group=own_group, measured=session is not None)
-        words = start.prepare(child_env, hook=options.hook and session is not None and env.get("BOOTSEER_HOOK") != "0")
-        code = start.setup_code
-        if not code:
-            if session is not None:
-                session.also_beside(start.end.watch)
-            began_s = time.monotonic()
-            code = run_command(
-                words, options, child_env, session, own_group=own_group, program=start.program, span=span
-            )
-            start.ended(code, time.monotonic() - began_s)
+        code = start.run(own_group=own_group)
     except (BootseerError, Interrupted) as error:
         code = error.exit_code
         raise
@@ -110,18 +91,17 @@ def run_in_image(
     return code
 
 
-def _with_checkpoint(container: ContainerOptions, where: Mapping[str, str]) -> ContainerOptions:
-    """The container with the checkpoints' folder in it, at the same place as here, and the variable that names it."""
-    binds = tuple(Bind(folder, folder) for folder in where.values())
-    words = replace(container.words, env=(*container.words.env, *(f"{name}={value}" for name, value in where.items())))
-    return replace(container, words=words, binds=(*binds, *container.binds))
-
-
 class _ImageStart:
-    """One image start on this node. `end.watch` runs in a thread; all else in the main one, before or after it."""
+    """One image start on this node. `_end.watch` runs in a thread; all else in the main one, before or after it."""
 
     def __init__(
-        self, wanted: Wanted, command: Sequence[str], session: Session | None, env: Mapping[str, str], show: Show
+        self,
+        wanted: Wanted,
+        command: Sequence[str],
+        options: Options,
+        session: Session | None,
+        env: Mapping[str, str],
+        where: Mapping[str, str],
     ) -> None:
         request = wanted.request
         if not request.workload:
@@ -130,99 +110,81 @@ class _ImageStart:
             who = session.tracer.identity
             request = replace(request, publish=publishes(who.node, who.num_nodes))
         self._request = request
-        self._options = wanted.container
+        # Checkpoints are at the same place as here.
+        binds = tuple(Bind(folder, folder) for folder in where.values())
+        words = wanted.container.words
+        words = replace(words, env=(*words.env, *(f"{name}={value}" for name, value in where.items())))
+        self._container_options = replace(wanted.container, words=words, binds=(*binds, *wanted.container.binds))
+        self._options = options
         self._command = tuple(command)
         self._session = session
-        self._show = show
+        self._env = env
         self._folder: Path | None = None
         self._mounted: MountedImage | None = None
         self._container: Container | None = None
-        self.end = StartEnd(session, self._record)
+        self._end = StartEnd(session, self._record)
         self._seconds = 0.0
         self._environment: ImageEnvironment | None = None
-        self.program = command[0] if command else ""
-        self.setup_code = 0
-        """Exit code of a setup that failed: then there is no command to run."""
 
-    def has_environment(
-        self, options: Options, env: dict[str, str], own_env: Mapping[str, str], *, own_group: bool, measured: bool
-    ) -> None:
-        """There is a setup to be run in the image, or its snapshot to be laid on top."""
-        from bootseer.launch.environment.start import EnvironmentStart
-        from bootseer.launch.environment.task import Task
-        from bootseer.launch.image.environment import ImageEnvironment
-        from bootseer.launch.image.setup import place_of, variables_of
+    def run(self, *, own_group: bool) -> int:
+        """Mount the image, run the setup in it if there is one, and the command; the exit code."""
+        session, span = self._session, new_span()
+        env = {**self._env}
+        if session is not None:
+            env = {**session.child_env(self._env, hook=False), **session.tracer.environment(span)}
+        if self._options.environment is not None:
+            from bootseer.launch.image.environment import environment_in_image
 
-        wanted = options.environment
-        if wanted is None:
-            return
-        if not measured:
-            wanted = replace(wanted, mode="bypass")
-        found = variables_of(self._options.words.env, own_env, wanted.variables)
-        named = self._named_mounts(options, found, wanted.inputs)
-        wanted = replace(wanted, place=place_of(os.getcwd(), self._options.binds))  # noqa: PTH109
-        make = partial(
-            Task.made,
-            options.setup,
-            options.requirements,
-            env=env,
-            own_env=found,
-            session=self._session,
-            own_group=own_group,
-            show=self._show,
+            self._environment = environment_in_image(
+                self._options,
+                self._options.environment if session is not None else replace(self._options.environment, mode="bypass"),
+                self._command,
+                self._request,
+                self._container_options,
+                env,
+                self._env,
+                session,
+                own_group=own_group,
+            )
+        code, container = self._prepare(env)
+        if container is None:
+            return code
+        if session is not None:
+            session.also_beside(self._end.watch)
+        began_s = time.monotonic()
+        program = container.process.args[0]
+        code = run_command(
+            container.command, self._options, env, session, own_group=own_group, program=program, span=span
         )
-        try:
-            task = make(wanted=replace(wanted, inputs=(*wanted.inputs, *named)))
-        except BootseerError as error:
-            if wanted.mode == "require":
-                raise
-            say(f"no snapshot of the environment: {error}")
-            elsewhere = containers_folder(cache_root(os.environ, os.getuid()))
-            task = make(wanted=replace(wanted, mode="bypass", cache=elsewhere))
-        self._environment = ImageEnvironment(EnvironmentStart(task, self._command), self._request, self._options)
+        self._ended(code, time.monotonic() - began_s)
+        return code
 
-    def _named_mounts(self, options: Options, env: Mapping[str, str], declared: Sequence[str]) -> list[str]:
-        """What the user mounts and the setup names; everything where nobody can tell."""
-        from bootseer.launch.image.setup import named_mounts
-
-        binds = self._options.binds
-        try:
-            binds = named_mounts(options.setup, options.requirements, os.getcwd(), env, binds, declared)  # noqa: PTH109
-        except Exception as error:  # whatever is wrong with us, the container starts
-            say(f"the setup could not be read: {error}")
-        return [bind.source for bind in binds]
-
-    def prepare(self, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
-        """Mount the image and prepare the container; returns the command line that starts it.
-
-        Nothing to start when the setup failed (`setup_code`).
-        """
+    def _prepare(self, env: dict[str, str]) -> tuple[int, Container | None]:
+        """The image's container, ready to start; none when the setup failed, with the setup's exit code."""
         environment = self._environment
         above = environment.before() if environment is not None else ()
         began_s = time.monotonic()
-        with interruptible(), self._stage(STAGE) as span:
+        with interruptible(), staged(self._session, STAGE) as facts:
             root = own_folder(containers_folder(cache_root(os.environ, os.getuid())))
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
             except OSError as error:
                 raise PermanentError(f"{root}: {error.strerror}; set {CACHE} to another folder") from error
             if environment is None:
-                mounted = self._mount(self._folder, ())
+                self._mounted = self._mount(self._folder)
             else:
-                mounted = environment.mount(self._mount, self._folder, above)
-            self._mounted = mounted
-            span.update(mounted.facts)
+                self._mounted = environment.mount(self._mount, self._folder, above)
+            facts.update(self._mounted.facts)
             self._seconds = time.monotonic() - began_s
             if environment is None:
-                return self._started(mounted, env, hook=hook)
-        self.setup_code, mounted = environment.set_up(mounted, dict(env), self._mount)
-        self._mounted = mounted
-        if self.setup_code:
-            return ()
-        with interruptible(), self._stage(STAGE):
-            return self._started(mounted, env, hook=hook)
+                return 0, self._started(self._folder, self._mounted, env)
+        code, self._mounted = environment.set_up(self._mounted, dict(env), self._mount)
+        if code:
+            return code, None
+        with interruptible(), staged(self._session, STAGE):
+            return 0, self._started(self._folder, self._mounted, env)
 
-    def _mount(self, writable: Path, above: Sequence[Path], *, setup: bool = False) -> MountedImage:
+    def _mount(self, writable: Path, above: Sequence[Path] = (), setup: bool = False) -> MountedImage:
         # Its imports take longer than all else where the image is here, and belong to the stage.
         from bootseer.image.mounting.mount import mount_image
 
@@ -236,34 +198,22 @@ class _ImageStart:
             above=above,
             lifeline=True,
             suid=True,
-            stage=lambda name: self._stage(f"{STAGE}.{name}"),
+            stage=lambda name: staged(self._session, f"{STAGE}.{name}"),
             say=say,
-            show=self._show,
+            show=self._options.show,
         )
 
-    def _started(self, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> tuple[str, ...]:
-        """The container for the command, and what starts it."""
-        with self._stage(f"{STAGE}.container"):
-            folder = self._folder or mounted.root
-            container = self._container = self._make_container(folder / "container", mounted, env, hook=hook)
-            self.program = container.process.args[0]
+    def _started(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
+        """The container for the command, with the process that cleans up behind it."""
+        with staged(self._session, f"{STAGE}.container"):
+            container = self._container = self._make_container(folder / "container", mounted, env)
             container.start_guard([mounted.undo_command()])
-        return container.command
+        return container
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """A stage of the session; the facts that are put into what it yields go into its end."""
-        span = self._session.tracer.span(name) if self._session is not None else None
-        if span is None:
-            yield {}
-            return
-        with span:
-            yield span.attrs
-
-    def _make_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str], *, hook: bool) -> Container:
-        session, options = self._session, self._options
+    def _make_container(self, folder: Path, mounted: MountedImage, env: Mapping[str, str]) -> Container:
+        session, options = self._session, self._container_options
         binds, env, prepend = [], dict(env), {}
-        if hook:
+        if self._options.hook and session is not None and self._env.get("BOOTSEER_HOOK") != "0":
             binds.append(Bind(str(Path(bootseer.__file__).parent), _HOOK, read_only=True))
             prepend["PYTHONPATH"] = f"{_HOOK}/hook/path"
         if session is not None and "spool" in session.sinks:
@@ -280,9 +230,9 @@ class _ImageStart:
             _give(session.folder, user.uid)
         return container
 
-    def ended(self, code: int, seconds: float) -> None:
-        """The command is over, after so many seconds: what nobody told yet is told now."""
-        self.end.tell(ENDED)
+    def _ended(self, code: int, seconds: float) -> None:
+        """The command is over, after so many seconds: what was not told yet is told now."""
+        self._end.tell(ENDED)
         with harmless("the image's last words are lost"):
             if self._mounted is not None:
                 self._mounted.tell_problems()

@@ -1,7 +1,8 @@
-"""Images in a docker archive: the tar file of `docker save`, with `manifest.json` in it. Called by `source`.
+"""Images in files of this machine: an OCI layout, or a docker archive as `docker save` writes it.
 
-The archive has no manifest with a digest. One is made of what identifies the image, its configuration and layers, so
-that the same image in two archives has the same digest.
+A layout is a folder with `index.json` and `blobs/sha256/`. An archive is a tar file with `manifest.json` in it and no
+manifest with a digest: one is made of what identifies the image, its configuration and layers, so that the same image
+in two archives has the same digest.
 """
 
 from __future__ import annotations
@@ -13,21 +14,103 @@ from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
+from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.reference import Reference
-from bootseer.image.sources.manifest import MAX_MANIFEST_BYTES, archive_digest, read_config, read_diff_ids
-from bootseer.image.sources.source import Source, SourceLayer, open_plain
+from bootseer.image.sources.manifest import (
+    MAX_LAYER_BYTES,
+    MAX_MANIFEST_BYTES,
+    Descriptor,
+    Platform,
+    archive_digest,
+    checked,
+    choose,
+    read_config,
+    read_diff_ids,
+    resolve_manifest,
+)
+from bootseer.image.sources.source import ImageSource, SourceLayer, open_plain
+
+_TAG = "org.opencontainers.image.ref.name"
+
+
+def open_layout(reference: Reference, platform: Platform) -> ImageSource:
+    """The image of a tag, or the only one."""
+    where = str(reference)
+    folder = Path(reference.path)
+    if not (folder / "index.json").is_file():
+        raise UsageError(f"{where}: {folder} is not an OCI layout", hint="name a folder with index.json in it")
+    index = parse_object(_read_file(folder / "index.json", MAX_MANIFEST_BYTES), where, MAX_MANIFEST_BYTES)
+    entry = _layout_entry(index, reference, platform, where)
+
+    def read(digest: str) -> tuple[bytes, str, str]:
+        data = _read_file(_blob(folder, digest), MAX_MANIFEST_BYTES)
+        return checked(data, Descriptor(digest, len(data)), where), entry.media_type, digest
+
+    manifest, digest = resolve_manifest(read, entry.digest, platform, where)
+    data = _read_file(_blob(folder, manifest.config.digest), manifest.config.size_bytes)
+    config = read_config(checked(data, manifest.config, f"{where}: the configuration"), where)
+    diff_ids = read_diff_ids(config, len(manifest.layers), where)
+    layers = tuple(
+        SourceLayer(
+            layer.digest,
+            layer.size_bytes,
+            diff_id,
+            partial(_read_range, _blob(folder, layer.digest), 0, MAX_LAYER_BYTES),
+        )
+        for layer, diff_id in zip(manifest.layers, diff_ids, strict=True)
+    )
+    return ImageSource(where, digest, config, data, layers, manifest=manifest.data)
+
+
+def _layout_entry(index: dict[str, object], reference: Reference, platform: Platform, where: str) -> Descriptor:
+    rows = index.get("manifests")
+    entries = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not entries:
+        raise CorruptError(f"{where}: its index.json has no manifests")
+    tags = [_tag(entry) for entry in entries]
+    if reference.tag:
+        entries = [entry for entry, tag in zip(entries, tags, strict=True) if tag == reference.tag]
+        if not entries:
+            known = ", ".join(sorted(tag for tag in tags if tag)) or "none"
+            raise UsageError(f"{where}: no such tag", hint=f"tags there: {known}")
+    elif len(entries) > 1 and any("platform" not in entry for entry in entries):
+        raise UsageError(f"{where}: several images", hint=f"add one of the tags: {', '.join(sorted(set(tags)))}")
+    if len(entries) == 1:  # whatever platform it is for: there is no other
+        entries = [{key: value for key, value in entries[0].items() if key != "platform"}]
+    return choose({"manifests": entries}, platform, where)
+
+
+def _tag(entry: dict[str, object]) -> str:
+    annotations = entry.get("annotations")
+    return str(annotations.get(_TAG, "")) if isinstance(annotations, dict) else ""
+
+
+def _blob(folder: Path, digest: str) -> Path:
+    return folder / "blobs" / "sha256" / digest.removeprefix("sha256:")  # a manifest's digests are checked to be hex
+
+
+def _read_file(path: Path, limit: int) -> bytes:
+    try:
+        with open_plain(path) as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise PermanentError(f"{path}: {error.strerror}") from error
+    if len(data) > limit:
+        raise CorruptError(f"{path}: more than {limit} bytes")
+    return data
+
 
 _MAX_MEMBERS = 100_000
 _PIECE = 1 << 20
 
 
-def open_archive(reference: Reference) -> Source:
+def open_archive(reference: Reference) -> ImageSource:
     """The image of a name (`repository:tag`), or the only one."""
     where = str(reference)
     path = Path(reference.path)
     members = _members(path, where)
-    entry = _entry(_small(path, members, "manifest.json", where), reference, where)
+    entry = _archive_entry(_small(path, members, "manifest.json", where), reference, where)
     config_name, layer_names = entry.get("Config"), entry.get("Layers")
     if not isinstance(config_name, str) or not isinstance(layer_names, list) or not layer_names:
         raise CorruptError(f"{where}: manifest.json names no configuration or no layers")
@@ -38,7 +121,7 @@ def open_archive(reference: Reference) -> Source:
     for name, diff_id in zip(layer_names, diff_ids, strict=True):
         begin, size = _place(members, str(name), where)
         layers.append(SourceLayer("", size, diff_id, partial(_read_range, path, begin, size)))
-    return Source(where, archive_digest(data, diff_ids), config, data, tuple(layers))
+    return ImageSource(where, archive_digest(data, diff_ids), config, data, tuple(layers))
 
 
 def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
@@ -57,7 +140,7 @@ def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
     return members
 
 
-def _entry(data: bytes, reference: Reference, where: str) -> dict[str, object]:
+def _archive_entry(data: bytes, reference: Reference, where: str) -> dict[str, object]:
     try:
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,138 @@
+"""`bootseer image remove` and `prune`: let no start find a converted image any more, and delete what none needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+
+import click
+
+from bootseer.cli.command import json_option, with_options
+from bootseer.cli.env_options import parse_duration
+from bootseer.cli.image_options import request_of_verb
+from bootseer.cli.options import FLAG, Option
+from bootseer.cli.output import Output
+from bootseer.units import format_bytes, plural
+
+_STORE = (
+    Option(
+        "store",
+        ("--store",),
+        "Where the converted images are (default: $BOOTSEER_STORE; else an image's own repository, or this node).",
+        metavar="URI",
+    ),
+    Option("plain_http", ("--plain-http",), "Speak to a registry without encryption.", FLAG, default=False),
+)
+
+
+@click.command("remove")
+@click.argument("references", metavar="REF...", nargs=-1, required=True)
+@with_options(_STORE)
+@click.option("--dry-run", "-n", is_flag=True, help="Only say which.")
+@json_option("bootseer.images-removed/1")
+def remove_command(
+    references: tuple[str, ...], store: str | None, plain_http: bool, dry_run: bool, output: Output
+) -> None:
+    """Remove the converted form of images, by their names or digests: later starts convert them again.
+
+    The images themselves stay. What this node has mounted and what is being converted is not removed: then the exit
+    code is 1. The files in the store go a day later, by `bootseer image prune`.
+
+    \b
+    bootseer image remove registry:5000/team/train:6
+    bootseer image remove --store /shared/images sha256:3fa9...
+    """
+    from rich.text import Text
+
+    from bootseer.artifact.places import metadata_folder
+    from bootseer.image import catalog as images
+    from bootseer.image.mounting.found import digest_in
+    from bootseer.image.mounting.metadata import Metadata
+    from bootseer.launch.supervise import say
+    from bootseer.store.open import open_store
+
+    mounted = _mounted()
+    removed: list[str] = []
+    kept: dict[str, str] = {}
+    for reference in references:
+        asked = request_of_verb(reference, store, plain_http)
+        with closing(open_store(_uri(asked.store), plain_http=plain_http)) as opened:
+            catalog = images.images_in(opened, say)
+            digest = digest_in(catalog, asked, say)
+            done = images.remove(catalog, [digest], time.time(), mounted=mounted, dry_run=dry_run)
+        removed += done.removed
+        for gone in [] if dry_run else done.removed:
+            Metadata(metadata_folder(asked.cache), say).forget(gone)
+        kept |= done.kept
+    output(
+        {"dry_run": dry_run, "removed": removed, "kept": [{"digest": one, "why": why} for one, why in kept.items()]},
+        *removed,
+        *(Text(f"{digest} stays: {why}", "red") for digest, why in kept.items()),
+        f"{plural(len(removed), 'image')} {'would be removed' if dry_run else 'removed'}",
+    )
+    if kept:
+        raise SystemExit(1)
+
+
+@click.command("prune")
+@with_options(_STORE)
+@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Only what was removed so long ago.")
+@json_option("bootseer.images-removed/1")
+def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
+    """Delete the files of images that were removed, as far as no other image or environment of the store needs them.
+
+    What this node has mounted stays, and all of it while an image is being converted. Other nodes' mounts are not known
+    here: the grace is longer than they take to fetch an image.
+
+    \b
+    bootseer image prune --store oci://registry:5000/team/train
+    bootseer image prune --store /shared/images --grace 7d
+    """
+    from rich.text import Text
+
+    from bootseer.artifact.places import STORE
+    from bootseer.env.life.catalog import Catalog
+    from bootseer.image import catalog as images
+    from bootseer.store.open import open_store
+
+    uri = _uri(store or os.environ.get(STORE))
+    with closing(open_store(uri, plain_http=plain_http)) as opened:
+        done = images.prune(
+            images.images_in(opened),
+            time.time(),
+            grace_s=parse_duration(grace, "--grace"),
+            mounted=_mounted(),
+            also_used=Catalog(opened).used_objects,
+        )
+    output(
+        {
+            "store": uri,
+            "objects": len(done.deleted),
+            "freed_bytes": done.freed_bytes,
+            "waiting": done.num_waiting,
+            "in_use": done.num_in_use,
+            "problems": done.problems,
+        },
+        *(Text(problem, "red") for problem in done.problems),
+        f"freed {format_bytes(done.freed_bytes)} in {plural(len(done.deleted), 'file')}; "
+        f"{plural(done.num_waiting, 'removed image')} waiting for the grace or a conversion, {done.num_in_use} in use",
+    )
+    if done.problems:
+        raise SystemExit(1)
+
+
+def _uri(store: str | None) -> str:
+    """The store of what this node converted by itself, where no other is meant."""
+    from bootseer.artifact.places import cache_root, converted_folder, own_folder
+
+    return store or str(own_folder(converted_folder(cache_root(os.environ, os.getuid()))))
+
+
+def _mounted() -> dict[str, str]:
+    """The digests of what is mounted here, and where."""
+    from bootseer.artifact.places import runtime_root
+    from bootseer.mounts.state import Runtime
+
+    runtime = Runtime(runtime_root(os.environ, os.getuid()))
+    return {state.details.get("digest", ""): state.target for state in runtime.all() if runtime.health(state) != "gone"}

@@ -1,0 +1,222 @@
+"""What the kernel asks of a mounted file system that can be changed, carried out and answered."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from bootseer.fuse import protocol
+from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, FoundNode, Listed
+
+VALID_S = 1
+"""How long the kernel may answer from memory what a name leads to. Opening a file always asks."""
+_NAMES_AT_ONCE = 256
+"""Entries that the file system is asked for at a time: no listing has all nodes of a large folder in the air."""
+_NO_ANSWER = b""
+
+
+class Request(NamedTuple):
+    """One request; `body` is valid until it was handled."""
+
+    opcode: int
+    node: int
+    caller: Caller
+    body: memoryview
+
+
+class Reading(Protocol):
+    """A read on its way, called with its answer: `least` to `length` bytes, or an error number."""
+
+    least: int
+    length: int
+
+    def __call__(self, result: Data | int) -> None: ...
+
+
+class FileRequests:
+    """A file system that can be changed. Safe for many threads, as the file system is. A read may be answered from any
+    thread, so that none has to wait for its data; the thread of a small file's read may fetch them itself."""
+
+    request_bytes = protocol.WRITE_REQUEST_BYTES
+    max_threads = 256
+    """More than the programs of a node that write or publish at the same moment: while so many wait, no thread reads
+    requests."""
+    ignores_signals = True
+    """Reads end only when their caller is being killed: EINTR to a program that goes on would be an error."""
+
+    def __init__(self, files: FileSystem) -> None:
+        self._files = files
+        self._handlers: dict[int, Callable[[Request], bytes]] = {
+            protocol.INIT: self._init,
+            protocol.LOOKUP: self._lookup,
+            protocol.FORGET: self._forget,
+            protocol.BATCH_FORGET: self._forget_many,
+            protocol.GETATTR: self._attributes,
+            protocol.SETATTR: self._change,
+            protocol.MKNOD: self._make_node,
+            protocol.CREATE: self._create,
+            protocol.OPEN: self._open,
+            protocol.WRITE: self._write,
+            protocol.FLUSH: self._flush,
+            protocol.FSYNC: self._sync,
+            protocol.RELEASE: self._release,
+            protocol.UNLINK: self._unlink,
+            protocol.MKDIR: self._make_folder,
+            protocol.RMDIR: self._remove_folder,
+            protocol.RENAME: self._rename,
+            protocol.RENAME2: self._rename,
+            protocol.OPENDIR: self._open_folder,
+            protocol.READDIR: self._list,
+            protocol.READDIRPLUS: self._list,
+            protocol.RELEASEDIR: self._release_folder,
+            # All that happened in a folder has happened in the place when its call returned.
+            protocol.FSYNCDIR: lambda request: _NO_ANSWER,
+            protocol.STATFS: lambda request: protocol.space_out(files.space()),
+            protocol.DESTROY: lambda request: _NO_ANSWER,
+        }
+        self._refusals = {protocol.SYMLINK: errno.EPERM, protocol.LINK: errno.EPERM, protocol.READLINK: errno.EINVAL}
+
+    def read(self, answer: Reading, node: int, handle: int, offset: int, size: int, room: memoryview) -> Cancel | None:
+        """Begin a read, to be answered by `answer`; what to call when it is not waited for any more. An answer that is
+        given before this returns may lie in `room`."""
+        return self._files.read(node, handle, offset, size, answer, room[:size])
+
+    def answer(self, request: Request) -> bytes | int | None:
+        """The body of the answer, or an error number; None when the kernel expects none. Raises `OSError` to be
+        answered with its number.
+
+        Unknown requests are refused with ENOSYS, which the kernel remembers: it does not ask again for extended
+        attributes before each write.
+        """
+        handler = self._handlers.get(request.opcode)
+        if handler is None:
+            return self._refusals.get(request.opcode, errno.ENOSYS)
+        body = handler(request)
+        return None if request.opcode in (protocol.FORGET, protocol.BATCH_FORGET) else body
+
+    def _init(self, request: Request) -> bytes:
+        return protocol.writable_init_out(protocol.Hello(*protocol.INIT_IN.unpack_from(request.body)))
+
+    def _lookup(self, request: Request) -> bytes:
+        found = self._files.lookup(request.node, protocol.parse_name(request.body))
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file")
+        return self._entry(found)
+
+    def _entry(self, found: FoundNode) -> bytes:
+        return protocol.node_out(found, VALID_S)
+
+    def _forget(self, request: Request) -> bytes:
+        self._files.forget(request.node, *protocol.FORGET_IN.unpack_from(request.body))
+        return _NO_ANSWER
+
+    def _forget_many(self, request: Request) -> bytes:
+        for node, count in protocol.parse_forgets(request.body):
+            self._files.forget(node, count)
+        return _NO_ANSWER
+
+    def _attributes(self, request: Request) -> bytes:
+        return protocol.node_attr_out(self._files.attributes(request.node), VALID_S)
+
+    def _change(self, request: Request) -> bytes:
+        changes = protocol.parse_changes(request.body, time.time_ns())
+        return protocol.node_attr_out(self._files.change(request.node, changes), VALID_S)
+
+    def _make_node(self, request: Request) -> bytes:
+        mode, *_ = protocol.MKNOD_IN.unpack_from(request.body)
+        if not stat.S_ISREG(mode):
+            raise PermissionError(errno.EPERM, "only files and folders")
+        name = protocol.parse_name(request.body[protocol.MKNOD_IN.size :])
+        files, flags = self._files, os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        found, opened = files.create(request.node, name, stat.S_IMODE(mode), flags, request.caller)
+        try:
+            files.flush(found.node, opened.handle, request.caller)
+        finally:
+            files.release(found.node, opened.handle)
+        return self._entry(found)
+
+    def _create(self, request: Request) -> bytes:
+        flags, mode, *_ = protocol.CREATE_IN.unpack_from(request.body)
+        name = protocol.parse_name(request.body[protocol.CREATE_IN.size :])
+        found, opened = self._files.create(request.node, name, stat.S_IMODE(mode), flags, request.caller)
+        return self._entry(found) + protocol.open_out(opened.handle)
+
+    def _open(self, request: Request) -> bytes:
+        flags, _ = protocol.OPEN_IN.unpack_from(request.body)
+        opened = self._files.open(request.node, flags, request.caller)
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        return protocol.open_out(opened.handle, keep_pages=opened.keep_pages, writes=writes)
+
+    def _write(self, request: Request) -> bytes:
+        handle, offset, size, *_ = protocol.WRITE_IN.unpack_from(request.body)
+        data = request.body[protocol.WRITE_IN.size :]
+        if size != len(data):
+            raise OSError(errno.EIO, "a write of another length than its data")
+        self._files.write(request.node, handle, offset, data, request.caller)
+        return protocol.write_out(size)
+
+    def _flush(self, request: Request) -> bytes:
+        (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
+        self._files.flush(request.node, handle, request.caller)
+        return _NO_ANSWER
+
+    def _sync(self, request: Request) -> bytes:
+        (handle,) = protocol.HANDLE_IN.unpack_from(request.body)
+        self._files.sync(request.node, handle, request.caller)
+        return _NO_ANSWER
+
+    def _release(self, request: Request) -> bytes:
+        self._files.release(request.node, *protocol.HANDLE_IN.unpack_from(request.body))
+        return _NO_ANSWER
+
+    def _unlink(self, request: Request) -> bytes:
+        self._files.unlink(request.node, protocol.parse_name(request.body))
+        return _NO_ANSWER
+
+    def _make_folder(self, request: Request) -> bytes:
+        mode, _ = protocol.MKDIR_IN.unpack_from(request.body)
+        name = protocol.parse_name(request.body[protocol.MKDIR_IN.size :])
+        return self._entry(self._files.make_folder(request.node, name, stat.S_IMODE(mode), request.caller))
+
+    def _remove_folder(self, request: Request) -> bytes:
+        self._files.remove_folder(request.node, protocol.parse_name(request.body))
+        return _NO_ANSWER
+
+    def _rename(self, request: Request) -> bytes:
+        wish = protocol.parse_rename(request.body, has_flags=request.opcode == protocol.RENAME2)
+        if not wish.is_known:
+            raise OSError(errno.EINVAL, "two names cannot be exchanged in one step")
+        self._files.rename(request.node, wish.name, wish.to_parent, wish.to_name, replace=wish.replace)
+        return _NO_ANSWER
+
+    def _open_folder(self, request: Request) -> bytes:
+        return protocol.open_out(self._files.open_folder(request.node))
+
+    def _release_folder(self, request: Request) -> bytes:
+        self._files.release_folder(*protocol.HANDLE_IN.unpack_from(request.body))
+        return _NO_ANSWER
+
+    def _list(self, request: Request) -> bytes:
+        handle, number, room = protocol.READ_IN.unpack_from(request.body)
+        plus = request.opcode == protocol.READDIRPLUS
+        out = bytearray()
+        while True:
+            entries = self._files.entries(handle, number, _NAMES_AT_ONCE, attributes=plus)
+            for place, entry in enumerate(entries):
+                if len(out) + protocol.entry_size(entry.name, plus=plus) > room:
+                    self._let_go(entries[place:])
+                    return bytes(out)
+                out += protocol.listed(entry, number, VALID_S, plus=plus)
+                number += 1
+            if not entries:
+                return bytes(out)
+
+    def _let_go(self, entries: Sequence[Listed]) -> None:
+        """Entries that did not fit are asked for again: the kernel does not hold their nodes yet."""
+        for entry in entries:
+            if entry.found is not None:
+                self._files.forget(entry.found.node, 1)

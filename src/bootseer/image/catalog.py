@@ -1,0 +1,189 @@
+"""The converted images of one store: found, published and removed by the digests of their manifests.
+
+    images/sha256-<hex>                         the document (`image.document`)
+    image-trash/sha256-<hex>-<16 hex>           a removed image whose objects are still there (`artifact.prune`)
+    image-leases/sha256-<hex>-<16 hex>          a conversion that is under way (`artifact.lease`)
+    layers/<hex>                                what conversions know of layers (`conversion.layer_document`)
+
+Images share layers. A conversion uses layers that it finds in the store, so that nothing is deleted as long as one is
+under way; it looks again when it publishes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+from bootseer.artifact.catalog import Catalog, Listing
+from bootseer.artifact.kind import Kind
+from bootseer.artifact.lease import announced, look
+from bootseer.artifact.progress import Say
+from bootseer.artifact.prune import GRACE_S, Pruned
+from bootseer.artifact.prune import prune as prune_artifacts
+from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
+from bootseer.errors import BootseerError, NotFoundError, UsageError
+from bootseer.image.conversion import layer_document
+from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
+from bootseer.image.sources.manifest import check_document
+from bootseer.store.retry import read_all
+from bootseer.store.store import Store
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_FOLDER, _TRASH, _LEASES, _LAYERS = "images/", "image-trash/", "image-leases/", "layers/"
+_SILENT_S = 3600.0
+"""A conversion that was not heard of for so long is over. Counted by the clocks of two nodes, which may differ."""
+
+
+def _check_digest(digest: str) -> None:
+    if not _DIGEST.fullmatch(digest):
+        raise UsageError(f"{digest[:80]!r} is not a digest", hint="use sha256: and 64 hexadecimal digits")
+
+
+def _digest_in(name: str) -> str:
+    digest = name.removeprefix(_FOLDER).replace("-", ":", 1)
+    return digest if _DIGEST.fullmatch(digest) else ""
+
+
+def _parse(data: bytes) -> ImageDocument:
+    document = ImageDocument.parse(data)
+    check_document(document)
+    return document
+
+
+def _identity(document: ImageDocument) -> str:
+    return hashlib.sha256(" ".join(layer.file.identity for layer in document.layers).encode()).hexdigest()
+
+
+IMAGES = Kind(
+    noun="image",
+    folder=_FOLDER,
+    trash=_TRASH,
+    tombstone_schema="bootseer.image-tombstone/1",
+    max_bytes=MAX_DOCUMENT_BYTES,
+    check_key=_check_digest,
+    document_name=document_name,
+    key_in=_digest_in,
+    parse=_parse,
+    key=lambda document: document.digest,
+    identity=_identity,
+)
+
+
+def images_in(store: Store, say: Say = lambda line: None, signatures: Signatures = UNSIGNED) -> Catalog[ImageDocument]:
+    """The images of a store."""
+    return Catalog(IMAGES, store, say, signatures)
+
+
+def read_document(store: Store, digest: str, signatures: Signatures = UNSIGNED) -> ImageDocument:
+    """The document of an image in one store, compared with the digest as `check_document` does.
+
+    Raises `NotFoundError` when there is none, `SignatureError` when a signature is required that it does not have.
+    """
+    return images_in(store, signatures=signatures).opened(digest, read_stored(store, digest))
+
+
+def read_stored(store: Store, digest: str) -> bytes:
+    """The document as it is stored, with its signatures. Raises as `read_all`."""
+    return read_all(store, document_name(digest), stored_limit(MAX_DOCUMENT_BYTES))
+
+
+def converting(store: Store, digest: str, node: str) -> AbstractContextManager[None]:
+    """Announce a conversion for as long as the block lasts. `digest` is empty for a source that has none yet."""
+    name = digest or f"sha256:{secrets.token_hex(32)}"
+    return announced(store, f"{_LEASES}{name.replace(':', '-')}-{secrets.token_hex(8)}", node)
+
+
+def conversions(store: Store, now_s: float) -> dict[str, str]:
+    """The digests of images that are being converted into a store, each with a line for people."""
+    found = {}
+    for stored in store.list(_LEASES):
+        record = look(store, stored.name).record
+        if record is not None and not record.released and now_s - record.last_beat_s < _SILENT_S:
+            digest = stored.name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1)
+            found[digest] = f"{record.node} (process {record.pid}) is converting it"
+    return found
+
+
+@dataclass(slots=True)
+class Removed:
+    """What `remove` did."""
+
+    removed: list[str] = field(default_factory=list)
+    """Digests."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """Digests of what was not removed, each with the reason."""
+
+
+def remove(
+    catalog: Catalog[ImageDocument],
+    digests: Iterable[str],
+    now_s: float,
+    *,
+    mounted: Mapping[str, str],
+    dry_run: bool = False,
+) -> Removed:
+    """Let no start find these images any more; their objects are left to `prune`.
+
+    Not removed is what is being converted, and what is mounted here: `mounted` says where, by digest.
+    """
+    done = Removed()
+    under_way = conversions(catalog.store, now_s)
+    for digest in dict.fromkeys(digests):
+        why = f"it is mounted at {mounted[digest]}" if digest in mounted else under_way.get(digest, "")
+        if not why and catalog.look(digest).kind == "none":
+            why = f"{catalog.store.uri} does not have it"
+        if why:
+            done.kept[digest] = why
+            continue
+        if not dry_run:
+            catalog.remove(digest, now_s)
+        done.removed.append(digest)
+    return done
+
+
+def prune(
+    catalog: Catalog[ImageDocument],
+    now_s: float,
+    *,
+    grace_s: float = GRACE_S,
+    mounted: Collection[str] = (),
+    also_used: Callable[[], Iterable[str]] = tuple,
+) -> Pruned:
+    """`artifact.prune.prune`, and what conversions knew of layers that are gone. `mounted` are digests of images."""
+    store = catalog.store
+
+    def delete_leftovers(_: Listing[ImageDocument], done: Pruned) -> None:
+        alive = conversions(store, now_s)
+        for stored in list(store.list(_LEASES)):
+            if stored.name.removeprefix(_LEASES).rpartition("-")[0].replace("-", ":", 1) not in alive:
+                done.attempt(stored.name, partial(store.delete, stored.name))
+        for stored in list(store.list(_LAYERS)) if done.deleted else ():
+            if _is_gone(store, stored.name, done.deleted):
+                done.attempt(stored.name, partial(store.delete, stored.name))
+
+    return prune_artifacts(
+        catalog,
+        now_s,
+        grace_s=grace_s,
+        in_use=mounted,
+        also_used=also_used,
+        hold=lambda: bool(conversions(store, now_s)),
+        leftovers=delete_leftovers,
+    )
+
+
+def _is_gone(store: Store, name: str, deleted: Collection[str]) -> bool:
+    """Whether the document of a layer names an object that was deleted."""
+    try:
+        data = UNSIGNED.open(name, read_all(store, name, stored_limit(layer_document.MAX_BYTES)), store.uri)
+        layer = layer_document.parse(data)
+    except (BootseerError, NotFoundError):
+        return False  # a conversion that cannot read it converts the layer again
+    return isinstance(layer, layer_document.ConvertedLayer) and any(
+        stored.name in deleted for stored in layer.file.objects
+    )

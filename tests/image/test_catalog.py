@@ -1,0 +1,141 @@
+"""Converted images that are removed: what goes, what stays, what must not be removed; in a folder and a registry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bootseer.artifact.hotsets import hotset_name
+from bootseer.artifact.lease_state import LeaseRecord
+from bootseer.artifact.objects import missing, put
+from bootseer.artifact.prune import GRACE_S
+from bootseer.errors import PermanentError
+from bootseer.image.catalog import conversions, converting, images_in, prune, read_document, remove
+from bootseer.image.conversion.convert import convert
+from bootseer.image.conversion.layer_job import ConvertOptions
+from bootseer.image.document import ImageDocument
+from bootseer.image.reference import parse_reference
+from bootseer.image.sources.open import open_source
+from bootseer.store.file import FileStore
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+from oci_images import directory, file, layer, write_layout
+from registry import Registry
+
+BASE = layer(directory("d"), file("d/base", bytes(range(256)) * 999))
+NOW_S = 1_900_000_000.0
+LATER_S = NOW_S + GRACE_S + 1
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    with Registry(tmp_path_factory.mktemp("registry")) as started:
+        yield started
+
+
+@pytest.fixture(params=["folder", "registry"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "folder":
+        yield FileStore(tmp_path / "store")
+        return
+    host = request.getfixturevalue("registry").host
+    with closing(open_store(f"oci://{host}/catalog{abs(hash(tmp_path)):x}")) as opened:
+        yield opened
+
+
+def converted(tmp_path: Path, store: Store, name: str, options: ConvertOptions | None = None) -> ImageDocument:
+    """An image of a layer that all share and one of its own."""
+    folder = tmp_path / name
+    if not folder.exists():
+        write_layout(folder, [BASE, layer(file(f"own-{name}", name.encode() * 5000))])
+    with closing(open_source(parse_reference(f"oci:{folder}"))) as source:
+        return convert(source, store, options=options)
+
+
+def test_a_removed_image_goes_and_what_others_share_stays(tmp_path: Path, store: Store) -> None:
+    old, new = (converted(tmp_path, store, name) for name in ("old", "new"))
+    put(store, hotset_name(old.digest, "w"), b"x")
+    images = images_in(store)
+    assert remove(images, [old.digest], NOW_S, mounted={}).removed == [old.digest]
+    assert images.find(old.digest) is None
+    assert (prune(images, NOW_S + 1).num_waiting, missing(store, old.objects)) == (1, [])
+    done = prune(images, LATER_S)
+    assert done.problems == []
+    shared = set(old.objects) & set(new.objects)
+    assert shared
+    assert set(missing(store, old.objects)) == set(old.objects) - shared
+    assert read_document(store, new.digest) == new
+    assert missing(store, new.objects) == []
+    assert list(store.list("image-trash/")) == list(store.list(hotset_name(old.digest, ""))) == []
+    assert converted(tmp_path, store, "old") == old
+    assert missing(store, old.objects) == []
+
+
+def test_what_is_mounted_or_being_converted_is_not_removed(tmp_path: Path, store: Store) -> None:
+    image, other = (converted(tmp_path, store, name) for name in ("image", "other"))
+    images = images_in(store)
+    assert remove(images, [image.digest], NOW_S, mounted={image.digest: "/mnt"}).kept == {
+        image.digest: "it is mounted at /mnt"
+    }
+    with converting(store, image.digest, "node-7"):
+        kept = remove(images, [image.digest, other.digest], time.time(), mounted={})
+        assert (list(kept.kept), kept.removed) == ([image.digest], [other.digest])
+        assert "node-7" in kept.kept[image.digest]
+        # It may use layers of what was removed.
+        done = prune(images, time.time() + 10, grace_s=0)
+        assert (done.deleted, done.num_waiting) == (set(), 1)
+    assert images.find(image.digest) == image
+    assert conversions(store, time.time()) == {}
+    assert remove(images, [image.digest], NOW_S, mounted={}, dry_run=True).removed == [image.digest]
+    assert images.find(image.digest) == image
+    assert prune(images, time.time() + 10, grace_s=0).deleted
+
+
+def test_a_conversion_whose_node_died_holds_nothing_up_for_ever(tmp_path: Path, store: Store) -> None:
+    image = converted(tmp_path, store, "image")
+    record = LeaseRecord("ab" * 16, "node-1", 1, NOW_S, beat=6)
+    put(store, f"image-leases/{image.digest.replace(':', '-')}-{'0' * 16}", record.encode())
+    images = images_in(store)
+    assert list(conversions(store, NOW_S + 3600)) == [image.digest]
+    remove(images, [image.digest], NOW_S + 4000, mounted={})
+    done = prune(images, NOW_S + 4000 + LATER_S - NOW_S)
+    assert set(missing(store, image.objects)) == set(image.objects)
+    assert done.problems == []
+    assert list(store.list("image-leases/")) == []
+
+
+def test_what_environments_or_a_replaced_conversion_need_is_known(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    first = converted(tmp_path, store, "image")
+    second = converted(tmp_path, store, "image", ConvertOptions(block_size=64 << 10))
+    assert first.digest == second.digest
+    images = images_in(store)
+    kept = {first.layers[1].file.index_name}
+    now_s = time.time() + GRACE_S + 1
+    done = prune(images, now_s, also_used=lambda: kept)
+    assert done.deleted == {stored.name for stored in set(first.objects) - set(second.objects)} - kept
+    assert missing(store, second.objects) == []
+    assert prune(images, now_s).deleted == kept
+
+
+def test_a_conversion_whose_layers_were_deleted_meanwhile_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "store")
+    real = FileStore.upload
+    document = converted(tmp_path, store, "image")
+    gone = document.objects[0].name
+
+    def upload(self: FileStore) -> object:
+        self.delete(gone)
+        return real(self)
+
+    images_in(store).remove(document.digest, NOW_S)
+    monkeypatch.setattr(FileStore, "upload", upload)
+    with pytest.raises(PermanentError, match="was not published"):
+        images_in(store).publish(document, replace=True)
+    assert images_in(store).find(document.digest) is None
