@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.cli.verbs import cli
 from bootseer.report import model
-from bootseer.report.analysis import diff, report, words
+from bootseer.report.analysis import diff, report, verdict
 from bootseer.trace.event import KINDS, MAX_LINE_BYTES, OUTCOMES, PHASES, VERSION, Event, decode
 from bootseer.trace.identity import discover
 
@@ -142,7 +142,7 @@ def test_each_field_of_the_report_is_documented(kind: type) -> None:
 
 def test_the_report_s_words_are_documented() -> None:
     said = text("formats/report.md")
-    buckets = [words.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
+    buckets = [verdict.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
     for word in (model.SCHEMA, model.WORK, model.WAIT, model.UNTRACKED, *buckets):
         assert f"`{word}`" in said
 

@@ -90,10 +90,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link of the critical chain: who arrived last at a barrier and what it did since the one before."""
+    """One link of the critical chain: the node that came last to a barrier, and what it did since the one before."""
 
     barrier: str
-    """`training_began` is the last one: everybody has to get there."""
+    """`training_began` is the last one: all nodes have to get there."""
     node: str
     rank: int
     from_s: float
@@ -165,19 +165,19 @@ class StragglerGroup:
 class Overhead:
     """What the startup cost."""
 
-    job_level_s: float | None
+    job_level_s: float | None = None
     """Submission to the end of the first step; None when the submission was not observed."""
-    node_level_median_s: float | None
-    node_level_max_s: float | None
-    startup_s: float | None
+    node_level_median_s: float | None = None
+    node_level_max_s: float | None = None
+    startup_s: float | None = None
     """First event of the startup to its end: what was observed, whatever it covers. None when nothing had a time."""
-    work_share: float | None
-    wait_share: float | None
-    gpu_hours: float | None
-    wait_gpu_hours: float | None
-    cost: float | None
-    wait_cost: float | None
-    price_per_gpu_hour: float | None
+    work_share: float | None = None
+    wait_share: float | None = None
+    gpu_hours: float | None = None
+    wait_gpu_hours: float | None = None
+    cost: float | None = None
+    wait_cost: float | None = None
+    price_per_gpu_hour: float | None = None
     currency: str = "$"
     """Of the price, as the user said: a sign or a code."""
 
@@ -186,12 +186,12 @@ class Overhead:
 class Coverage:
     """Who was heard. Missing nodes may be the stragglers, so less than all is a headline."""
 
-    nodes_heard: int
-    nodes_expected: int | None
-    ranks_heard: int
-    ranks_expected: int | None
-    nodes_truncated: int
-    events_lost: int
+    nodes_heard: int = 0
+    nodes_expected: int | None = None
+    ranks_heard: int = 0
+    ranks_expected: int | None = None
+    nodes_truncated: int = 0
+    events_lost: int = 0
     """Events that writers said they could not write."""
 
 
@@ -199,12 +199,12 @@ class Coverage:
 class Clock:
     """How far the nodes' clocks agree."""
 
-    reference_node: str
-    max_offset_s: float
-    max_error_s: float | None
-    nodes_untied: int
+    reference_node: str = ""
+    max_offset_s: float = 0.0
+    max_error_s: float | None = None
+    nodes_untied: int = 0
     """Nodes without any barrier that would tie their clock to the others."""
-    steps: list[str]
+    steps: list[str] = field(default_factory=list)
     """Nodes whose wall clock jumped during the startup; durations are not affected."""
     left_out: dict[str, float] = field(default_factory=dict)
     """Nodes whose events lie an hour and more away from all others, by so much: they are in no sum and no list."""
@@ -358,7 +358,7 @@ class EnvironmentStart:
     until: str
     """When the numbers were taken: `training_began` or `end` (of the command)."""
     published: bool | None
-    """Whether a snapshot was kept; None when there was none to keep, or nobody told."""
+    """Whether a snapshot was kept; None when there was none to keep, or nothing tells."""
     why_not: str
     """Why no snapshot was kept."""
 
@@ -396,19 +396,19 @@ class Startup:
     """Which startup this report is about."""
 
     job: str
-    attempt: int
-    restart: int
-    kind: str
-    zero_ns: int
+    attempt: int = 0
+    restart: int = 0
+    kind: str = "full"
+    zero_ns: int = 0
     """Unix time of second 0, ns."""
-    outcome: str
+    outcome: str = "unobserved"
     """`training_began`, `truncated` (logs stop before), `failed` or `unobserved` (nothing had a time)."""
-    ended_by: str
+    ended_by: str = "last_event"
     """The evidence for the end: `first_step`, `training_began`, `last_event`."""
-    num_nodes: int
-    num_ranks: int
-    num_gpus: int | None
-    scale: str
+    num_nodes: int = 0
+    num_ranks: int = 0
+    num_gpus: int | None = None
+    scale: str = ""
     """The paper's bucket of the number of GPUs: `1-10`, `10-100`, ..., `>3000`; empty when unknown."""
 
 
@@ -425,7 +425,7 @@ class Input:
     """Reason to count; docs/formats/event.md lists the reasons."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything that `bootseer report` knows about one startup."""
 
@@ -434,25 +434,25 @@ class Report:
     headlines: list[str]
     """What must not be overlooked: coverage below 100 %, truncated nodes, clock steps."""
     overhead: Overhead
-    stages: list[Stage]
-    nodes: list[Node]
-    ranks: list[Node]
+    stages: list[Stage] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    ranks: list[Node] = field(default_factory=list)
     """Every rank by itself, where there are at most 64 and more than nodes; else empty."""
-    critical_chain: list[Link]
-    stragglers: list[Straggler]
-    straggler_groups: list[StragglerGroup]
+    critical_chain: list[Link] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    straggler_groups: list[StragglerGroup] = field(default_factory=list)
     coverage: Coverage
     clock: Clock
     unobserved: list[str]
-    images: list[ImageStart]
+    images: list[ImageStart] = field(default_factory=list)
     """One for each node that `bootseer run --image` started a container on, by node."""
-    environments: list[EnvironmentStart]
+    environments: list[EnvironmentStart] = field(default_factory=list)
     """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
-    checkpoints: list[CheckpointStart]
+    checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     facts: list[Fact]
     share: Share | None
-    startups: list[Overview]
+    startups: list[Overview] = field(default_factory=list)
     input: Input
     scheduler: list[Segment] = field(default_factory=list)
     """Queue and allocation: what the job, not a node, went through."""

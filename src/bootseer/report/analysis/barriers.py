@@ -1,4 +1,4 @@
-"""Who waited for whom: the startup as an exact max-plus model of its barriers.
+"""Which lanes waited for which: the startup as an exact max-plus model of its barriers.
 
 A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival
 is the opening of the barrier before it plus its own work. With these two rules a startup without some node can be
@@ -55,7 +55,7 @@ class Barrier:
 
     @property
     def last(self) -> Visit:
-        """The visit that everybody waited for."""
+        """The visit that all others waited for."""
         return max(self.visits, key=lambda visit: visit.at_ns)
 
     @property

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from bootseer.report.analysis.spans import TRUNCATED
 from bootseer.report.analysis.stages import enclosing
-from bootseer.report.analysis.words import ENDS
+from bootseer.report.analysis.verdict import ENDS
 from bootseer.report.model import WAIT, Report, plain
 from bootseer.trace.event import FAILED
 
@@ -343,8 +343,8 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, do
     overall, told = difference.overall, _told(difference.stages, SLOWER, FASTER)
     took = f"B took {overall.delta_s or 0.0:+.2f} s against A"
     if not all(reached):
-        who = " and ".join(side for side, there in zip("AB", reached, strict=True) if not there)
-        whole = f"The whole cannot be compared, {who} did not reach training"
+        sides = " and ".join(side for side, there in zip("AB", reached, strict=True) if not there)
+        whole = f"The whole cannot be compared, {sides} did not reach training"
         return f"{whole}; stages moved beyond {noise}: {told or 'none'}{basis}."
     if told:
         return f"{took}; moved beyond {noise}: {told}{basis}."

@@ -1,7 +1,7 @@
 """Lanes: each rank's way from the moment that its node was bound to the job to the end of its first step.
 
 A lane joins what the node did for all its ranks (image, environment, launcher) and what the rank's own process did. It
-knows its barriers in order, so that `analysis.barriers` can say who waited for whom.
+knows its barriers in order, so that `barriers` can say which lane waited for which.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _without_helpers(spans: list[Span], node: NodeSpans, rank: int) -> tuple[lis
     helpers: list[Span] = []
     for span in spans:
         other = bool(main and span.pid and span.pid != main) and span.stage not in STRUCTURE
-        # Without a rank a shell's own stages are everybody's; only what a Python process says of itself is in doubt.
+        # Without a rank stages of a shell belong to all; only what a Python process says of itself is in doubt.
         helper = other and span.begin_ns >= begin_ns and (rank != NO_RANK or span.stage in PROCESS_STAGES)
         (helpers if helper or span.background else kept).append(span)
     return kept, helpers

@@ -1,4 +1,4 @@
-"""A start while it goes on: who stands at which barrier, who is missing there, and what it does instead.
+"""A start while it goes on: which nodes stand at which barrier, which are missing there, and what these do instead.
 
 Each event is taken once, when it comes. How long a stage has lasted is told by the reader's clock and the node's wall
 clock.

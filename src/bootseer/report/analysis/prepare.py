@@ -20,6 +20,8 @@ from bootseer.report.model import WAIT
 from bootseer.trace.event import FAILED, OK, Event
 from bootseer.units import S_PER_H, seconds
 
+_SHORT_S = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -52,7 +54,7 @@ class Prepared:
 
 
 def prepare(startup: StartupSpans) -> Prepared:
-    """Bring a startup's nodes to one clock, in place, and find out who waited for whom."""
+    """Bring a startup's nodes to one clock, in place, and find out which lanes waited for which."""
     clocks = offsets(startup.nodes)
     align(startup.nodes, clocks)
     left_out = apart(startup.nodes)
@@ -74,7 +76,7 @@ def prepare(startup: StartupSpans) -> Prepared:
 
 
 def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
-    """GPUs of a node that the job uses; None when nobody told."""
+    """GPUs of a node that the job uses; None when nothing tells."""
     value = startup.run_attrs.get(node, {}).get("gpus")
     if options.gpus_per_node is not None:
         return options.gpus_per_node
@@ -97,9 +99,6 @@ def outcome_of(lanes: Sequence[Lane]) -> str:
     if OK in outcomes:
         return "training_began"
     return next((outcome for outcome in (FAILED, TRUNCATED) if outcome in outcomes), UNOBSERVED)
-
-
-_SHORT_S = 0.01
 
 
 def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:

@@ -2,7 +2,7 @@
 
 The order of work: tell startups apart, pair spans and bring the nodes' clocks together (`spans`), build lanes and
 barriers (`lanes`, `barriers`), cut each node's time into pieces and add up (`stages`), find which nodes held the others
-back (`stragglers`), and say it in words (`words`). Logs that tell facts and no time, such as the output of an
+back (`stragglers`), and say it in words (`verdict`). Logs that tell facts and no time, such as the output of an
 installer, get a report without nodes.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from bootseer.errors import UsageError
 from bootseer.report import model
 from bootseer.report.analysis import barriers as barrier_model
-from bootseer.report.analysis import words
+from bootseer.report.analysis import verdict
 from bootseer.report.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
 from bootseer.report.analysis.prepare import (
     Options,
@@ -34,10 +34,17 @@ from bootseer.report.analysis.prepare import (
 from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
 from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, Piece, cut, stages
 from bootseer.report.analysis.starts import checkpoint_starts, environment_starts, image_starts
-from bootseer.report.analysis.stragglers import Told, critical_chain, straggler_groups, straggler_rows
+from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
 from bootseer.report.foreign.parser import FOREIGN
 from bootseer.trace.event import FAILED, NO_RANK, OK, Event
 from bootseer.units import NS_PER_S, S_PER_H, seconds
+
+_MAX_RANKS = 64
+_ENDING_FACTS = ("exit_code", "signal", "local_rank")
+_TELLING = {UNOBSERVED: 0, OK: 1}
+"""How much a lane with this outcome tells of its node; any other outcome tells the most."""
+_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", FOREIGN})
+_NO_JOB = "unnamed"
 
 
 def analyse(
@@ -73,12 +80,6 @@ def analyse(
     builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
     endings = [ending for builder in builders for ending in builder.endings()]
     return builders[-1].report(overviews, share(found, overviews), list(facts), read, endings)
-
-
-_MAX_RANKS = 64
-_ENDING_FACTS = ("exit_code", "signal", "local_rank")
-_TELLING = {UNOBSERVED: 0, OK: 1}
-"""How much a lane with this outcome tells of its node; any other outcome tells the most."""
 
 
 class _Builder:
@@ -117,7 +118,7 @@ class _Builder:
         ready, key = self.ready, self.startup.key
         lanes = self._lane_of_each_node()
         nodes = [self._node(lane) for lane in lanes.values()]
-        told = Told(
+        chain = ChainInput(
             barriers=ready.barriers,
             clocks=ready.clocks,
             lanes=lanes,
@@ -127,7 +128,7 @@ class _Builder:
             zero_ns=self.zero,
         )
         rows = stages(nodes, self.price)
-        stragglers = straggler_rows(told)
+        stragglers = straggler_rows(chain)
         num_gpus = total(self.gpus.values())
         coverage = self._coverage(nodes)
         startup = model.Startup(
@@ -141,7 +142,7 @@ class _Builder:
             num_nodes=len(nodes),
             num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
             num_gpus=num_gpus,
-            scale=words.bucket(num_gpus),
+            scale=verdict.bucket(num_gpus),
         )
         seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
         seen |= {row.stage for row in rows}  # what is derived from the command
@@ -155,9 +156,9 @@ class _Builder:
             stages=self._scheduler_rows() + rows,
             nodes=nodes,
             ranks=self._ranks(),
-            critical_chain=critical_chain(told),
+            critical_chain=critical_chain(chain),
             stragglers=stragglers,
-            straggler_groups=straggler_groups(told, stragglers, nodes),
+            straggler_groups=straggler_groups(chain, stragglers, nodes),
             coverage=coverage,
             clock=self._clock(),
             unobserved=unobserved,
@@ -174,7 +175,7 @@ class _Builder:
             ],
         )
         reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
-        return words.with_words(
+        return verdict.with_words(
             report,
             waiting=self._waiting(lanes),
             reused_runs=reused,
@@ -247,14 +248,14 @@ class _Builder:
             model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
             for p in self.pieces_of(lane)
         ]
-        # A stage that was cut short with the node's last sign of life took no time that anybody saw, and still counts.
+        # A stage that was cut short with the node's last sign of life took no time that was seen, and still counts.
         segments += [
             model.Segment(span.stage, self.at(span.begin_ns), self.at(span.begin_ns), model.WORK, TRUNCATED)
             for span in lane.spans
             if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
         ]
         if end_ns > lane.end_ns:
-            # Where training began without a word of this node, nobody knows what it did until then.
+            # Where training began without a word of this node, what it did until then is unknown.
             silent = outcome == UNOBSERVED and self.began
             stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
             segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
@@ -368,9 +369,6 @@ def _in_facts(stage: str, facts: Sequence[model.Fact]) -> bool:
     return any(fact.stage.partition(".")[0] == stage for fact in facts)
 
 
-_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", FOREIGN})
-
-
 def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
     facts = {f"run.{key}": value for key, value in run.items() if key not in _NOT_FACTS}
     for span in lane.spans:
@@ -385,50 +383,23 @@ def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-_NO_JOB = "unnamed"
-
-
 def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
     """A report without any node."""
     told = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
     stages = f" about {', '.join(told)}" if told else ""
     count = f"{len(facts)} fact{'s' if len(facts) != 1 else ''}"
     return model.Report(
-        startup=model.Startup(
-            job=options.job or _NO_JOB,
-            attempt=0,
-            restart=0,
-            kind="full",
-            zero_ns=0,
-            outcome=UNOBSERVED,
-            ended_by="last_event",
-            num_nodes=0,
-            num_ranks=0,
-            num_gpus=None,
-            scale="",
-        ),
+        startup=model.Startup(options.job or _NO_JOB),
         verdict=f"Nothing in these logs has a time, so no startup can be measured; they tell {count}{stages}.",
         headlines=[
             "Nodes, order, waiting and cost are unobserved: collect logs with time stamps, or start the job with "
             "`bootseer run`."
         ],
-        overhead=model.Overhead(
-            None, None, None, None, None, None, None, None, None, None, options.price_per_gpu_hour, options.currency
-        ),
-        stages=[],
-        nodes=[],
-        ranks=[],
-        critical_chain=[],
-        stragglers=[],
-        straggler_groups=[],
-        coverage=model.Coverage(0, None, 0, None, 0, 0),
-        clock=model.Clock("", 0.0, None, 0, []),
+        overhead=model.Overhead(price_per_gpu_hour=options.price_per_gpu_hour, currency=options.currency),
+        coverage=model.Coverage(),
+        clock=model.Clock(),
         unobserved=[stage for stage in STAGES if stage not in told],
-        images=[],
-        environments=[],
-        checkpoints=[],
         facts=list(facts),
         share=None,
-        startups=[],
         input=read,
     )

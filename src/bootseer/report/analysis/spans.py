@@ -36,6 +36,10 @@ _NEW_BOOT_NS = 3600 * 10**9
 """Wall minus monotonic time that differs by more than this within one node means another boot, not a stepped clock."""
 _STEP_NS = 100_000_000
 """A wall clock that moved this much against the monotonic clock was stepped, not slewed."""
+_APART_NS = 3600 * 10**9
+"""Nodes of one startup whose events lie further apart than this were not there together: a clock is wrong."""
+_FLOOR_NS = 1_000_000
+"""No estimate from user-space barriers is better than a millisecond."""
 
 
 class Key(NamedTuple):
@@ -254,12 +258,6 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
     return [time_of(event) for event in events]
 
 
-_APART_NS = 3600 * 10**9
-"""Nodes of one startup whose events lie further apart than this were not there together: a clock is wrong."""
-_FLOOR_NS = 1_000_000
-"""No estimate from user-space barriers is better than a millisecond."""
-
-
 @dataclass(frozen=True, slots=True)
 class Offset:
     """Add `-offset_ns` to a node's times to get the reference's. `error_ns` None: nothing ties this node."""
@@ -283,7 +281,7 @@ def offsets(nodes: Mapping[str, NodeSpans]) -> dict[str, Offset]:
         left = {name: min(ends) for name, ends in by_node.items()}
         middle = int(median(left.values()))
         for name, end_ns in left.items():
-            # Whoever came last waited for nobody: its stay bounds how long after the last arrival the release came.
+            # The last one did not wait: its stay bounds how long after the last arrival the release came.
             differences[name].append((end_ns - middle, shortest[barrier]))
     return {name: _offset(differences.get(name, [])) for name in nodes}
 
@@ -310,7 +308,7 @@ def apart(nodes: Mapping[str, NodeSpans]) -> dict[str, int]:
 def _releases(node: NodeSpans) -> Iterable[tuple[str, int, int]]:
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for span in sorted(node.spans, key=lambda span: span.begin_ns):
-        if span.barrier and span.outcome == OK:  # one that failed was left by nobody else at that moment
+        if span.barrier and span.outcome == OK:  # one that failed was not left by the others at that moment
             turn = counts[span.barrier, span.rank]
             counts[span.barrier, span.rank] += 1
             yield f"{span.barrier}#{turn}", span.end_ns, span.end_ns - span.begin_ns

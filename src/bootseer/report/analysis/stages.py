@@ -21,6 +21,12 @@ from bootseer.report.model import UNTRACKED, UNTRACKED_STAGE, WAIT, WORK, Kind, 
 from bootseer.trace.event import FAILED
 from bootseer.units import S_PER_H
 
+STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
+"""The stages of every full startup; what of them was not seen is reported as unobserved."""
+WAIT_FOR_OTHERS = "wait_for_others"
+"""After its own first step, a node waits for the last one."""
+_CDF_POINTS = 101
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -103,13 +109,6 @@ def enclosing(stage: str) -> list[str]:
     """The stage and the stages around it, outermost first: `a.b.c` gives `a`, `a.b`, `a.b.c`."""
     parts = stage.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
-
-
-STAGES = ("queue", "allocation", "image_loading", "environment_setup", "model_initialization", "first_step")
-"""The stages of every full startup; what of them was not seen is reported as unobserved."""
-WAIT_FOR_OTHERS = "wait_for_others"
-"""After its own first step, a node waits for the last one."""
-_CDF_POINTS = 101
 
 
 @dataclass(slots=True)

@@ -161,8 +161,10 @@ def _restored(group: Sequence[EnvironmentStart]) -> list[str]:
     lines = [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
     untrusted = [one for one in group if one.trust == "untrusted"]
     if untrusted:
-        who = _nodes(untrusted)
-        lines.append(f"untrusted: the setup read files that its key does not know ({who}); name them with --env-input")
+        where = _nodes(untrusted)
+        lines.append(
+            f"untrusted: the setup read files that its key does not know ({where}); name them with --env-input"
+        )
     return lines
 
 

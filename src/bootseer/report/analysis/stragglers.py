@@ -39,6 +39,8 @@ _MAD_TO_SIGMA = 1.4826
 _NOISE_SIGMAS = 4.0
 _MIN_SHARE = 0.05
 _MIN_DELAY_NS = 500_000_000
+_MAX_COMPARED = 16
+"""Groups among which the next one is looked for; a job has a handful, a hostile log may have one for each node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +186,8 @@ def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
     return ways / math.comb(total, drawn)
 
 
-_MAX_COMPARED = 16
-"""Groups among which the next one is looked for; a job has a handful, a hostile log may have one for each node."""
-
-
 @dataclass(slots=True)
-class Told:
+class ChainInput:
     """What the rows are made from."""
 
     barriers: list[Barrier]
@@ -217,24 +215,24 @@ class Told:
         return hours, None if hours is None or self.price is None else hours * self.price
 
 
-def critical_chain(told: Told) -> list[model.Link]:
-    """For each barrier who came last, and in which stage it lost the most."""
-    links = [_link(told, barrier) for barrier in told.barriers if barrier.passed]
+def critical_chain(chain: ChainInput) -> list[model.Link]:
+    """For each barrier the node that came last, and the stage in which it lost the most."""
+    links = [_link(chain, barrier) for barrier in chain.barriers if barrier.passed]
     return [link for link in links if link.stage or link.barrier != TRAINING_BEGAN]
 
 
-def _link(told: Told, barrier: Barrier) -> model.Link:
+def _link(chain: ChainInput, barrier: Barrier) -> model.Link:
     last = barrier.last
     others = [visit.at_ns for visit in barrier.visits if visit is not last]
-    stage, stage_ns, excess_ns = lost_stage(told, barrier, last)
+    stage, stage_ns, excess_ns = lost_stage(chain, barrier, last)
     waited = None
     nodes = slowest_visits(barrier)
-    if all(told.gpus[node] is not None for node in nodes):
-        waited_ns = sum((last.at_ns - visit.at_ns) * (told.gpus[node] or 0) for node, visit in nodes.items())
+    if all(chain.gpus[node] is not None for node in nodes):
+        waited_ns = sum((last.at_ns - visit.at_ns) * (chain.gpus[node] or 0) for node, visit in nodes.items())
         waited = seconds(waited_ns) / S_PER_H
 
     def at(ns: float) -> float:
-        return seconds(ns - told.zero_ns)
+        return seconds(ns - chain.zero_ns)
 
     return model.Link(
         barrier=barrier.name,
@@ -252,16 +250,16 @@ def _link(told: Told, barrier: Barrier) -> model.Link:
     )
 
 
-def lost_stage(told: Told, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
+def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
     """The stage that cost a visit the most against the others' median: (stage, its ns, excess ns).
 
     Without others it is the longest stage, and the excess is None.
     """
-    own = time_by_stage(told.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
+    own = time_by_stage(chain.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
     nodes = [other for node, other in slowest_visits(barrier).items() if node != visit.lane.node]
     # On a single node its ranks are the ones to compare.
     crowd = nodes or [other for other in barrier.visits if other is not visit]
-    others = [time_by_stage(told.pieces_of(other.lane), other.from_ns, other.at_ns) for other in crowd]
+    others = [time_by_stage(chain.pieces_of(other.lane), other.from_ns, other.at_ns) for other in crowd]
     if not own:
         return "", 0, None
     if not others:
@@ -272,13 +270,13 @@ def lost_stage(told: Told, barrier: Barrier, visit: Visit) -> tuple[str, int, in
     return stage, own[stage], excess[stage]
 
 
-def straggler_rows(told: Told) -> list[model.Straggler]:
+def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
     """Each straggler with its stage and with what leaving it out would save, worst first."""
     rows: list[model.Straggler] = []
-    for delay in delays(told.barriers, told.clocks):
+    for delay in delays(chain.barriers, chain.clocks):
         visit, node = delay.visit, delay.visit.lane.node
-        stage = LATE_START if delay.late_start else lost_stage(told, delay.barrier, visit)[0]
-        saved = told.replay.savings_ns(frozenset({node}))
+        stage = LATE_START if delay.late_start else lost_stage(chain, delay.barrier, visit)[0]
+        saved = chain.replay.savings_ns(frozenset({node}))
         rows.append(
             model.Straggler(
                 node=node,
@@ -288,30 +286,30 @@ def straggler_rows(told: Told) -> list[model.Straggler]:
                 delay_s=seconds(delay.delay_ns),
                 z=delay.z,
                 savings_s=seconds(saved),
-                savings_gpu_hours=told.gpu_hours(saved, frozenset({node})),
+                savings_gpu_hours=chain.gpu_hours(saved, frozenset({node})),
             )
         )
     return rows
 
 
 def straggler_groups(
-    told: Told, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
+    chain: ChainInput, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
 ) -> list[model.StragglerGroup]:
     """The stragglers of one stage together, in the order that saves most first."""
     staged = groups([(row.stage, row.barrier, row.node) for row in rows])
     ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
     found: list[model.StragglerGroup] = []
     out: frozenset[str] = frozenset()
-    joint, total = 0, told.replay.savings_ns({row.node for row in rows})
+    joint, total = 0, chain.replay.savings_ns({row.node for row in rows})
     while staged:
         # They come by their worst delay, so that of groups that save equally much the latest is next: the others save
         # nothing before it is gone. Where all is saved the order is of no use.
         candidates = list(staged)[: _MAX_COMPARED if joint < total else 1]
-        key = max(candidates, key=lambda key: told.replay.savings_ns(out.union(staged[key])))
+        key = max(candidates, key=lambda key: chain.replay.savings_ns(out.union(staged[key])))
         members = staged.pop(key)
         before, out = joint, out.union(members)
-        alone, joint = told.replay.savings_ns(frozenset(members)), told.replay.savings_ns(out)
-        prices = told.price_of(alone, frozenset(members)), told.price_of(joint, out)
+        alone, joint = chain.replay.savings_ns(frozenset(members)), chain.replay.savings_ns(out)
+        prices = chain.price_of(alone, frozenset(members)), chain.price_of(joint, out)
         found.append(
             model.StragglerGroup(
                 *key,

@@ -30,6 +30,14 @@ NODES = "nodes"
 """The attribute that lists all nodes of a scheduler's event, as Slurm writes lists."""
 BY_LOG = "step_line"
 """What a `training_began` from a log's first line about a training step says that it came by."""
+MAX_RANK: Final = 10_000_000
+MAX_LINE: Final = 65_536
+"""Parsers read no further into a line: what they know is short, and a line may be of any length."""
+_MAX_NAME = 256
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}", re.ASCII)
+_DIGEST = re.compile(r"(.*)@([a-z0-9+._-]{1,32}:[0-9a-fA-F]{32,128})", re.ASCII)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 
 
 class Line(NamedTuple):
@@ -76,16 +84,6 @@ class Parser(Reader, Protocol):
     def done(self) -> bool:
         """No further line changes what the parser finds."""
         return False
-
-
-MAX_RANK: Final = 10_000_000
-MAX_LINE: Final = 65_536
-"""Parsers read no further into a line: what they know is short, and a line may be of any length."""
-_MAX_NAME = 256
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}", re.ASCII)
-_DIGEST = re.compile(r"(.*)@([a-z0-9+._-]{1,32}:[0-9a-fA-F]{32,128})", re.ASCII)
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
 
 
 def plain(text: str) -> str:

@@ -22,44 +22,16 @@ from typing import Final, NamedTuple
 
 from bootseer.units import NS_PER_S
 
-
-class Prefix(NamedTuple):
-    """What `parse_prefix` found."""
-
-    wall_ns: int | None
-    """ns since 1970, or None when the line starts with no time that can be."""
-    rest: int
-    """Offset of the text behind the time; 0 when there is none."""
-
-
 EARLIEST_NS: Final = 946_684_800 * NS_PER_S
 """2000-01-01: an earlier time is a clock that was never set."""
 LATEST_NS: Final = 4_102_444_800 * NS_PER_S
 """2100-01-01: a later one is a misread number."""
-
 _UNITS = (1_000, 1_000_000, NS_PER_S)
-
-
-def plausible(wall_ns: int) -> bool:
-    """Whether a job can have run then."""
-    return EARLIEST_NS <= wall_ns < LATEST_NS
-
-
-def other_unit(wall_ns: int, mono_ns: int) -> bool:
-    """Whether an event gives its times in µs, ms or s: a clock that was never set shows about the monotonic time."""
-    return (
-        not plausible(wall_ns)
-        and any(plausible(wall_ns * unit) for unit in _UNITS)
-        and (mono_ns == wall_ns or mono_ns * 100 < wall_ns)
-    )
-
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MAX_OFFSET_MINUTES = 14 * 60
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _Clock = tuple[int, int, int, int, int]
 """Month, day, hour, minute, second."""
-
 _LABELS = re.compile(
     r"""(?:
       \s+
@@ -83,6 +55,35 @@ _SYSLOG = re.compile(
     rf"(?:<\d{{1,3}}>)?({'|'.join(_MONTHS)})\s+(\d{{1,2}})\s(\d\d):(\d\d):(\d\d)\s+(\S+\s+[^\s:]{{1,128}}:\s?)?",
     re.ASCII,
 )
+MAX_DURATION_NS: Final = 7 * 86_400 * NS_PER_S
+"""No stage of a startup lasts a week: a longer duration is a misread or broken number."""
+DURATION: Final = r"(?:\d{1,9}(?:\.\d{1,9})?(?:h|ms|m|s|µs|μs|us|ns) ?){1,6}(?![\w.])"
+"""Matches what `parse_duration` may understand; to be built into the parsers' expressions."""
+_PART = re.compile(r"(\d+)(?:\.(\d+))?(h|ms|m|s|µs|μs|us|ns) ?", re.ASCII)
+_UNIT_NS = {"h": 3600 * NS_PER_S, "m": 60 * NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
+
+
+class Prefix(NamedTuple):
+    """What `parse_prefix` found."""
+
+    wall_ns: int | None
+    """ns since 1970, or None when the line starts with no time that can be."""
+    rest: int
+    """Offset of the text behind the time; 0 when there is none."""
+
+
+def plausible(wall_ns: int) -> bool:
+    """Whether a job can have run then."""
+    return EARLIEST_NS <= wall_ns < LATEST_NS
+
+
+def other_unit(wall_ns: int, mono_ns: int) -> bool:
+    """Whether an event gives its times in µs, ms or s: a clock that was never set shows about the monotonic time."""
+    return (
+        not plausible(wall_ns)
+        and any(plausible(wall_ns * unit) for unit in _UNITS)
+        and (mono_ns == wall_ns or mono_ns * 100 < wall_ns)
+    )
 
 
 def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
@@ -161,16 +162,6 @@ def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: 
     years = range(near - 8, near + 9) if clock[:2] == (2, 29) else (near - 1, near, near + 1)
     walls = (_wall_ns(year, clock, fraction, zone) for year in years)
     return min((wall for wall in walls if wall is not None), key=lambda wall: abs(wall - reference_ns), default=None)
-
-
-MAX_DURATION_NS: Final = 7 * 86_400 * NS_PER_S
-"""No stage of a startup lasts a week: a longer duration is a misread or broken number."""
-
-DURATION: Final = r"(?:\d{1,9}(?:\.\d{1,9})?(?:h|ms|m|s|µs|μs|us|ns) ?){1,6}(?![\w.])"
-"""Matches what `parse_duration` may understand; to be built into the parsers' expressions."""
-
-_PART = re.compile(r"(\d+)(?:\.(\d+))?(h|ms|m|s|µs|μs|us|ns) ?", re.ASCII)
-_UNIT_NS = {"h": 3600 * NS_PER_S, "m": 60 * NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 def parse_duration(text: str) -> int | None:

@@ -22,6 +22,8 @@ FOLD_ABOVE = 32
 MAX_OUTLIERS = 20
 _CUTS = (0, 50, 90, 99, 100)
 _BINS = 400
+# Controls would be invisible, and direction marks could make a name read as another one.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,6 @@ def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
             begin = low + index * step
             drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
     return coalesced(drawn, str)
-
-
-# Controls would be invisible, and direction marks could make a name read as another one.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 def clean(text: object) -> str:

@@ -1,4 +1,5 @@
-"""The parts of the HTML report that answer "what happened and who was it": head, figures, critical chain, stragglers.
+"""The parts of the HTML report that say what happened and which nodes it was: head, figures, critical chain,
+stragglers.
 
 Each function turns a `Report` into the HTML of one part; `html.render` puts them in order.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bootseer.report.analysis.stragglers import MIN_NODES, host_list
-from bootseer.report.analysis.words import is_about_clocks, located
+from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import Link, Report, Stage, Straggler, StragglerGroup
 from bootseer.report.render.fold import shared_links
 from bootseer.report.render.html_svg import Palette, stacked, swatch

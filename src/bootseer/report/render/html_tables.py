@@ -37,6 +37,7 @@ _MIN_SPREAD_S = 0.5
 _MAX_FACTS = 500
 _MAX_STARTUPS = 500
 _MAX_COLUMNS = 120
+_ALWAYS = ("startup", "stage")
 
 
 def distributions(report: Report, palette: Palette) -> str:
@@ -262,9 +263,6 @@ def _startup_cells(one: Overview, this: bool) -> str:
         + cell(one.startup_s, seconds)
         + "</tr>"
     )
-
-
-_ALWAYS = ("startup", "stage")
 
 
 def glossary(page: str) -> str:

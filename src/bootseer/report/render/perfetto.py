@@ -179,7 +179,7 @@ def _background(node: Node, pid: int, clock: _Clock) -> list[Event]:
 
 
 def _chain(links: list[Link], clock: _Clock) -> list[Event]:
-    """The critical chain as a thread of its own: who held the others back, from barrier to barrier."""
+    """The critical chain as a thread of its own: which node held the others back, from barrier to barrier."""
     events = []
     at = 0
     for link in links:

@@ -19,7 +19,7 @@ from rich.text import Text
 from bootseer.report.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
 from bootseer.report.analysis.live import Moment
 from bootseer.report.analysis.starts import checkpoint_summary, environment_summary, image_summary
-from bootseer.report.analysis.words import is_about_clocks, located
+from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
 from bootseer.report.render.fold import clean, top
 from bootseer.units import format_bytes, format_hours, format_money, format_seconds, plural
@@ -44,6 +44,8 @@ _WORDS = frozenset({"stage", "barrier", "last to come", "node", ""})
 """Columns of names."""
 _UNOBSERVED = "unobserved"
 _UNTIL = {"last_event": "last event seen", "command": "the command's end", "restart": "the restart"}
+_MAX_FACTS = 20
+_STYLES = {SLOWER: "bold red", FASTER: "bold green", UNPROVEN: "yellow"}
 
 
 def render(report: Report, console: Console) -> None:
@@ -72,7 +74,7 @@ def _print_headlines(lines: Iterable[str], console: Console) -> None:
 
 @contextmanager
 def following(console: Console) -> Iterator[Callable[[Moment], None]]:
-    """Shows a start while it goes on: in place on a terminal, elsewhere a line for each change of who is where."""
+    """Shows a start while it goes on: in place on a terminal, elsewhere a line for each change."""
     from rich.live import Live
 
     if console.is_terminal:
@@ -393,10 +395,6 @@ def _print_foot(report: Report, console: Console) -> None:
         error = "unknown" if clock.max_error_s is None else f"within {clock.max_error_s:.3f} s"
         parts.append(f"clocks agree: {error}")
     console.print(Text("; ".join(parts), style="dim"))
-
-
-_MAX_FACTS = 20
-_STYLES = {SLOWER: "bold red", FASTER: "bold green", UNPROVEN: "yellow"}
 
 
 def render_difference(difference: Difference, console: Console) -> None:

@@ -36,6 +36,16 @@ ENDS = {
     "unobserved": "a start in which training was not seen to begin",
 }
 """What a startup is called on which training did not begin, by its outcome."""
+# (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
+_BUCKETS: tuple[tuple[float, str, float], ...] = (
+    (10, "1-10", 44),
+    (100, "10-100", 127),
+    (500, "100-500", 334),
+    (1000, "500-1000", 314),
+    (2000, "1000-2000", 409),
+    (3000, "2000-3000", 431),
+    (float("inf"), ">3000", 501),
+)
 
 
 def with_words(
@@ -116,16 +126,16 @@ def _blame(report: Report) -> str:
     if not groups or groups[-1].joint_s < 0.05:
         return ""
     largest, total = max(groups, key=lambda group: (group.next_s, len(group.nodes))), groups[-1]
-    who = f"node {largest.nodes[0]}" if len(largest.nodes) == 1 else f"{len(largest.nodes)} nodes"
+    which = f"node {largest.nodes[0]}" if len(largest.nodes) == 1 else f"{len(largest.nodes)} nodes"
     where = "by starting late" if largest.stage == LATE_START else f"in {largest.stage}"
     if largest.places:
         where += f" ({located(largest)})"
     took = format_seconds(total.joint_s)
     if len(groups) == 1:
-        text = f"{who} held the others back for {took} {where}"
+        text = f"{which} held the others back for {took} {where}"
     else:
         all_nodes = sum(len(group.nodes) for group in groups)
-        text = f"{all_nodes} nodes held the others back for {took} together, above all {who} {where}"
+        text = f"{all_nodes} nodes held the others back for {took} together, above all {which} {where}"
     if total.joint_gpu_hours:
         text += f" = {format_hours(total.joint_gpu_hours)} GPU-hours"
     return text + (f" = {format_money(total.joint_cost, report.overhead.currency)}" if total.joint_cost else "")
@@ -238,18 +248,6 @@ def _far(off_s: float) -> str:
     if days < 2:
         return format_seconds(abs(off_s))
     return f"{days:.0f} days" if days < 730 else f"{days / 365.25:.1f} years"
-
-
-# (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
-_BUCKETS: tuple[tuple[float, str, float], ...] = (
-    (10, "1-10", 44),
-    (100, "10-100", 127),
-    (500, "100-500", 334),
-    (1000, "500-1000", 314),
-    (2000, "1000-2000", 409),
-    (3000, "2000-3000", 431),
-    (float("inf"), ">3000", 501),
-)
 
 
 def bucket(num_gpus: int | None) -> str:
