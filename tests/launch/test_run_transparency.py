@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.analysis.prepare import Options
-from bootseer.analysis.report import analyse
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
 from conftest_launch import BOOTSEER
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"

@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import BootseerError
-from bootseer.launch import spools
-from bootseer.launch.spools import fingerprint
 from bootseer.launch.supervise import EXIT_FLUSH_S, log, say
-from bootseer.trace import traceparent
+from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
 from bootseer.trace.sinks import safe_name
+from bootseer.trace.spools import fingerprint
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
 
 if TYPE_CHECKING:
