@@ -24,9 +24,10 @@ def after_fork(call: Callable[[], None]) -> None:
     """Have `call` called in every child that this process forks. A method does not keep its object alive."""
     number = next(_numbers)
     if isinstance(call, MethodType):
-        # No WeakMethod: it also watches the function, and that callback fails (and prints) as the interpreter ends.
-        owner, function = weakref.ref(call.__self__, lambda _: _calls.pop(number, None)), call.__func__
-        _calls[number] = lambda: None if (alive := owner()) is None else MethodType(function, alive)
+        # No `WeakMethod`: its own callback fails where an object is collected together with its class.
+        owner = weakref.ref(call.__self__, lambda _, calls=_calls: calls.pop(number, None))  # type: ignore[misc]
+        name = call.__name__
+        _calls[number] = lambda: None if (found := owner()) is None else getattr(found, name)
     else:
         _calls[number] = lambda: call
 

@@ -5,8 +5,7 @@ given to the command as it lies on a local disk.
     checkpoint_start                          training began, or the command ended: what was read until then, from where
     checkpoint_datanode                       what one node of the file system served of it
 
-What the job itself does with it, `model_initialization.checkpoint_read`, is marked by the hook. Imported by
-`launch.run` and `launch.image_stage` only when there is a checkpoint.
+What the job itself does with it, `model_initialization.checkpoint_read`, is marked by the hook.
 """
 
 from __future__ import annotations
@@ -137,16 +136,20 @@ class CheckpointStart:
     def _record(self, until: str) -> None:
         if self._session is None or (self._mounted is None and self._plain is None):
             return
-        from bootseer.analysis.checkpoints import DATANODE, EVENT, MAX_DATANODES  # not in front of the command
+        from bootseer.report.analysis.starts import (  # not in front of the command
+            CHECKPOINT_DATANODE,
+            CHECKPOINT_START,
+            MAX_DATANODES,
+        )
 
         status = self._mounted.began() if self._mounted is not None and self._plain is None else {"place": {}}
         tracer, parent = self._session.tracer, self._session.span
         how = {"mode": "mounted" if self._plain is None else "plain", "reason": self._reason}
         attrs = {"uri": self._wanted.uri, "until": until, **how, "seconds": round(self._seconds, 3), **_numbers(status)}
-        tracer.emit(EVENT, INSTANT, parent=parent, attrs=attrs)
+        tracer.emit(CHECKPOINT_START, INSTANT, parent=parent, attrs=attrs)
         nodes = status["place"].get("nodes", {})
         for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:MAX_DATANODES]:
-            tracer.emit(DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
+            tracer.emit(CHECKPOINT_DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
 
 
 def _slot(session: Session | None) -> str:

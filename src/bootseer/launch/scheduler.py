@@ -2,8 +2,8 @@
 
 Slurm tells by `sacct`, by `scontrol` where no accounting runs, or the start alone by its environment. Only the job's
 first task asks: a thousand nodes asking in the same second would be a load on the controller. Kubernetes tells when its
-node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that whoever submits
-may put it into `BOOTSEER_SUBMITTED`. What nobody tells stays unobserved.
+node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that the submitting
+program may put it into `BOOTSEER_SUBMITTED`. What is not told stays unobserved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from bootseer.launch.supervise import log
 from bootseer.units import NS_PER_S
 
 KUBERNETES = "kubernetes"
@@ -32,7 +33,7 @@ _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILIN
 
 
 class Times(NamedTuple):
-    """Moments of the scheduler, unix ns, and who told them; None is unobserved."""
+    """Moments of the scheduler, unix ns, and their sources; None is unobserved."""
 
     submitted_ns: int | None = None
     started_ns: int | None = None
@@ -95,16 +96,19 @@ def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) 
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean
         )
-    except OSError:
+    except OSError as error:
+        log(__name__, "%s: %s", command[0], error)
         return ""
     with process:
         for _ in range(round(_DEADLINE_S / _LOOK_EVERY_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 answer, _ = process.communicate(timeout=_LOOK_EVERY_S)
+                log(__name__, "%s ended with exit code %d", command[0], process.returncode)
                 return answer[-65536:].decode("utf-8", "replace") if process.returncode == 0 else ""
             if ended.is_set():
                 break
         process.kill()
+    log(__name__, "%s did not answer within %g s, or the command ended before", command[0], _DEADLINE_S)
     return ""
 
 

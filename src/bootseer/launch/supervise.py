@@ -3,8 +3,9 @@
 The command gets its arguments, environment, standard streams and terminal untouched. Signals that we receive are passed
 on once; its exit code is ours, 128+N when signal N killed it. As PID 1 we reap what the job orphans.
 
-Two cases decide who gets signals. In the foreground of a terminal the command stays in our process group, so that
-Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is passed on.
+Two cases decide which processes get signals. In the foreground of a terminal the command stays in our process group, so
+that Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is
+passed on.
 Everywhere else it leads its own group, and the whole group gets what we get.
 
 SIGKILL cannot be passed on: the kernel is asked to kill the command when we die, so that `timeout -k` leaves no job
@@ -21,6 +22,7 @@ import fcntl
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -63,13 +65,22 @@ _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def say(message: str) -> None:
-    """One line for the user, on standard error: standard output belongs to the job. Lost when nobody can read it."""
+    """One line for the user, on standard error: standard output belongs to the job. Lost when it cannot be written."""
     if "://" in message:
         from bootseer.store.addresses import without_credentials
 
         message = without_credentials(message)
     with contextlib.suppress(OSError):
         os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
+
+
+def log(name: str, message: str, *args: object) -> None:
+    """A log line (`info`) of a module that is imported in front of every job.
+
+    `logging` takes 4 ms and is not imported for it: without `BOOTSEER_LOG` nothing happens.
+    """
+    if (logs := sys.modules.get("bootseer.logs")) is not None:
+        logs.logger(name).info(message, *args)
 
 
 class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
@@ -141,6 +152,7 @@ def spawn(
         _end(pid)
         number, _, why = failed.decode("utf-8", "replace").partition(" ")
         raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), why)
+    log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets
     return pid
 
 
@@ -259,7 +271,7 @@ def wait(
     began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}
     if own_group:
-        # Nobody else stops a group of its own together with us.
+        # A group of its own is not stopped together with us.
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
@@ -276,10 +288,12 @@ def wait(
                 os.killpg(pid, info.si_signo)
             else:
                 os.kill(pid, info.si_signo)
+        log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
         if on_signal is not None:
             on_signal(info.si_signo)
         if info.si_signo == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
+    log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
 
 
@@ -289,7 +303,7 @@ def _reap(pid: int) -> int | None:
         try:
             ended, status = os.waitpid(-1 if os.getpid() == 1 else pid, os.WNOHANG)
         except ChildProcessError:
-            return 1  # somebody else took its status: nothing better is known
+            return 1  # its status was taken already: nothing better is known
         if ended == 0:
             return None
         if ended == pid:

@@ -34,6 +34,7 @@ from bootseer.places.local_files import (
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
+    OpenFile,
     PartWriter,
     SmallReads,
     TakenError,
@@ -233,6 +234,9 @@ class FolderPlace(SmallReads):
             finally:
                 os.close(descriptor)
 
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        return file.read_here(start, length) if isinstance(file, FolderFile) and length > 0 else b""
+
     def _chmod(self, name: str, mode: int, folder: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
@@ -271,7 +275,7 @@ class _FolderWriter:
             os.fchmod(self._descriptor, mode)
             self._folder = os.dup(folder)
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._descriptor < 0:
             raise PermanentError(f"{self.path}: written to after its end")
         if len(data) > self._left:

@@ -303,9 +303,10 @@ class _HdfsPart:
     def nodes(self) -> tuple[str, ...]:
         return self._writer.nodes
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         with place_errors():
-            self._writer.write(data)
+            # hdfs-native takes no views.
+            self._writer.write(bytes(data) if isinstance(data, memoryview) else data)
 
     def close(self) -> tuple[str, ...]:
         with place_errors():

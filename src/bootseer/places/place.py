@@ -159,7 +159,7 @@ class PartWriter(Protocol):
     def nodes(self) -> tuple[str, ...]:
         """Where its bytes go, as far as is known: with HDFS from the first `write` on."""
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append. Blocks while the place is slower."""
 
     def close(self) -> tuple[str, ...]:
@@ -258,7 +258,6 @@ class SmallReads:
     """Reading small files, for a place."""
 
     uri: str
-    is_local: bool
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
         """See `Place.open`."""
@@ -278,14 +277,11 @@ class SmallReads:
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
         if length <= 0:
             return b""
-        return bytes(read_now(file, start, length, f"{self.uri}/{path}", here=self.is_local))
+        return bytes(read_now(file, start, length, f"{self.uri}/{path}"))
 
 
-def read_now(
-    file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0, *, here: bool = False
-) -> bytearray:
-    """The bytes of a range inside the file, waited for. `what` is read, in an error's words; `here`: as for
-    `OpenFile.read_into`."""
+def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0) -> bytearray:
+    """The bytes of a range inside the file, waited for. `what` is read, in an error's words."""
     data = bytearray(length)
     ended = threading.Event()
     outcomes: list[ReadOutcome] = []
@@ -294,7 +290,7 @@ def read_now(
         outcomes.append(outcome)
         ended.set()
 
-    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s, here=here)
+    ticket = file.read_into(offset, memoryview(data), done, deadline_s=deadline_s)
     if not ended.wait(2 * deadline_s):
         ticket.cancel()
         raise TransientError(f"{what}: not read within {2 * deadline_s:.0f} s")

@@ -31,8 +31,10 @@ from bootseer.launch.environment.plain import ScriptRun, groups_of, script_comma
 from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 
 _MAX_WORKERS = 16
+_log = logger(__name__)
 EXPORTS = "exports"
 """Below a start's own folder: where a script tells what it exports."""
 
@@ -95,7 +97,7 @@ class Machine:
         self._enter = enter
 
     def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
-        """A short question to a program of the setup's: `installing.running.Run`."""
+        """A short question to a program of the setup's: `installing.interpreter.Run`."""
         return runner(self._enter)(argv, env, deadline_s=deadline_s)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:
@@ -196,6 +198,7 @@ class SetupRun:
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
+            _log.info("%s installs %s: %s", command.installer, what, " ".join(command.argv))
             code = self._step("install", what, command.argv, {**command.env, **more}, installer=command.installer)
             if not code:
                 return replace(done, installer=command.installer)
