@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from harness import Benchmark, Must, Outcome
 
-from bootseer.analysis.diff import MIN_TESTED, RUN_VARIATION, SAME, SLOWER, UNPROVEN, Difference, compare
-from bootseer.analysis.model import Report
-from bootseer.analysis.prepare import Options
-from bootseer.analysis.report import analyse
+from bootseer.report.analysis.diff import MIN_TESTED, RUN_VARIATION, SAME, SLOWER, UNPROVEN, Difference, compare
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
+from bootseer.report.model import Report
 from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
 
 _STARTUPS = {1: 1000, 2: 1000, 8: 500, 64: 200}

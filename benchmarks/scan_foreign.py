@@ -20,8 +20,8 @@ from statistics import median
 import training_log
 from harness import Benchmark, Cost, Must, Outcome, alternate, spawn
 
-from bootseer.analysis.foreign.registry import parsers, search
-from bootseer.analysis.search import fastest_find
+from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.search import fastest_find
 from bootseer.trace.event import TAG_STEM
 
 _LIMIT_MB_PER_S = 200.0

@@ -24,7 +24,7 @@ from pathlib import Path
 
 # Of each deciding module, below src/bootseer: the tests, below tests, that hold it.
 MODULES = {
-    "analysis/barriers.py": ["analysis/test_barriers.py"],
+    "report/analysis/barriers.py": ["report/test_barriers.py"],
     "checkpoint/layout.py": ["checkpoint/test_layout.py"],
     "env/life/decide.py": ["env/life/test_decide.py"],
     "fetch/hotset.py": ["fetch/test_hotset.py"],

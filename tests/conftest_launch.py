@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.analysis.inputs import sources
-from bootseer.analysis.scan import scan
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
 from bootseer.trace.event import ALIVE, Event
 
 BOOTSEER = (sys.executable, "-m", "bootseer")

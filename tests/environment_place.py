@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bootseer.analysis.inputs import sources
-from bootseer.analysis.scan import scan
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
 from bootseer.trace.event import Event
 from conftest_launch import BOOTSEER
 from image_node import unmount_below

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from bootseer.analysis.model import Report, Stage
-from bootseer.analysis.prepare import Options
-from bootseer.analysis.report import analyse
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
+from bootseer.report.model import Report, Stage
 from bootseer.trace.event import BEGIN, END, INSTANT, OK, Event
 
 NS = 1_000_000_000

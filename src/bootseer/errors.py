@@ -30,7 +30,7 @@ class NotFoundError(PermanentError):
 
 
 class AccessError(PermanentError):
-    """The other side knows who asks and refuses, or does not know who asks."""
+    """The other side refuses: the login is missing or wrong, or does not have the right."""
 
 
 class CorruptError(PermanentError):
@@ -42,7 +42,7 @@ class SignatureError(PermanentError):
 
 
 class UsageError(BootseerError):
-    """The user asked for something that cannot be; `hint` says what to type instead."""
+    """The request is invalid; `hint` says what to type instead."""
 
     exit_code = 2
 
@@ -50,6 +50,12 @@ class UsageError(BootseerError):
         super().__init__(message)
         self.hint = hint
         self.exit_code = exit_code
+
+
+def error_named(kind: str, message: str) -> BootseerError:
+    """An error that another process reported by the name of its class; `PermanentError` for unknown names."""
+    kinds: tuple[type[BootseerError], ...] = (TransientError, NotFoundError, AccessError, CorruptError, UsageError)
+    return {each.__name__: each for each in kinds}.get(kind, PermanentError)(message)
 
 
 class Interrupted(BaseException):

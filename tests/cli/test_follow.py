@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.analysis.inputs import sources
-from bootseer.analysis.live import Live
-from bootseer.analysis.scan import Growing
+from bootseer.report.analysis.live import Live
+from bootseer.report.inputs import sources
+from bootseer.report.scan import Growing
 from bootseer.trace.event import Event, encode
 from conftest_launch import BOOTSEER
 from fleet import EPOCH_NS, INSTALL, NS, Fleet

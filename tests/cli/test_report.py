@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.render.html import render as render_html
+from bootseer.report.render.html import render as render_html
 from conftest_launch import BOOTSEER
 from fleet import Fleet
 
@@ -404,9 +404,9 @@ def test_very_many_nodes_and_barriers_take_linear_time(run, log):
 
 
 def test_the_page_of_a_report_without_nodes_is_complete():
-    from bootseer.analysis.model import Fact, Input
-    from bootseer.analysis.prepare import Options
-    from bootseer.analysis.untimed import untimed
+    from bootseer.report.analysis.prepare import Options
+    from bootseer.report.analysis.report import untimed
+    from bootseer.report.model import Fact, Input
 
     fact = Fact("uv", "environment_setup.install", "installed <b>7</b>", 0.3, "n", "a.log:3")
     page = render_html(untimed(Options(job="moe", price_per_gpu_hour=2.0), [fact], Input(1, 2, 3, 0, 0, {})))

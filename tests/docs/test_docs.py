@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 import pytest
 
-from bootseer.analysis import diff, model, report, scale
 from bootseer.cli.verbs import cli
+from bootseer.report import model
+from bootseer.report.analysis import diff, report, verdict
 from bootseer.trace.event import KINDS, MAX_LINE_BYTES, OUTCOMES, PHASES, VERSION, Event, decode
 from bootseer.trace.identity import discover
 
@@ -61,8 +62,8 @@ def example_lines() -> list[bytes]:
 
 @pytest.mark.parametrize("line", example_lines())
 def test_each_example_line_is_an_event(line: bytes, tmp_path: Path) -> None:
-    from bootseer.analysis.inputs import sources
-    from bootseer.analysis.scan import scan
+    from bootseer.report.inputs import sources
+    from bootseer.report.scan import scan
 
     (tmp_path / "job.log").write_bytes(line + b"\n")
     found = scan(sources([str(tmp_path)]))
@@ -141,7 +142,7 @@ def test_each_field_of_the_report_is_documented(kind: type) -> None:
 
 def test_the_report_s_words_are_documented() -> None:
     said = text("formats/report.md")
-    buckets = [scale.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
+    buckets = [verdict.bucket(gpus) for gpus in (1, 11, 101, 501, 1001, 2001, 3001)]
     for word in (model.SCHEMA, model.WORK, model.WAIT, model.UNTRACKED, *buckets):
         assert f"`{word}`" in said
 

@@ -44,8 +44,8 @@ def _write(folder: Path, source: str) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
     """One real distributed job on two ranks, its output and its events."""
-    from bootseer.analysis.inputs import sources
-    from bootseer.analysis.scan import scan
+    from bootseer.report.inputs import sources
+    from bootseer.report.scan import scan
 
     folder = tmp_path_factory.mktemp("trained")
     env = {**os.environ, "BOOTSEER_SPOOL": str(folder / "spool")}

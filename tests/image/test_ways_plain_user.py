@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.analysis.inputs import sources
-from bootseer.analysis.scan import scan
 from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import ways
 from bootseer.mounts.ladder import Way
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
 from busybox import running
 from conftest_launch import BOOTSEER
 from plain_user import UID, as_plain_user, home_of, run_as_plain_user

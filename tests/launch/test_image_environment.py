@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env import Mode
 from bootseer.env.life.decide import Action, Decision
-from bootseer.env.modes import Mode
 from bootseer.errors import PermanentError, UsageError
 from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.launch import spools
+from bootseer.trace import spools
 from conftest_launch import BOOTSEER, stages
 
 

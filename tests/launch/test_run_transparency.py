@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.analysis.prepare import Options
-from bootseer.analysis.report import analyse
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
 from conftest_launch import BOOTSEER
 
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
@@ -68,6 +68,15 @@ def test_exit_code_is_the_commands(run, code):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGSEGV, signal.SIGUSR1])
 def test_death_by_signal_is_128_plus_its_number(run, number):
     assert run("run", "--", "sh", "-c", f"kill -{int(number)} $$").returncode == 128 + number
+
+
+def test_log_lines_come_when_they_are_asked_for_and_hold_no_arguments(run):
+    words = ("run", "-q", "--", "sh", "-c", "exit 3", "--password=hunter2")
+    assert run(*words).stderr == ""
+    said = run(*words, more={"BOOTSEER_LOG": "launch=info"}).stderr
+    assert "launch.session" in said
+    assert re.search(r"launch.supervise .* ended with exit code 3", said)
+    assert "hunter2" not in said
 
 
 def test_a_command_that_is_not_there_is_127(run):

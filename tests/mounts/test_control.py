@@ -70,7 +70,7 @@ def test_a_client_that_sends_its_question_slowly_does_not_hold_up_the_daemon(
         daemon.start()
         daemon.join(60)
         assert not daemon.is_alive()
-        assert b"not understood" in client.recv(1000)
+        assert b"malformed request" in client.recv(1000)
 
 
 def test_a_daemon_that_answers_slowly_is_given_up(tmp_path: Path, drip: Callable[[socket.socket], None]) -> None:

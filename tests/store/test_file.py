@@ -132,7 +132,8 @@ def test_a_group_that_the_writer_does_not_belong_to_is_said_and_nothing_stays(op
     assert list((open_folder / ".uploads").iterdir()) == []
 
 
-def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "bootseer.store")
     store = FileStore(tmp_path)
     old, new = store.upload(), store.upload()
     old.write(b"abandoned")
@@ -141,6 +142,7 @@ def test_the_rest_of_a_killed_writer_is_removed_after_a_day(tmp_path: Path) -> N
     os.utime(oldest, (0, 0))
     store.upload().abort()
     assert [path.read_bytes() for path in all_files(tmp_path)] == [b"alive"]
+    assert oldest.name in caplog.text
     new.commit("name")
     assert get(store, "name") == b"alive"
 

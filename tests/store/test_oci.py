@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.client
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,14 +14,28 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.oci import ARTIFACT_TYPE, OciStore, referrers, tag_of
+from bootseer.store.oci import ARTIFACT_TYPE, Descriptor, OciStore, _entries, _tagged, tag_of
 from bootseer.store.open import open_registry
+from bootseer.store.registry import MAX_MANIFEST_BYTES
+from bootseer.store.registry import Registry as Client
 from bootseer.store.store import Store, Stored
 from fault_proxy import Fault, FaultProxy, once
 from registry import Registry, needs_registry
 from store.contract import DATA, SharedStoreContract, get, put, sha256
 
 pytestmark = needs_registry
+
+
+def referrers(registry: Client, digest: str, artifact_type: str = "", *, timeout_s: float = 60.0) -> list[Descriptor]:
+    """Descriptors of the manifests about `digest`, of one artifact type or of all, as another client finds them."""
+    answer = registry.request("pull", "GET", f"referrers/{digest}", until=time.monotonic() + timeout_s)
+    if answer.status == 404:
+        answer.finish()
+        found = _tagged(registry, digest, timeout_s)
+    else:
+        registry.expect(answer, f"referrers of {digest}", 200)
+        found = _entries(answer.body(MAX_MANIFEST_BYTES), f"{registry}: referrers of {digest}")
+    return [entry for entry in found if not artifact_type or entry.get("artifactType") == artifact_type]
 
 
 class Outside:

@@ -1,7 +1,7 @@
 """How one block is stored: raw, as a zstd frame, or not at all when it holds only zeros.
 
-`encode` is called by `writer`; `decode` by everybody who reads a block from anywhere, so that nobody sees bytes that
-were not compared with their digest. Nothing that a store or a peer sends can make `decode` allocate more than the
+Each block that is read goes through `decode`, wherever it comes from, so that no reader gets bytes that were not
+compared with their digest. Nothing that a store or a peer sends can make `decode` allocate more than the
 block's length.
 """
 

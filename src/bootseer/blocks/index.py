@@ -3,8 +3,7 @@
 A frozen view of the encoded bytes: columns of numbers, read in place, so that an index of millions of blocks costs no
 object per block. `Index.parse` accepts only what `encode_index` could have written, checks every size before anything
 is allocated by it, and every place against the stripe it points into. The format is docs/formats/block-file.md.
-
-Written by `writer`; read by the cache, the fetcher and all who mount. Decides and touches nothing.
+Decides and touches nothing.
 """
 
 from __future__ import annotations

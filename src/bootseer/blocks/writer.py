@@ -4,8 +4,6 @@ Blocks are compressed and digested in a few threads and stored in their order by
 state here. The objects are the same, bit for bit, whatever the number of threads and however the bytes were cut into
 `write` calls. Stripes become visible before the index that points into them, so a writer that dies at any point leaves
 no index that can be read.
-
-Called by whoever produces files: `image.conversion.convert`, `env`, `checkpoint`.
 """
 
 from __future__ import annotations

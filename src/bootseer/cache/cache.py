@@ -54,7 +54,7 @@ class Pruned:
     freed_bytes: int
     steps: tuple[Step, ...]
     in_use: tuple[str, ...]
-    """Identities of entries that were left alone because somebody uses them."""
+    """Identities of entries that were left alone because they are in use."""
 
 
 class Cache:
@@ -185,7 +185,7 @@ class Cache:
                     raise TransientError(f"{entry} has been locked for {self._settings.lock_deadline_s:.0f} s")
 
     def _try_open(self, entry: Path, folder: int, index: Index) -> CachedFile | None:
-        """None when somebody evicts the entry at this moment. Raises `Damaged`, `OSError`."""
+        """None when another process evicts the entry at this moment. Raises `Damaged`, `OSError`."""
         if not stat.S_ISDIR(os.fstat(folder).st_mode):
             raise Damaged(f"{entry} is not a folder")
         with contextlib.ExitStack() as opened:
@@ -242,6 +242,7 @@ class Cache:
                 zeros = Durable.of_new(index).states.translate(bytes([0]) + bytes([READY]) * 255)
                 LiveMap.create(made, index, self._boot, zeros)
                 made.rename(entry)
+                _LOG.debug("%s: a new entry of %d bytes", entry, index.size_bytes)
             except BaseException:
                 disk.discard(made)
                 raise
@@ -250,7 +251,7 @@ class Cache:
         """Make room for a new entry. Processes that still have this one open keep its files."""
         with self._lock():
             if not evict.is_same(folder, entry):
-                return  # somebody else did
+                return  # another process did
             gone = evict.move_to_trash(entry, self.root)
         _LOG.warning("%s was damaged and is made anew", entry)
         disk.discard(gone)

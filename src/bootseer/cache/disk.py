@@ -170,7 +170,7 @@ def sync_path(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder or file that nobody can find any more; what cannot be removed now is for the next `prune`."""
+    """Remove a folder or file that no name leads to any more; what cannot be removed now is for the next `prune`."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 A lease falls with its process, and a file that the kernel mounts directly has none. A *pin* is a small file in the
 entry that names the boot: it keeps the entry until it is removed or the machine has started again, when the mount is
-gone too. *Use* is a byte per block: whether it is in a hot set, and whether anybody read it. A hint for eviction:
+gone too. *Use* is a byte per block: whether it is in a hot set, and whether it was read. A hint for eviction:
 written without a sync, and a lost update between two processes only makes a block look colder than it is.
 """
 
@@ -57,7 +57,7 @@ class Entry:
     hot_bytes: int = 0
     """Those of the ready bytes that are in a hot set."""
     cold_bytes: int = 0
-    """What can be evicted without anybody missing it, as far as is known."""
+    """What can be evicted and is not missed, as far as is known."""
     trusted: bool = False
     """See `CachedFile.trusted`."""
 

@@ -1,6 +1,6 @@
-"""Carry out one step of an eviction, on an entry that nobody uses.
+"""Carry out one step of an eviction, on an entry that is not in use.
 
-The exclusive lock on the lease file keeps openers out meanwhile; one who waited for it finds either the entry with its
+The exclusive lock on the lease file keeps openers out meanwhile; one that waited for it finds either the entry with its
 remaining blocks, or that the entry has moved, and makes a new one. What is lost is forgotten first, durably, and only
 then taken away, so that dying at any point leaves no claim on bytes that are gone.
 """
@@ -21,12 +21,12 @@ from bootseer.io import locks
 
 
 def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
-    """Whether the step was done; not when somebody uses the entry. Raises `OSError` and `TransientError`."""
+    """Whether the step was done; not when the entry is in use. Raises `OSError` and `TransientError`."""
     with contextlib.ExitStack() as opened:
         # Held open: the entry may go and another one come between any two steps here, but not with its inode number.
         folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         opened.callback(os.close, folder)
-        with contextlib.suppress(FileNotFoundError, Damaged):  # nobody can hold what is not there
+        with contextlib.suppress(FileNotFoundError, Damaged):  # what is not there is not held
             lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
             if not (locks.try_flock(lease, shared=False) and is_same(lease, entry / disk.LEASE)):

@@ -116,7 +116,7 @@ class CachedFile:
             self._read[first : last + 1] = b"\1" * (last + 1 - first)
         data = self._pread(offset, end - offset)
         if len(data) != end - offset:
-            # Cut by somebody, or the disk fails: nothing that was known of these blocks holds.
+            # Cut by another program, or the disk fails: nothing that was known of these blocks holds.
             self._verified[first : last + 1] = bytes(last + 1 - first)
             return self._read_checked(offset, end, range(first, last + 1))
         return data
@@ -166,10 +166,10 @@ class CachedFile:
         self._unsynced = True  # last: a sync between would have taken it back without seeing the block
 
     def claim(self, block: int) -> bool:
-        """Whether the caller is now the only one, in all processes, who fetches this block. False when it is here.
+        """Whether the caller is now the only one, in all processes, to fetch this block. False when it is here.
 
-        Whoever does not get the claim waits for `ready`, and claims again from time to time: a claim falls with its
-        process.
+        A process that does not get the claim waits for `ready`, and claims again from time to time: a claim falls with
+        its process.
         """
         self._check_open()
         with self._lock, mapped("lock a block of", self.entry):

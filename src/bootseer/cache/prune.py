@@ -1,7 +1,7 @@
 """Which parts of a cache to evict: least recently used first, and cold blocks of all before anything that was used.
 
-What nobody ever read and no hot set names costs nothing when it goes. Entries in use are never touched, and who uses
-an entry that cannot be examined is not known, which counts as use. Decides and touches nothing; `evict` carries it out.
+What was never read and no hot set names costs nothing when it goes. Entries in use are never touched, and an entry that
+cannot be examined counts as in use. Decides and touches nothing; `evict` carries it out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def plan(candidates: Iterable[Candidate], used_bytes: int, goal: int) -> list[St
 
 
 def cold_blocks(states: bytes, flags: bytes, codecs: bytes) -> Sequence[int]:
-    """Blocks that are here and that nobody is known to want; blocks of zeros take no room and are left alone."""
+    """Blocks that are here and that are not known to be wanted; blocks of zeros take no room and are left alone."""
     return [
         block
         for block, (state, flag, codec) in enumerate(zip(states, flags, codecs, strict=True))

@@ -47,7 +47,7 @@ _FOLD = bytes([MISSING]) + bytes([CLAIMED]) * 255
 
 @dataclass(frozen=True, slots=True)
 class StatIdentity:
-    """What changes when anybody writes to a file. Times are in ns."""
+    """What changes when a file is written to. Times are in ns."""
 
     size: int
     mtime_ns: int
@@ -155,7 +155,7 @@ class LiveMap:
         """Begin a new map, with the lock of the root held. Raises `OSError`.
 
         All bytes are written, so that later changes need no room. For the same reason the map of an earlier boot is
-        overwritten in its place, the header last: until then it is nobody's map.
+        overwritten in its place, the header last: until then it is the map of no boot.
         """
         header, path = _live_header(index, boot), entry / disk.LIVE
         try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -34,6 +33,7 @@ from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import BootseerError, Interrupted, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.locks import try_flock
 from bootseer.io.tasks import Count, Tasks
 
 FRONT = ".bootseer-get-"
@@ -125,11 +125,9 @@ def _says(folder: Path, what: str) -> bool:
 
 def _take(lock: int) -> bool:
     """Whether no other process has it. Where there are no such locks, that is not known."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return try_flock(lock)
+    return False
 
 
 _PIECE_BYTES = 16 << 20

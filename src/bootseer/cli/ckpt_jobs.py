@@ -31,7 +31,7 @@ def list_command(job: str, output: Output) -> None:
 
     from bootseer.checkpoint.catalog import checkpoints
     from bootseer.checkpoint.latest import read_latest
-    from bootseer.render.clean import clean
+    from bootseer.report.render.fold import clean
 
     with files_at(job) as files:
         refused: list[str] = []

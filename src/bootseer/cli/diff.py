@@ -46,8 +46,8 @@ def diff_command(
     bootseer diff --baseline moe@0..9 moe@10
     bootseer diff --baseline last-week/*.log.gz today.log.gz --min-seconds 5
     """
-    from bootseer.analysis.diff import Limits, compare
-    from bootseer.launch.reading import read_runs
+    from bootseer.report.analysis.diff import Limits, compare
+    from bootseer.report.reading import read_runs
 
     places = [*baseline, *sides]
     if len(places) < 2 or (len(places) > 2 and not baseline):
@@ -57,8 +57,8 @@ def diff_command(
     if as_json:
         print_json(difference.to_json())
     else:
-        from bootseer.render.terminal_diff import render
+        from bootseer.report.render.terminal import render_difference
 
         with terminal() as console:
-            render(difference, console)
+            render_difference(difference, console)
     return 1 if difference.slower and not exit_zero else 0

@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bootseer.cli.output import print_json, terminal
-from bootseer.launch.spools import default_root
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
+from bootseer.trace.spools import default_root
 
 SCHEMA = "bootseer.doctor/1"
 _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "red"}

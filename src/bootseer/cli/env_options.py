@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bootseer.cli.image_options import signatures
 from bootseer.cli.options import Option
-from bootseer.env.modes import MODES, Mode
+from bootseer.env import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:

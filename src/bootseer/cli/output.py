@@ -45,7 +45,7 @@ class Output(NamedTuple):
             return
         from rich.table import Table
 
-        from bootseer.render.clean import clean
+        from bootseer.report.render.fold import clean
 
         with terminal() as console:
             for line in lines:

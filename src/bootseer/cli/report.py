@@ -17,7 +17,7 @@ from bootseer.cli.output import print_json, terminal
 from bootseer.errors import PermanentError
 
 if TYPE_CHECKING:
-    from bootseer.analysis.live import Moment
+    from bootseer.report.analysis.live import Moment
 
 
 @click.command("report")
@@ -89,9 +89,9 @@ def report_command(
     bootseer report --follow --wait moe                the same, also before the job has begun
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
-    from bootseer.analysis.prepare import Options
     from bootseer.cli.pattern import compiled, of_stage
-    from bootseer.launch.reading import read_report
+    from bootseer.report.analysis.prepare import Options
+    from bootseer.report.reading import read_report
 
     if wait and not follow:
         raise click.UsageError("--wait belongs to --follow")
@@ -111,11 +111,11 @@ def report_command(
             logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
         )
     if html is not None:
-        from bootseer.render.html import render as render_html
+        from bootseer.report.render.html import render as render_html
 
         _write(html, render_html(report))
     if perfetto is not None:
-        from bootseer.render.perfetto import render as render_perfetto
+        from bootseer.report.render.perfetto import render as render_perfetto
 
         _write(perfetto, render_perfetto(report))
 
@@ -123,7 +123,7 @@ def report_command(
         if not follow:  # its lines were printed
             print_json(report.to_json())
         return
-    from bootseer.render.terminal import render
+    from bootseer.report.render.terminal import render
 
     with terminal(color) as console:
         render(report, console)
@@ -141,7 +141,7 @@ def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Mome
     elif as_json:
         yield lambda moment: print_json(moment.to_json())
     else:
-        from bootseer.render.terminal import following
+        from bootseer.report.render.terminal import following
 
         with terminal(color) as console, following(console) as show:
             yield show

@@ -14,14 +14,14 @@ Decides and touches nothing.
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from typing import Annotated
 
+import msgspec
 import zstandard
 
 from bootseer.errors import CorruptError, PermanentError
@@ -41,9 +41,8 @@ MAX_STORED_BYTES = 16 << 20
 MAX_JSON_BYTES = 16 << 20
 MAX_FILES = 4096
 MAX_KEY = 512
-_IDENTITY = re.compile(r"[0-9a-f]{64}")
 _LEVEL = 9
-# Two newest runs decide who belongs to them, so that one odd run does not wipe out the others.
+# The two newest runs decide which others belong to them, so that one odd run does not wipe out the others.
 _JUDGES = 2
 _MIN_AGREEMENT = 0.3
 # With one or two runs that is all that any of them needed.
@@ -254,6 +253,34 @@ class HotSetTrust:
         return min(window_bytes, first << self._score if self._score >= 0 else first >> -self._score)
 
 
+_Column = Annotated[list[int], msgspec.Meta(max_length=MAX_NEEDS)]
+_Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
+_Identity = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class _Run(msgspec.Struct):
+    """One record, in columns."""
+
+    started_s: Annotated[float, msgspec.Meta(ge=0)]
+    duration_ms: Annotated[float, msgspec.Meta(ge=0, le=MAX_MS)]
+    file: _Column
+    block: _Column
+    t_ms: _Column
+    found: _Column
+    coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+
+class _Versioned(msgspec.Struct):
+    schema: str
+
+
+class _Document(msgspec.Struct):
+    image: _Key
+    workload: _Key
+    files: Annotated[list[_Identity], msgspec.Meta(max_length=MAX_FILES)]
+    runs: Annotated[list[_Run], msgspec.Meta(max_length=MAX_RUNS)]
+
+
 def encode_hot_set(hot_set: HotSet) -> bytes:
     """The bytes of a set, the same for equal sets. The oldest runs are left out when they do not fit."""
     for start in range(len(hot_set.records) + 1):
@@ -291,45 +318,6 @@ def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
 
 def parse_hot_set(data: bytes) -> HotSet:
     """Read a set. Raises `CorruptError`, or `PermanentError` for a version that this program does not know."""
-    document = _object(_json(data))
-    schema = document.get("schema")
-    if schema != SCHEMA:
-        if isinstance(schema, str) and schema.startswith("bootseer.hotset/"):
-            raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
-        raise CorruptError("this is not a hot set")
-    files = [_identity(file) for file in _list(document.get("files"), MAX_FILES)]
-    if len(set(files)) != len(files):
-        raise CorruptError("a hot set names a file twice")
-    records = tuple(_record(_object(run), files) for run in _list(document.get("runs"), MAX_RUNS))
-    if any(later.started_s < earlier.started_s for earlier, later in pairwise(records)):
-        raise CorruptError("a hot set has runs that are not in order")
-    return HotSet(_key(document.get("image")), _key(document.get("workload")), records)
-
-
-def _record(run: dict[str, object], files: list[str]) -> Record:
-    numbers = _numbers(run.get("file"), len(files))
-    blocks = _numbers(run.get("block"), MAX_BLOCK)
-    times = _numbers(run.get("t_ms"), MAX_MS)
-    found = _numbers(run.get("found"), len(Found))
-    if not len(numbers) == len(blocks) == len(times) == len(found):
-        raise CorruptError("a hot set has columns of different lengths")
-    if len(set(zip(numbers, blocks, strict=True))) != len(numbers):
-        raise CorruptError("a hot set names a block twice in one run")
-    if any(later < earlier for earlier, later in pairwise(times)):
-        raise CorruptError("a hot set has needs that are not in order")
-    coverage = run.get("coverage")
-    return Record(
-        started_s=_number(run.get("started_s"), float("inf")),
-        duration_ms=int(_number(run.get("duration_ms"), MAX_MS)),
-        needs=tuple(
-            Need(files[number], block, t_ms, Found(how))
-            for number, block, t_ms, how in zip(numbers, blocks, times, found, strict=True)
-        ),
-        coverage=None if coverage is None else _number(coverage, 1.0),
-    )
-
-
-def _json(data: bytes) -> object:
     if len(data) > MAX_STORED_BYTES:
         raise CorruptError(f"a hot set of {len(data)} bytes is too large")
     try:
@@ -337,42 +325,35 @@ def _json(data: bytes) -> object:
         size = zstandard.get_frame_parameters(data).content_size
         if not 0 < size <= MAX_JSON_BYTES:
             raise CorruptError("a hot set's frame announces an impossible size")
-        return json.loads(zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False))
-    except (zstandard.ZstdError, ValueError, RecursionError) as error:
+        text = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        schema = msgspec.json.decode(text, type=_Versioned).schema
+        if schema != SCHEMA:
+            if schema.startswith("bootseer.hotset/"):
+                raise PermanentError(f"a hot set of the version {schema[:64]!r}; this BootSeer knows {SCHEMA}")
+            raise CorruptError("this is not a hot set")
+        document = msgspec.json.decode(text, type=_Document)
+    except (zstandard.ZstdError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(f"a hot set cannot be read: {error}") from error
+    if len(set(document.files)) != len(document.files):
+        raise CorruptError("a hot set names a file twice")
+    records = tuple(_record(run, document.files) for run in document.runs)
+    if any(later.started_s < earlier.started_s for earlier, later in pairwise(records)):
+        raise CorruptError("a hot set has runs that are not in order")
+    return HotSet(document.image, document.workload, records)
 
 
-def _object(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise CorruptError("a hot set has no object where one belongs")
-    return value
-
-
-def _list(value: object, limit: int) -> list[object]:
-    if not isinstance(value, list) or len(value) > limit:
-        raise CorruptError(f"a hot set has no list, or more than {limit} entries, where a list belongs")
-    return value
-
-
-def _key(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_KEY:
-        raise CorruptError("a hot set has no key")
-    return value
-
-
-def _identity(value: object) -> str:
-    if not isinstance(value, str) or not _IDENTITY.fullmatch(value):
-        raise CorruptError("a hot set names a malformed file identity")
-    return value
-
-
-def _number(value: object, limit: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
-        raise CorruptError("a hot set has an impossible number")
-    number = float(value) if abs(value) < 2**63 else math.inf
-    if not math.isfinite(number):
-        raise CorruptError("a hot set has an impossible number")
-    return number
+def _record(run: _Run, files: list[str]) -> Record:
+    numbers, blocks = _numbers(run.file, len(files)), _numbers(run.block, MAX_BLOCK)
+    times, found = _numbers(run.t_ms, MAX_MS), _numbers(run.found, len(Found))
+    if not len(numbers) == len(blocks) == len(times) == len(found):
+        raise CorruptError("a hot set has columns of different lengths")
+    if len(set(zip(numbers, blocks, strict=True))) != len(numbers):
+        raise CorruptError("a hot set names a block twice in one run")
+    if any(later < earlier for earlier, later in pairwise(times)):
+        raise CorruptError("a hot set has needs that are not in order")
+    columns = zip(numbers, blocks, times, found, strict=True)
+    needs = tuple(Need(files[number], block, t_ms, Found(how)) for number, block, t_ms, how in columns)
+    return Record(run.started_s, int(run.duration_ms), needs, run.coverage)
 
 
 def _deltas(values: list[int]) -> list[int]:
@@ -380,12 +361,9 @@ def _deltas(values: list[int]) -> list[int]:
     return [later - earlier for earlier, later in pairwise([0, *values])]
 
 
-def _numbers(value: object, limit: int) -> list[int]:
+def _numbers(deltas: list[int], limit: int) -> list[int]:
     """A column that `_deltas` wrote, each number at least 0 and less than `limit`."""
-    deltas = _list(value, MAX_NEEDS)
-    if not all(type(delta) is int and -limit < delta < limit for delta in deltas):
-        raise CorruptError("a hot set has a column of impossible numbers")
-    numbers = list(accumulate(delta for delta in deltas if isinstance(delta, int)))
+    numbers = list(accumulate(deltas))
     if numbers and not 0 <= min(numbers) <= max(numbers) < limit:
         raise CorruptError("a hot set has a column of impossible numbers")
     return numbers

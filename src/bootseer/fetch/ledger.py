@@ -1,4 +1,4 @@
-"""The books of the scheduler: the origins with their pace and queues, who wants which block, and what runs.
+"""The books of the scheduler: the origins with their pace and queues, which blocks are wanted, and what runs.
 
 Each block of a file is here, or not wanted, or has one `Wanted` entry, which is queued at one of the file's origins, on
 its way, or waits for its next attempt. `Ledger` keeps that true; when to start what is decided by its subclass

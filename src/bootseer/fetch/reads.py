@@ -174,6 +174,7 @@ class Reads:
         file, now, stats = self._files[number], time.monotonic(), self._stats
         needs: list[tuple[int, Found]] = []
         with self._lock:
+            was_suspended = self._scheduler.worth.suspended
             for block in blocks:
                 if file.needed[block]:
                     continue
@@ -190,6 +191,10 @@ class Reads:
                 if stats.first_need_s is None:
                     stats.first_need_s = stats.last_need_s
                 self._scheduler.needed(number, block, now)
+            worth = self._scheduler.worth
+            if worth.suspended is not was_suspended:
+                verdict = "suspended" if worth.suspended else "resumed"
+                _LOG.info("the hot set is %s: it covers %d of %d needs", verdict, worth.covered, worth.needs)
             # A hot set has more or less to prefetch by now; a read that waits asks the scheduler itself.
             to_do = _ToDo() if missing else self._advance(now)
         self._carry_out(to_do)

@@ -38,8 +38,14 @@ class RecordWriter:
         started_s: float,
         window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
+        hand_over: Callable[[Path], None] = lambda path: None,
     ) -> None:
-        """Begin a new file at `path`. Raises `OSError`. `started_s` is the present time, seconds since 1970."""
+        """Begin a new file at `path`. Raises `OSError`. `started_s` is the present time, seconds since 1970.
+
+        `hand_over` is called with the path when the record was closed.
+        """
+        self._path = path
+        self._hand_over = hand_over
         self._window_s = window_s
         self._clock = clock
         self._begin = clock()
@@ -83,16 +89,16 @@ class RecordWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is left. The file ends here if `end` did not end it before."""
+        """Write what is left, and hand the file over. It ends here if `end` did not end it before."""
         self.end()
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            return  # it hangs in a write to the disk: what is left is lost
-        self._flush()
-        self._file.close()
+        if not self._thread.is_alive():  # otherwise it hangs in a write to the disk: what is left is lost
+            self._flush()
+            self._file.close()
+        self._hand_over(self._path)
 
     def _append(self, value: object) -> None:
         self._lines.append(json.dumps(value, separators=(",", ":")) + "\n")

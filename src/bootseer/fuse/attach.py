@@ -55,30 +55,38 @@ def _by_kernel(target: Path, label: str, writable: bool, shared: bool) -> int:
 
 
 def _by_helper(target: Path, label: str, writable: bool) -> int:
-    helper = shutil.which(HELPER)
-    if helper is None:
-        raise AccessError(f"{HELPER} is not there, and only root may mount without it: apt-get install fuse3")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     access = "rw" if writable else "ro"
     options = f"{access},nosuid,nodev,default_permissions,max_read={MAX_READ},fsname={label},subtype=bootseer"
     with ours, theirs:
         ours.settimeout(_HELPER_DEADLINE_S)
-        try:
-            ended = subprocess.run(
-                [helper, "-o", options, "--", str(target)],
-                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_HELPER_DEADLINE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TransientError(f"{HELPER} did not mount {target} in {_HELPER_DEADLINE_S:g} s") from error
-        if ended.returncode != 0:
-            said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-            raise AccessError(f"cannot mount {target}: {said[-1] if said else f'{HELPER} failed'}")
+        problem = _run_helper(["-o", options], target, "mount", theirs.fileno())
+        if problem:
+            raise AccessError(f"cannot mount {target}: {problem}")
         return _receive(ours, target)
+
+
+def _run_helper(options: list[str], target: Path, action: str, *link: int) -> str:
+    """Run fusermount3: an empty text, or why it refused. Raises `AccessError` where it is missing, `TransientError`."""
+    helper = shutil.which(HELPER)
+    if helper is None:
+        raise AccessError(f"cannot {action} {target}: only root may without {HELPER}: apt-get install fuse3")
+    try:
+        ended = subprocess.run(
+            [helper, *options, "--", str(target)],
+            env={**os.environ, **({"_FUSE_COMMFD": str(link[0])} if link else {})},
+            pass_fds=link,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_HELPER_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TransientError(f"{HELPER} did not {action} {target} in {_HELPER_DEADLINE_S:g} s") from error
+    if ended.returncode == 0:
+        return ""
+    said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+    return said[-1] if said else f"{HELPER} failed"
 
 
 def _receive(link: socket.socket, target: Path) -> int:
@@ -103,19 +111,9 @@ def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:
         hidden = syscalls.MNT_DETACH if force or lazy else 0
         syscalls.unmount(target, flags=hidden | (syscalls.MNT_FORCE if force else 0))
         return
-    helper = shutil.which(HELPER)
-    if helper is None:
-        raise AccessError(f"cannot unmount {target}: {HELPER} is not there")
-    argv = [helper, "-u", *(["-z"] if force or lazy else []), "--", str(target)]
-    try:
-        ended = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELPER_DEADLINE_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TransientError(f"{HELPER} did not unmount {target} in {_HELPER_DEADLINE_S:g} s") from error
-    if ended.returncode != 0:
-        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise TransientError(f"cannot unmount {target}: {said[-1] if said else f'{HELPER} failed'}")
+    problem = _run_helper(["-u", *(["-z"] if force or lazy else [])], target, "unmount")
+    if problem:
+        raise TransientError(f"cannot unmount {target}: {problem}")
 
 
 def widen_read_ahead(target: Path, kib: int = READ_AHEAD_KIB) -> bool:

@@ -18,49 +18,41 @@ import os
 import signal
 from pathlib import Path
 
-_PENDING = "SigPnd:"
+_PROC = Path("/proc")
+_SIGNALED = 0x400  # PF_SIGNALED of the kernel
 
 
 def is_dying(thread: int) -> bool:
     """Whether a thread is being killed. One that cannot be seen is not."""
-    if thread <= 0:
-        return False
-    try:
-        status = Path(f"/proc/{thread}/status").read_text("utf-8", "replace")
-        pending = next(line for line in status.splitlines() if line.startswith(_PENDING))
-        return bool(int(pending.removeprefix(_PENDING), 16) >> (signal.SIGKILL - 1) & 1)
-    except (OSError, ValueError, StopIteration):
-        return False
-
-
-_PROC = Path("/proc")
-_SIGNALED = 0x400  # PF_SIGNALED of the kernel
-_MEMORY = "\nVmSize:"
-"""Told of a thread that has memory, which it gives back before it closes its files when it ends."""
+    pending = _status(thread).get("SigPnd", "0")
+    return bool(int(pending, 16) >> (signal.SIGKILL - 1) & 1)
 
 
 def process_of(thread: int) -> int:
     """The process that a thread belongs to; 0 when that cannot be seen."""
-    if thread > 0:
-        try:
-            for line in (_PROC / str(thread) / "status").read_text("utf-8", "replace").splitlines():
-                if line.startswith("Tgid:"):
-                    return int(line.split()[1])
-        except (OSError, ValueError):
-            return 0
-    return 0
+    return int(_status(thread).get("Tgid", "0"))
 
 
 def was_killed(thread: int) -> bool:
     """Whether a thread that closes files ends by a signal, its process with it. What cannot be seen was not killed."""
+    status = _status(thread)
+    # Told of a thread that has memory, which it gives back before it closes its files when it ends.
+    if not status or "VmSize" in status:
+        return False  # it goes on, and may be executing another program
     try:
-        status = (_PROC / str(thread) / "status").read_text("utf-8", "replace")
-        if thread <= 0 or _MEMORY in status:
-            return False  # it goes on, and may be executing another program
         fields = (_PROC / str(thread) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         return bool(int(fields[6]) & _SIGNALED)
     except (OSError, ValueError, IndexError):
         return False
+
+
+def _status(thread: int) -> dict[str, str]:
+    """What /proc says of a thread; nothing of one that cannot be seen."""
+    try:
+        text = (_PROC / str(thread) / "status").read_text("utf-8", "replace") if thread > 0 else ""
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
 
 def num_writing(process: int, name: str, inode: int) -> int:

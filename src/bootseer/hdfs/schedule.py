@@ -274,7 +274,7 @@ class Schedule:
             return 0.0
         nodes = source.located.block_at(offset).nodes
         if not nodes and now_s >= source.answered_s + _NO_REPLICA_S:
-            return 0.0  # a read finds out who has it by now
+            return 0.0  # a read finds out which DataNodes have it by now
         return self.node_delay_s([node.host_port for node in nodes], length, now_s)
 
     def node_delay_s(self, nodes: Iterable[str], length: int, now_s: float) -> float:

@@ -1,8 +1,7 @@
 """Deadlines for libraries that have none: their calls run in threads that are left behind when time is over.
 
 hdfs-native waits for a hung NameNode for ever, and retries a dead one for minutes; obstore's timeouts are fixed when
-its client is made. Both release the GIL while they wait, so that a thread is all it takes. Called by the client of
-HDFS and by `store.object_store`.
+its client is made. Both release the GIL while they wait, so that a thread is all it takes.
 
 A thread that is left behind ends with the call that it waits for. Their number is bounded: when too many hang, new
 calls fail at once, which is what they would do later.

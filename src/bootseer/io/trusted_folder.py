@@ -6,8 +6,6 @@ bit (`/tmp`), where others cannot rename or delete what is ours, and a group tha
 member. The walk goes from descriptor to descriptor. A symbolic link is read, its owner is checked, and the walk goes on
 at its target in the same way, so that nothing depends on fs.protected_symlinks. Because no other user can change what
 the path leads to, what the folder holds may be reached by its path afterwards.
-
-Called by all that keep files for a user on a node: cache, runtime folder, spools, captures.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ def open_trusted(path: str | Path, *, otherwise: str, shared: bool = False) -> i
 def open_own(parent: int, name: str, where: str, *, mode: int = 0o700, otherwise: str) -> int:
     """A folder in the folder `parent`, made when it is missing; `where` is its path for errors. The caller closes it.
 
-    Whoever else can write to `parent`: it is a folder and no link, belongs to this user, and only this user can change
-    what is in it. Raises `AccessError` where that is not so, and `OSError`.
+    Even if others can write to `parent`: it is a folder and no link, belongs to this user, and only this user can
+    change what is in it. Raises `AccessError` where that is not so, and `OSError`.
     """
     try:
         folder = _open_folder(parent, name, mode)
@@ -221,7 +219,7 @@ def _belongs(status: os.stat_result, path: str, otherwise: str) -> AccessError:
 
 
 def owners() -> tuple[int, int, int]:
-    """Those who can change everything here anyway. In a user namespace the host's root, who owns `/`, has an id that
+    """Users that can change everything here anyway. In a user namespace the host's root, owner of `/`, has an id that
     stands for all users of the host, so that there the owners of folders above say little."""
     return 0, os.geteuid(), os.stat("/").st_uid
 

@@ -137,16 +137,20 @@ class CheckpointStart:
     def _record(self, until: str) -> None:
         if self._session is None or (self._mounted is None and self._plain is None):
             return
-        from bootseer.analysis.checkpoints import DATANODE, EVENT, MAX_DATANODES  # not in front of the command
+        from bootseer.report.analysis.starts import (  # not in front of the command
+            CHECKPOINT_DATANODE,
+            CHECKPOINT_START,
+            MAX_DATANODES,
+        )
 
         status = self._mounted.began() if self._mounted is not None and self._plain is None else {"place": {}}
         tracer, parent = self._session.tracer, self._session.span
         how = {"mode": "mounted" if self._plain is None else "plain", "reason": self._reason}
         attrs = {"uri": self._wanted.uri, "until": until, **how, "seconds": round(self._seconds, 3), **_numbers(status)}
-        tracer.emit(EVENT, INSTANT, parent=parent, attrs=attrs)
+        tracer.emit(CHECKPOINT_START, INSTANT, parent=parent, attrs=attrs)
         nodes = status["place"].get("nodes", {})
         for name in sorted(nodes, key=lambda name: -nodes[name]["bytes"])[:MAX_DATANODES]:
-            tracer.emit(DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
+            tracer.emit(CHECKPOINT_DATANODE, INSTANT, parent=parent, attrs={"datanode": name, **nodes[name]})
 
 
 def _slot(session: Session | None) -> str:

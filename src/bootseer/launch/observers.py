@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.trace.event import Event
 from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
@@ -109,5 +110,6 @@ def harmless(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # see above
+        logger(__name__).warning(what, exc_info=True)
         words = str(error) or type(error).__name__
         say(f"{what}: {words}")

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from bootseer.launch.supervise import log
 from bootseer.units import NS_PER_S
 
 KUBERNETES = "kubernetes"
@@ -95,16 +96,19 @@ def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) 
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean
         )
-    except OSError:
+    except OSError as error:
+        log(__name__, "%s: %s", command[0], error)
         return ""
     with process:
         for _ in range(round(_DEADLINE_S / _LOOK_EVERY_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 answer, _ = process.communicate(timeout=_LOOK_EVERY_S)
+                log(__name__, "%s ended with exit code %d", command[0], process.returncode)
                 return answer[-65536:].decode("utf-8", "replace") if process.returncode == 0 else ""
             if ended.is_set():
                 break
         process.kill()
+    log(__name__, "%s did not answer within %g s, or the command ended before", command[0], _DEADLINE_S)
     return ""
 
 

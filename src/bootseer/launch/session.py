@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bootseer.errors import BootseerError
-from bootseer.launch import spools
-from bootseer.launch.spools import fingerprint
-from bootseer.launch.supervise import EXIT_FLUSH_S, say
-from bootseer.trace import traceparent
+from bootseer.launch.supervise import EXIT_FLUSH_S, log, say
+from bootseer.trace import spools, traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
 from bootseer.trace.sinks import safe_name
+from bootseer.trace.spools import fingerprint
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
 
 if TYPE_CHECKING:
@@ -42,10 +41,12 @@ def staged(session: Session | None, name: str, attrs: Mapping[str, object] | Non
     if session is None:
         yield {}
         return
+    began_s = time.monotonic()
     with session.tracer.span(name, attrs) as span:
         yield span.attrs
         if "error" in span.attrs:
             span.fail(str(span.attrs["error"]))
+    log(__name__, "stage %s took %.3f s: %s", name, time.monotonic() - began_s, span.attrs)
 
 
 class Session:
@@ -88,6 +89,8 @@ class Session:
         self.began_ns = time.time_ns()
         self.span = self.tracer.emit("run", BEGIN, attrs=_facts(command, identity, options))
         self.tracer.parent = self.span
+        who = f"{identity.job}, attempt {attempt}, node {identity.node}"
+        log(__name__, "%s (by %s): events in %s (%s)", who, identity.source, self.folder, self.sinks)
         self._beside: Beside | None = None
         self._more: list[Callable[[threading.Event], None]] = []
 
@@ -140,6 +143,7 @@ class Session:
         # As PID 1 all children are reaped together, so that no program may run beside the command.
         found = scheduler.times({"BOOTSEER_PODINFO": PODINFO, **env}, ended, may_ask=os.getpid() != 1)
         began_ns = self.began_ns
+        log(__name__, "the scheduler's times: %s", found)
         if found.submitted_ns and found.submitted_ns <= began_ns:
             self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by)
         if found.started_ns and found.started_ns <= began_ns:

@@ -21,6 +21,7 @@ import fcntl
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -70,6 +71,15 @@ def say(message: str) -> None:
         message = without_credentials(message)
     with contextlib.suppress(OSError):
         os.write(2, f"bootseer: {message}\n".encode("utf-8", "backslashreplace"))
+
+
+def log(name: str, message: str, *args: object) -> None:
+    """A log line (`info`) of a module that is imported in front of every job.
+
+    `logging` takes 4 ms and is not imported for it: without `BOOTSEER_LOG` nothing happens.
+    """
+    if (logs := sys.modules.get("bootseer.logs")) is not None:
+        logs.logger(name).info(message, *args)
 
 
 class CannotStart(Exception):  # noqa: N818 - it carries an exit code, as a shell's would
@@ -141,6 +151,7 @@ def spawn(
         _end(pid)
         number, _, why = failed.decode("utf-8", "replace").partition(" ")
         raise CannotStart(command[0], OSError(int(number), os.strerror(int(number))), why)
+    log(__name__, "process %d is %s", pid, command[0])  # its arguments may hold secrets
     return pid
 
 
@@ -276,10 +287,12 @@ def wait(
                 os.killpg(pid, info.si_signo)
             else:
                 os.kill(pid, info.si_signo)
+        log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
         if on_signal is not None:
             on_signal(info.si_signo)
         if info.si_signo == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
+    log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
 
 

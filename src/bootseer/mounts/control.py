@@ -1,6 +1,6 @@
-"""The line between a mount daemon and the rest: one JSON line there, one JSON line back, over a Unix socket.
+"""Control socket of a mount daemon: one JSON line as a request, one JSON line as the response, over a Unix socket.
 
-The socket lies in a folder that only its user may enter. Who calls: `serve` listens, `daemon` and the verbs ask.
+The socket lies in a folder that only its user may enter.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
         try:
             question = str(json.loads(_line(link, until))["do"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            line = _encoded({"error": "not understood"})
+            line = _encoded({"error": "malformed request"})
         else:
             line = _answered(answer, question)
         with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
         except (OSError, ValueError) as error:
             raise NotFoundError(f"the mount daemon of {folder} does not run") from error
     if not isinstance(said, dict):
-        raise PermanentError(f"the mount daemon of {folder} answered with nonsense")
+        raise PermanentError(f"the mount daemon of {folder} sent a malformed response")
     if "error" in said:
         raise PermanentError(str(said["error"]))
     return said

@@ -18,19 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from bootseer.errors import (
-    AccessError,
-    BootseerError,
-    CorruptError,
-    NotFoundError,
-    PermanentError,
-    TransientError,
-    UsageError,
-)
+from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
+from bootseer.logs import logger
 from bootseer.mounts import control
 from bootseer.mounts.process import ProcessId, end_child
 from bootseer.mounts.serve import FILES, LOG, DaemonSpec, report_error, serve, tell
 
+_LOG = logger(__name__)
 _NAME = "bootseer-mount"
 """What `ps` and `top` show, so that the daemon is not taken for the program that started it."""
 _MAX_REPORT = 65_536
@@ -89,7 +83,7 @@ class Daemon:
     def end(self, *, timeout_s: float, waiting: Waiting = lambda: None) -> dict[str, object]:
         """Let it unmount although its files are in use, finish what was written, and end; what it says of that.
 
-        Whoever uses a file gets an error. A daemon that is not done after `timeout_s` is killed.
+        Programs that use its files get errors. A daemon that is not done after `timeout_s` is killed.
         """
         return self._end("end", timeout_s, waiting)
 
@@ -101,6 +95,7 @@ class Daemon:
         except (NotFoundError, TransientError):
             self.process.signal(signal.SIGTERM)
         if not self._ended(deadline):
+            _LOG.warning("mount daemon %d of %s did not end in %g s: killed", self.process.pid, self.folder, timeout_s)
             self.process.signal(signal.SIGKILL)
             if not self._ended(time.monotonic() + 1.0):
                 raise TransientError(f"the mount daemon {self.process.pid} does not end")
@@ -138,7 +133,9 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
         end_child(middle, deadline_s, kill=False)
         birth = _Birth(spec, pipe.fileno())
         try:
-            return birth.hear(deadline_s, waiting)
+            daemon = birth.hear(deadline_s, waiting)
+            _LOG.info("mount daemon %d serves %s", daemon.process.pid, spec.at or daemon.files)
+            return daemon
         except BaseException:
             birth.end()
             raise
@@ -167,7 +164,7 @@ class _Birth:
                 if "pid" in said:
                     self._process = ProcessId.of(said["pid"])
                 elif "error" in said:
-                    raise _error(said["kind"], said["error"])
+                    raise error_named(said["kind"], said["error"])
                 elif self._process is not None:
                     return Daemon(spec.folder, self._process)
             if not piece:
@@ -183,11 +180,6 @@ class _Birth:
         until = time.monotonic() + _GRACE_S
         while process.alive and time.monotonic() < until:
             time.sleep(0.01)
-
-
-def _error(kind: str, message: str) -> BootseerError:
-    kinds = (TransientError, NotFoundError, AccessError, CorruptError, UsageError)
-    return {cls.__name__: cls for cls in kinds}.get(kind, PermanentError)(message)
 
 
 def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:

@@ -1,7 +1,7 @@
 """What a mount daemon serves in real life: block files, from the node's cache and their origins.
 
 `fetched` describes it as the `open` of a `DaemonSpec`; everything is made inside the daemon, because neither leases
-nor connections survive a fork. Who calls: whoever mounts images, snapshots and checkpoints.
+nor connections survive a fork.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Fetched:
     hot: Hot | None = None
     """Asked once the mount answers; it may take its time."""
     rest: bool = True
-    """Whether to fetch what nobody asked for, when readers are silent."""
+    """Whether to fetch what was not asked for, when readers are silent."""
     make_tree: MakeTree = LazyFiles
 
     def __call__(self, on_error: OnError) -> Served:
@@ -78,23 +78,6 @@ class Fetched:
         )
 
 
-class _Recorder:
-    """A record writer and what becomes of its file."""
-
-    def __init__(self, path: Path, hand_over: Callable[[Path], None] | None) -> None:
-        self.writer = RecordWriter(path, started_s=time.time())
-        self._path = path
-        self._hand_over = hand_over
-
-    def end(self) -> None:
-        self.writer.end()
-
-    def close(self) -> None:
-        self.writer.close()
-        if self._hand_over is not None:
-            self._hand_over(self._path)
-
-
 class _OpenFiles:
     """A fetcher with its cached files and origins: a `Source`."""
 
@@ -105,7 +88,10 @@ class _OpenFiles:
         self._identities = [file.index.identity for file in what.files]
         self._cached: list[CachedFile] = []
         self._stores: dict[tuple[str, bool], Store] = {}
-        self.recorder = None if what.record is None else _Recorder(what.record, what.hand_over)
+        self.recorder: RecordWriter | None = None
+        if what.record is not None:
+            hand_over = what.hand_over or (lambda path: None)
+            self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
         self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
         self.stop_prefetch = self._fetcher.stop_prefetch
         self.read = self._fetcher.read
@@ -161,7 +147,7 @@ class _OpenFiles:
 
     def _need(self, file: int, block: int, found: Found) -> None:
         if self.recorder is not None:
-            self.recorder.writer.need(self._identities[file], block, found)
+            self.recorder.need(self._identities[file], block, found)
 
     def _sync(self) -> None:
         for cached in self._cached:

@@ -6,10 +6,10 @@ killed process leaves behind is used by the next one. An overlay keeps its layer
 an image uses it makes the next image mount it again, and breaks nothing.
 
     <runtime>/layers/<identity>         the mount point
-    <runtime>/layers/<identity>.lock    locked while somebody mounts or unmounts; its time is that of the last use,
+    <runtime>/layers/<identity>.lock    locked while a process mounts or unmounts; its time is that of the last use,
                                         its text tells which state of which file is mounted
 
-The data is pinned in the cache as long as the mount is there. Who calls: whoever mounts images and snapshots.
+The data is pinned in the cache as long as the mount is there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, UsageError
 from bootseer.io import locks
+from bootseer.logs import logger
 from bootseer.mounts import kernel
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.state import Runtime
+
+_LOG = logger(__name__)
 
 PIN = "mounted"
 """Name of the pin in the cache."""
@@ -39,7 +42,7 @@ def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *
 
     A mount of a file that was replaced or written to since is taken away: it, or the pages that it keeps, may hold
     other bytes than the verified file. `data` must be complete and trusted. `pin` is called before it is mounted, with
-    nobody else mounting it.
+    no other process mounting it.
     `loop`: see `mount_erofs`.
     """
     target = _target(runtime, identity)
@@ -54,6 +57,7 @@ def keep(runtime: Runtime, identity: str, data: Path, pin: Callable[[], None], *
             target.mkdir(mode=0o755, exist_ok=True)
             pin()
             mount_erofs(data, target, loop=loop)
+            _LOG.info("layer %s is mounted from %s", identity, data)
             os.ftruncate(lock, 0)
             os.pwrite(lock, shown, 0)
     return target
@@ -68,7 +72,7 @@ def kept(runtime: Runtime) -> list[str]:
 def release_idle(
     runtime: Runtime, *, idle_s: float, unpin: Callable[[str], None], in_use: Collection[str] = ()
 ) -> list[str]:
-    """Unmount the layers that no mounted image has and nobody asked for in the last `idle_s` seconds; returns them.
+    """Unmount the layers that no mounted image has and that were not used for `idle_s` seconds; returns them.
 
     `unpin` is called with each identity afterwards. `in_use` are further ones to leave alone.
     """
@@ -81,19 +85,20 @@ def release_idle(
             continue
         with contextlib.suppress(BootseerError):  # busy: a process has a file of it open
             with _locked(runtime, identity):
-                # Whoever asked for it before we had the lock may not have put his image on it yet.
+                # A process that asked for it before we had the lock may not have put its image on it yet.
                 if runtime.is_mounting():
                     continue
                 kernel.unmount(_target(runtime, identity))
                 unpin(identity)
                 _target(runtime, identity).rmdir()
+            _LOG.info("layer %s was idle and is unmounted", identity)
             released.append(identity)
     return released
 
 
 def _target(runtime: Runtime, identity: str) -> Path:
     if not _IDENTITY.fullmatch(identity):
-        raise UsageError(f"{identity!r} is no identity of a block file")
+        raise UsageError(f"{identity!r} is not the identity of a block file")
     return runtime.layers / identity
 
 
@@ -102,7 +107,7 @@ def _lock_path(runtime: Runtime, identity: str) -> Path:
 
 
 def _unused_s(runtime: Runtime, identity: str) -> float:
-    """For how long nobody asked for a layer; for ever, where somebody deleted what tells."""
+    """For how long a layer was not asked for; for ever, where the file that tells was deleted."""
     try:
         return time.time() - _lock_path(runtime, identity).stat().st_mtime
     except FileNotFoundError:

@@ -104,7 +104,7 @@ def unshare_mounts() -> None:
 
 
 def make_read_only(target: Path) -> None:
-    """Let nobody write through the mount on `target`."""
+    """Forbid writes through the mount on `target`."""
     restrict(target, MS_RDONLY)
 
 
@@ -178,7 +178,7 @@ class Mount:
 
     @property
     def read_only(self) -> bool:
-        """Whether nobody can write through it."""
+        """Whether writes through it are refused."""
         return "ro" in self.options
 
 

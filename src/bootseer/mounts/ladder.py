@@ -1,7 +1,6 @@
 """Which way to mount block files on this machine, best first, and why not the better ones.
 
-Decides and touches nothing: facts in, choice out. Who calls: whoever mounts images and snapshots, with what a real try
-or the doctor's probes said.
+Decides and touches nothing: facts in, choice out. The facts come from a real try or from the doctor's probes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Facts:
     loop: str = ""
     overlay: str = ""
     user_overlay: str = ""
-    """Overlay in a user namespace; for root, who needs none, the same as `overlay`."""
+    """Overlay in a user namespace; for root, which needs none, the same as `overlay`."""
 
 
 @dataclass(frozen=True, slots=True)

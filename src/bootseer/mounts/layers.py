@@ -15,8 +15,10 @@ from pathlib import Path
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, UsageError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, MS_RDONLY, number_of
+from bootseer.logs import logger
 from bootseer.mounts import kernel
 
+_LOG = logger(__name__)
 MAX_LAYERS = 500
 """What overlayfs takes."""
 _OF_LAYERS = MS_RDONLY | MS_NOSUID | MS_NODEV
@@ -40,6 +42,7 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
             kernel.move(kernel.create("erofs", [("source", str(path)), ("ro", None)], attributes=_OF_LAYERS), target)
             return
         except BootseerError as error:
+            _LOG.info("%s cannot be mounted as a file: %s", path, error)
             # ENOTBLK: this kernel wants a block device. All else would fail with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
                 raise _named(error, path) from error.__cause__

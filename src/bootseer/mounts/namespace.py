@@ -3,8 +3,6 @@
 A helper child makes the namespace and all mounts in it, and ends; descriptors hold the result. Nothing shows on the
 host at any time, and all of it is gone with the last descriptor and the last process inside, by kill -9 too. Make it
 while this process has one thread, as the helper is forked.
-
-Who calls: captures of environment setups, and restores that show a snapshot on the host.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from bootseer import errors
-from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.errors import BootseerError, PermanentError, TransientError, error_named
 from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
@@ -35,13 +32,6 @@ from bootseer.mounts.process import die_with, end_child
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAX_REPORT = 1 << 20
 _MAPPED, _NOT_MAPPED = b"y", b"n"
-_KINDS = (
-    errors.TransientError,
-    errors.NotFoundError,
-    errors.AccessError,
-    errors.CorruptError,
-    errors.UsageError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +229,8 @@ def _hear(pipe: int, deadline: float) -> Mapping[str, Any]:
             raise PermanentError("the process that makes the mounts of a namespace died")
     said: Mapping[str, Any] = json.loads(data)
     if "error" in said:
-        kinds = {kind.__name__: kind for kind in _KINDS}
         cause = OSError(said["number"], os.strerror(said["number"])) if said["number"] else None
-        raise kinds.get(said["kind"], PermanentError)(said["error"]) from cause
+        raise error_named(said["kind"], said["error"]) from cause
     return said
 
 

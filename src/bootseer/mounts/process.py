@@ -1,8 +1,6 @@
 """A process that can be recognised later: its number alone may belong to another one by then.
 
 And the other way round: a process that ends with the one that started it, and children whose end is waited for.
-
-Who calls: `state`, `daemon`; whoever forks helpers.
 """
 
 from __future__ import annotations

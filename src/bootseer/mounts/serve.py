@@ -73,7 +73,7 @@ class Served:
     begin: Callable[[], None] = lambda: None
     """Runs on a thread of its own once the mount answers: load the hot set, prefetch, stream the rest."""
     end: Callable[[], dict[str, object]] = dict
-    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for who ended it."""
+    """Runs when the mount is gone, before `source` is closed: finish what was written. Figures for the caller."""
     stop_prefetch: Callable[[], None] = lambda: None
     """Runs when the mount is left: nothing is fetched any more that no reader asks for."""
 
@@ -89,9 +89,9 @@ class DaemonSpec:
     label: str = "bootseer"
     """Shown in the table of mounts."""
     window_s: float = 120.0
-    """The record ends after so many seconds, if nobody says earlier that the startup is over."""
+    """The record ends after so many seconds, if it is not told earlier that the startup is over."""
     at: Path | None = None
-    """Where to mount instead of `files`: for users who cannot mount anything on top of it."""
+    """Where to mount instead of `files`: for users that cannot mount anything on top of it."""
     lifeline: bool = False
     """Whether the daemon ends when the process that started it does, however it ends."""
 
@@ -103,7 +103,7 @@ def serve(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    # Each file that somebody has open takes some, and the usual limit of 1024 is one for programs that use select.
+    # Each open file takes some, and the usual limit of 1024 is one for programs that use select.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -234,7 +234,7 @@ class _Life:
                 self._unmount(force=True)
                 self._stopping = True
                 return {"stopped": True, **self._end_service()}
-        raise PermanentError(f"{question[:64]!r} is nothing that a mount daemon does")
+        raise PermanentError(f"{question[:64]!r} is not a request that a mount daemon knows")
 
     def _status(self) -> control.Answer:
         return {

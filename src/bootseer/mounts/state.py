@@ -5,7 +5,7 @@
     <runtime>/layers/...                see `kept`
 
 The kernel has the last word on what is mounted and which process lives; these files only say where to look, so that a
-mount whose maker was killed can be found, used and taken away. Who calls: the verbs that mount, list and unmount.
+mount whose maker was killed can be found, used and taken away.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io.trusted_folder import trusted_folder
+from bootseer.logs import logger
 from bootseer.mounts import control, kernel
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.serve import LOG
 
+_LOG = logger(__name__)
 SCHEMA = "bootseer.mount/1"
 _RECORD = "mount.json"
 _MAX_BYTES = 1 << 20
@@ -54,6 +58,10 @@ class MountState:
     made_s: float = 0.0
     """Seconds since 1970."""
     details: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Versioned(msgspec.Struct):
+    schema: str
 
 
 class Runtime:
@@ -102,11 +110,11 @@ class Runtime:
     def all(self) -> Iterator[MountState]:
         """All mounts that were written down, dead or alive. What cannot be read is no mount."""
         for folder in sorted(self.mounts.iterdir()):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 yield _read(folder)
 
     def is_mounting(self) -> bool:
-        """Whether somebody may be just mounting: what he uses stands in no record yet, and must not be taken away."""
+        """Whether a process may be just mounting: what it uses stands in no record yet, and must not be taken away."""
         for folder in self.mounts.iterdir():
             with contextlib.suppress(OSError):
                 if _is_unrecorded(folder) and not _is_abandoned(folder):
@@ -121,7 +129,7 @@ class Runtime:
         return max(alive or found, key=lambda state: state.made_s, default=None)
 
     def health(self, state: MountState) -> Health:
-        """Whether it is there. Does not touch the mount, so that a dead one holds up nobody."""
+        """Whether it is there. Does not touch the mount, so that a dead one holds nothing up."""
         if state.boot != self.boot:
             return "gone"
         daemon_lives = state.daemon is None or state.daemon.alive
@@ -150,14 +158,15 @@ class Runtime:
     def clean(self) -> list[MountState]:
         """Forget all mounts that are gone, with what they left behind; returns them.
 
-        A mount whose daemon is dead but which is still there is left alone: somebody may want to know. Folders without
-        a record belong to somebody who is just mounting; after ten minutes they are what a killed process left.
+        A mount whose daemon is dead but which is still there is left alone: the user may want to know. Folders without
+        a record belong to a process that is just mounting; after ten minutes they are what a killed process left.
         """
         cleaned = []
         for state in list(self.all()):
             if self.health(state) == "gone" and (state.daemon is None or not state.daemon.alive):
                 with contextlib.suppress(BootseerError, OSError):
                     self.remove(state)
+                    _LOG.info("mount %s at %s is gone: forgotten", state.id, state.target)
                     cleaned.append(state)
         for folder in self.mounts.iterdir():
             with contextlib.suppress(BootseerError, OSError):
@@ -165,6 +174,7 @@ class Runtime:
                     with contextlib.suppress(BootseerError):
                         control.ask(folder, "stop")
                     self.clear(folder)
+                    _LOG.info("%s was left by a process that died: removed", folder)
         return cleaned
 
 
@@ -192,28 +202,15 @@ def _read(folder: Path) -> MountState:
         is_ours = status.st_uid == folder.lstat().st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
         if not _ID.fullmatch(folder.name) or not is_ours or status.st_size > _MAX_BYTES:
             raise ValueError
-        value = json.loads(file.read(_MAX_BYTES))
-    if value["schema"] != SCHEMA or value["id"] != folder.name:
+        data = file.read(_MAX_BYTES)
+    state = msgspec.json.decode(data, type=MountState)
+    if msgspec.json.decode(data, type=_Versioned).schema != SCHEMA or state.id != folder.name:
         raise ValueError
-    return MountState(
-        id=value["id"],
-        target=str(value["target"]),
-        what=str(value["what"]),
-        boot=str(value["boot"]),
-        layers=tuple(str(layer) for layer in value["layers"]),
-        daemon=_process(value["daemon"]),
-        owner=_process(value["owner"]),
-        made_s=float(value["made_s"]),
-        details={str(key): str(item) for key, item in value["details"].items()},
-    )
-
-
-def _process(value: Mapping[str, int] | None) -> ProcessId | None:
-    return None if value is None else ProcessId(int(value["pid"]), int(value["started"]))
+    return state
 
 
 def _delete(folder: Path) -> None:
-    """What somebody else deletes at the same time, who unmounts the same, is gone too."""
+    """What another process deletes at the same time, because it unmounts the same, is gone too."""
     with contextlib.suppress(FileNotFoundError):
         device = folder.stat().st_dev
         for path, folders, files in os.walk(folder, topdown=False):

@@ -52,7 +52,7 @@ class Ticket(Protocol):
     """A read on its way."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """It is not waited for any more."""
 
 
 class Source(Protocol):

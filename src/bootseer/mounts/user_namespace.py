@@ -1,7 +1,7 @@
 """User namespaces: what this process may do, and how one without root comes to mounts of its own.
 
-In a user namespace of its own a process is root, over mounts that nobody else sees and over files of its own user. It
-has one user there: everything that belongs to it outside belongs to root inside. Who calls: whoever mounts images.
+In a user namespace of its own a process is root, over mounts that no other process sees and over files of its own user.
+It has one user there: everything that belongs to it outside belongs to root inside.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def enter_new(map_ids: Callable[[], bool] = lambda: False) -> None:
     try:
         _unshare()
         if not map_ids():
-            # Without this nobody may write a map of groups: it keeps groups that take rights away.
+            # Without this no map of groups may be written: it keeps groups that take rights away.
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
             Path("/proc/self/gid_map").write_text(f"0 {gid} 1")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
+from bootseer.errors import AccessError, NotFoundError, PermanentError
 from bootseer.io.trusted_folder import FOLDER, NEW, enter
 from bootseer.places.folder_reads import FolderFile, FolderReads, version_of
 from bootseer.places.local_files import (
@@ -34,8 +34,9 @@ from bootseer.places.local_files import (
 from bootseer.places.place import (
     TEMPORARY,
     Entry,
-    IsFolderError,
+    OpenFile,
     PartWriter,
+    SmallReads,
     TakenError,
     make_alike,
     names_of,
@@ -46,7 +47,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_NAME_BYTES = 255
 
 
-class FolderPlace:
+class FolderPlace(SmallReads):
     """A `Place` in a folder, which must be there. Links in its own path are followed: the caller has named it so."""
 
     is_local = True
@@ -83,30 +84,14 @@ class FolderPlace:
         return (entry for entry in entries if entry is not None)
 
     def open(self, path: str, *, deadline_s: float = 60.0) -> FolderFile:
-        return FolderFile(
-            self._open(path), self._what(path), self._reads, lambda error: mapped(error, self._what(path))
-        )
+        with self._parent(path) as (folder, name):
+            descriptor = os.open(name, _READ, dir_fd=folder)
+        what = self._what(path)
+        return FolderFile(descriptor, what, self._reads, lambda error: mapped(error, what))
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """See `Place.delay_s`: not known."""
         return 0.0
-
-    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        descriptor = self._open(path)
-        try:
-            length = self._size(descriptor, path) - start
-            if length > limit:
-                raise PermanentError(f"{self._what(path)} has {length} bytes, more than the {limit} that it may have")
-            return self._read(descriptor, path, start, length)
-        finally:
-            os.close(descriptor)
-
-    def read_first(self, path: str, length: int) -> bytes:
-        descriptor = self._open(path)
-        try:
-            return self._read(descriptor, path, 0, min(length, self._size(descriptor, path)))
-        finally:
-            os.close(descriptor)
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._parent(path) as (folder, name):
@@ -249,28 +234,8 @@ class FolderPlace:
             finally:
                 os.close(descriptor)
 
-    def _open(self, path: str) -> int:
-        with self._parent(path) as (folder, name):
-            return os.open(name, _READ, dir_fd=folder)
-
-    def _size(self, descriptor: int, path: str) -> int:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsFolderError(f"{self._what(path)} is a folder")
-        if not stat.S_ISREG(status.st_mode):
-            raise NotFoundError(f"there is no {self._what(path)}")
-        return status.st_size
-
-    def _read(self, descriptor: int, path: str, start: int, length: int) -> bytes:
-        pieces = []
-        with self._mapping(path):
-            while length > 0:
-                piece = os.pread(descriptor, length, start)
-                if not piece:
-                    raise TransientError(f"{self._what(path)} became shorter while it was read")
-                pieces.append(piece)
-                start, length = start + len(piece), length - len(piece)
-        return b"".join(pieces)
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        return file.read_here(start, length) if isinstance(file, FolderFile) and length > 0 else b""
 
     def _chmod(self, name: str, mode: int, folder: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -310,7 +275,7 @@ class _FolderWriter:
             os.fchmod(self._descriptor, mode)
             self._folder = os.dup(folder)
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._descriptor < 0:
             raise PermanentError(f"{self.path}: written to after its end")
         if len(data) > self._left:

@@ -168,15 +168,25 @@ class FolderFile:
                 raise PermanentError(f"{self.what}: read after it was closed")
             self._users += 1
         read = _Read(self, offset, into, done, time.monotonic() + deadline_s, self._reads)
-        if here:
-            read.run()
-            return read
         try:
             self._reads.submit(read, urgent=urgent)
         except BaseException:
             self.release()
             raise
         return read
+
+    def read_here(self, offset: int, length: int) -> bytes:
+        """The bytes of a range inside the file, read by this thread, which keeps the file open meanwhile."""
+        try:
+            data = os.pread(self._descriptor, length, offset)
+            while len(data) < length:
+                more = os.pread(self._descriptor, length - len(data), offset + len(data))
+                if not more:
+                    raise TransientError(f"{self.what} became shorter while it was read")
+                data += more
+        except OSError as error:
+            raise self._mapped(error) from error
+        return data
 
     def fill(self, offset: int, into: memoryview) -> BootseerError | None:
         """Read now: None, or what went wrong."""

@@ -32,9 +32,9 @@ from bootseer.places.place import (
     NotFolderError,
     OpenFile,
     PartWriter,
+    SmallReads,
     TakenError,
     names_of,
-    read_now,
 )
 
 _ERROR_KINDS: dict[str, type[PermanentError]] = {
@@ -73,8 +73,6 @@ def _exact(error: PermanentError) -> BootseerError:
     return TakenError(text) if isinstance(error, NameTakenError) else error
 
 
-_READ_S = 60.0
-"""For a small file."""
 _CLOCK_S = 60.0
 """So long, the difference between the cluster's clock and ours is believed."""
 _MIB = 1 << 20
@@ -84,7 +82,7 @@ _MAX_BLOCK_BYTES = 1 << 30
 """A longer part becomes several blocks, of the cluster's size: DataNodes copy and check blocks as wholes."""
 
 
-class HdfsPlace:
+class HdfsPlace(SmallReads):
     """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
 
     is_local = False
@@ -121,17 +119,6 @@ class HdfsPlace:
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         return self._client.reads().delay_s(nodes, length)
-
-    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
-        with contextlib.closing(self.open(path)) as file:
-            length = file.size_bytes - start
-            if length > limit:
-                raise PermanentError(f"{self._what(path)} has {length} bytes, more than the {limit} that it may have")
-            return self._read(file, path, start, length)
-
-    def read_first(self, path: str, length: int) -> bytes:
-        with contextlib.closing(self.open(path)) as file:
-            return self._read(file, path, 0, min(length, file.size_bytes))
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         with self._temporary(path, data, mode) as (temporary, status):
@@ -259,7 +246,7 @@ class HdfsPlace:
     def _put(self, full: str, data: bytes, mode: int) -> FileStatus:
         """Write a file whose folder must be there: one that was just removed must not come back."""
         # Quotas count whole blocks until a file has ended. The rest tells one content from another of the same length
-        # whose time somebody has set to the same, as heads of versions that `tar` copied: see `Entry.version`.
+        # whose time was set to the same, as heads of versions that `tar` copied: see `Entry.version`.
         block_size = max(-(-len(data) // _MIB), 1) * _MIB + secrets.randbelow(2048) * _CHECKSUM_BYTES
         if self._may_copy:
             copies = max(self._client.replication or 0, SMALL_COPIES)
@@ -272,10 +259,8 @@ class HdfsPlace:
         return self._client.put(full, data, mode=mode, block_size=block_size, parents=False)
 
     def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
-        if length <= 0:
-            return b""
         with place_errors():
-            return bytes(read_now(file, start, length, self._what(path), _READ_S))
+            return super()._read(file, path, start, length)
 
     def _entry(self, status: FileStatus) -> Entry:
         return Entry(
@@ -318,9 +303,10 @@ class _HdfsPart:
     def nodes(self) -> tuple[str, ...]:
         return self._writer.nodes
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         with place_errors():
-            self._writer.write(data)
+            # hdfs-native takes no views.
+            self._writer.write(bytes(data) if isinstance(data, memoryview) else data)
 
     def close(self) -> tuple[str, ...]:
         with place_errors():

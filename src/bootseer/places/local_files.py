@@ -164,7 +164,7 @@ def gid_of(name: str | None) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def shown_uid(owner: str) -> int:
-    """The number of a user for programs of this machine. An unknown user is shown as the one who mounted: the place
+    """The number of a user for programs of this machine. An unknown user is shown as the one that mounted: the place
     decides what a caller may do, and knows the mount by that one identity."""
     try:
         return pwd.getpwnam(owner).pw_uid

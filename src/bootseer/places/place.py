@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,7 +118,7 @@ class OpenFile(Protocol):
         """Differs from that of every other content of the file."""
 
     def nodes(self, offset: int) -> tuple[str, ...]:
-        """Who has the byte at `offset`; empty where unknown."""
+        """The nodes that have the byte at `offset`; empty where unknown."""
 
     def delay_s(self, offset: int, length: int) -> float:
         """Seconds until this range would be here if it was asked for now, by estimate; 0 where unknown, infinity
@@ -158,7 +159,7 @@ class PartWriter(Protocol):
     def nodes(self) -> tuple[str, ...]:
         """Where its bytes go, as far as is known: with HDFS from the first `write` on."""
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append. Blocks while the place is slower."""
 
     def close(self) -> tuple[str, ...]:
@@ -251,6 +252,32 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Give back connections. The place is not used afterwards."""
+
+
+class SmallReads:
+    """Reading small files, for a place."""
+
+    uri: str
+
+    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
+        """See `Place.open`."""
+        raise NotImplementedError
+
+    def read_bytes(self, path: str, limit: int, *, start: int = 0) -> bytes:
+        with closing(self.open(path)) as file:
+            length = file.size_bytes - start
+            if length > limit:
+                raise PermanentError(f"{self.uri}/{path} has {length} bytes, more than the {limit} that it may have")
+            return self._read(file, path, start, length)
+
+    def read_first(self, path: str, length: int) -> bytes:
+        with closing(self.open(path)) as file:
+            return self._read(file, path, 0, min(length, file.size_bytes))
+
+    def _read(self, file: OpenFile, path: str, start: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        return bytes(read_now(file, start, length, f"{self.uri}/{path}"))
 
 
 def read_now(file: OpenFile, offset: int, length: int, what: str, deadline_s: float = 60.0) -> bytearray:

@@ -35,6 +35,7 @@ from bootseer.io.deadline import within
 from bootseer.logs import logger
 from bootseer.places import open_place
 from bootseer.places.folder import FolderPlace
+from bootseer.places.folder_reads import FolderFile
 from bootseer.places.place import (
     Entry,
     IsFolderError,
@@ -98,8 +99,13 @@ class PlaceStore:
         until = time.monotonic() + timeout_s
         with self._naming(name), contextlib.closing(self.place.open(path, deadline_s=max(timeout_s, 0.0))) as file:
             end = range_end(what, file.size_bytes, start, length)
-            pieces = _pieces_here if self.place.is_local else _pieces_ahead
-            yield from pieces(file, start, end, until, late)
+            if not isinstance(file, FolderFile):
+                yield from _pieces_ahead(file, start, end, until, late)
+                return
+            for at in range(start, end, PIECE_BYTES):
+                if time.monotonic() > until:
+                    raise late
+                yield file.read_here(at, min(PIECE_BYTES, end - at))
 
     def upload(self) -> PlaceUpload:
         """See `Store.upload`."""
@@ -112,7 +118,7 @@ class PlaceStore:
         def make() -> bool:
             with contextlib.suppress(NotFoundError):
                 self.stat(name)
-                return False  # what most who ask get to know costs no write
+                return False  # the usual answer costs no write
             upload = self.upload()
             try:
                 upload.write(data)
@@ -159,7 +165,7 @@ class PlaceStore:
         self.place.make_folder(path, parents=True)
 
     def share(self, path: str, mode: int) -> None:
-        """Let those who may use the store use what was made there."""
+        """Give what was made there the rights of the store."""
 
     def new_path(self) -> str:
         """Where an upload is written."""
@@ -278,9 +284,13 @@ class PlaceUpload:
         if not self._is_open:
             raise upload_ended(self._store.uri)
         self._hash.update(data)
-        self._buffer += data
-        if self._place.is_local or len(self._buffer) >= _BUFFER_BYTES:
-            with self._aborting():
+        self._size_bytes += memoryview(data).nbytes
+        with self._aborting():
+            if self._place.is_local:
+                self._writer.write(data)
+                return
+            self._buffer += data
+            if len(self._buffer) >= _BUFFER_BYTES:
                 self._flush()
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
@@ -338,7 +348,6 @@ class PlaceUpload:
         data, self._buffer = self._buffer, bytearray()
         if data:
             self._writer.write(data)
-            self._size_bytes += len(data)
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -347,19 +356,6 @@ class PlaceUpload:
         except BaseException:
             self.abort()
             raise
-
-
-def _pieces_here(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:
-    """The bytes from `start` to `end`, each piece read by this thread when it is wanted."""
-    outcomes: list[ReadOutcome] = []
-    for at in range(start, end, PIECE_BYTES):
-        if time.monotonic() > until:
-            raise late
-        buffer = bytearray(min(PIECE_BYTES, end - at))
-        file.read_into(at, memoryview(buffer), outcomes.append, here=True)
-        if (error := outcomes.pop().error) is not None:
-            raise error
-        yield bytes(buffer)
 
 
 def _pieces_ahead(file: OpenFile, start: int, end: int, until: float, late: TransientError) -> Iterator[bytes]:

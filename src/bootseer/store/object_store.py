@@ -1,10 +1,10 @@
-"""Objects in S3, Google Cloud Storage or Azure: `s3://bucket/prefix`, `gs://…`, `az://…`. Made by `open.open_store`.
+"""Objects in S3, Google Cloud Storage or Azure: `s3://bucket/prefix`, `gs://…`, `az://…`.
 
 Needs the extra `s3` (obstore, which serves all three). Credentials and endpoints come from the environment variables of
 the respective cloud. The layout is that of `file`. Small objects are put in one request; larger ones go in parts to a
 name below `.uploads/`, because their own is known only at the end, and are copied to it by the server.
 
-A process killed in between leaves a multipart upload that nobody sees but somebody pays for: give the bucket a rule
+A process killed in between leaves a multipart upload that is not shown and is paid for: give the bucket a rule
 that ends those after a day, and objects below `.uploads/` too.
 
 obstore runs on threads that a `fork` does not take along: its child would wait for ever and is told so instead. The
@@ -111,7 +111,7 @@ class ObjectStore:
             try:
                 answer = obstore.get(self._reader, path, options=options)
             except Exception as error:
-                # The clouds' servers differ in who notices that a range begins at or beyond the end.
+                # Only some of the clouds' servers notice that a range begins at or beyond the end.
                 if _status(error) != 416 and "Wanted range starting at" not in str(error):
                     raise
                 # Says what is wrong with the range, or that nothing is left to read.
@@ -205,7 +205,7 @@ class ObjectStore:
 
     def _pages(self, folder: str) -> Iterator[Sequence[Any]]:
         with self._mapping(folder):
-            # No deadline for the whole of a list whose length nobody knows; each of its pages comes quickly or never.
+            # No deadline for the whole of a list of unknown length; each of its pages comes quickly or never.
             produce = lambda: obstore.list(self._reader, folder)  # noqa: E731
             yield from stream_within(10 * _CALL_S, f"{self._uri}: {folder}", produce)
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.store.registry import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, BlobUpload, Registry, parse_object
+from bootseer.store.registry import INDEX_TYPE, MANIFEST_TYPE, BlobUpload, Registry, parse_object
 from bootseer.store.retry import retrying
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -47,18 +47,6 @@ Descriptor = dict[str, Any]
 
 _ATTEMPTS = 8
 _DEADLINE_S = 60.0
-
-
-def referrers(registry: Registry, digest: str, artifact_type: str = "", *, timeout_s: float = 60.0) -> list[Descriptor]:
-    """Descriptors of the manifests about `digest`, of one artifact type or of all; each has a valid `digest`."""
-    answer = registry.request("pull", "GET", f"referrers/{digest}", until=time.monotonic() + timeout_s)
-    if answer.status == 404:
-        answer.finish()
-        found = _tagged(registry, digest, timeout_s)
-    else:
-        registry.expect(answer, f"referrers of {digest}", 200)
-        found = _entries(answer.body(MAX_MANIFEST_BYTES), f"{registry}: referrers of {digest}")
-    return [entry for entry in found if not artifact_type or entry.get("artifactType") == artifact_type]
 
 
 def add_tagged(registry: Registry, subject: str, entry: Descriptor, replaces: Callable[[Descriptor], bool]) -> None:
@@ -184,7 +172,7 @@ class OciStore:
         return OciUpload(self)
 
     def create(self, name: str, data: bytes, *, refs: Sequence[Stored] = (), timeout_s: float = 60.0) -> bool:
-        """See `Store.create`. Registries have no such request: of those who write at once, the last gets True."""
+        """See `Store.create`. Registries have no such request: of writers at the same time, the last gets True."""
         check_new(name, data)
         until = time.monotonic() + timeout_s
         if self._is_taken(name, timeout_s):
@@ -300,7 +288,7 @@ class OciStore:
         try:
             return self._parsed(tag)
         except (NotFoundError, CorruptError):
-            return None  # removed meanwhile, or somebody else's tag that looks like ours
+            return None  # removed meanwhile, or a tag of another program that looks like ours
 
     def _find(self, name: str, timeout_s: float = 60.0) -> _Object:
         try:

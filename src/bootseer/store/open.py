@@ -1,4 +1,4 @@
-"""The store that a URI names. Called by whoever has a URI: command line, settings, documents.
+"""The store that a URI names.
 
 Adapters are imported when they are needed: most programs use one of them, and some need an extra that may be missing.
 """

@@ -1,8 +1,8 @@
 """What every place that keeps objects can do: read ranges, write atomically, list, delete.
 
 An object is immutable bytes under a name. Two kinds of names exist. *Content names* are `sha256:` and 64 hexadecimal
-digits: whoever writes such an object learns its name at the end, and the same bytes always have the same name. All
-other names are paths (`images/sha256-…`), chosen by the writer; writing one again replaces it in one step.
+digits: the writer learns the name at the end, and the same bytes always have the same name. All other names are paths
+(`images/sha256-…`), chosen by the writer; writing one again replaces it in one step.
 
 Implemented by the adapters beside this module, one per kind of place; `open.open_store` finds them by URI. A store
 makes one attempt: when to try again and for how long is for the caller to decide (`retry`, `fetch`).
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Upload(Protocol):
-    """An object on its way into a store: nobody sees it before `commit`, and nothing of it stays after `abort`."""
+    """An object on its way into a store: it is not visible before `commit`, and nothing of it stays after `abort`."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Append to the object."""

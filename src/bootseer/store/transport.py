@@ -99,7 +99,7 @@ _CONNECT_S = 10.0
 """A host that accepts no connection in this time is down or unreachable, however patient the caller is."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 CERTIFICATES = Path("/etc/docker/certs.d")
-"""A folder `HOST[:PORT]` below has the authorities of a registry (`*.crt`) and what proves to it who we are (`*.cert`,
+"""A folder `HOST[:PORT]` below has the authorities of a registry (`*.crt`) and this client's certificate (`*.cert`,
 each with its `*.key`), by docker's rules."""
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)")
 
@@ -228,7 +228,7 @@ class Transport:
     ) -> Answer:
         """One request and its answer; `until` (of `time.monotonic`) bounds both, with the body of the answer.
 
-        `authorization` goes to the host of `url` and to nobody else. Redirects of GET and HEAD are followed, but never
+        `authorization` goes to the host of `url` and nowhere else. Redirects of GET and HEAD are followed, but never
         from https to http. Raises `TransientError` when there is no answer in time. The system's look-up of a host's
         name cannot be interrupted and may take longer.
         """

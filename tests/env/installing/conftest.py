@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.interpreter import Interpreter, ask
-from bootseer.env.installing.running import runner
+from bootseer.env.installing.interpreter import Interpreter, ask, runner
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.installing.choose import choose
-from bootseer.env.installing.interpreter import ask
+from bootseer.env.installing.interpreter import ask, runner
 from bootseer.env.installing.packages import installed, new_packages
-from bootseer.env.installing.running import runner
 from wheels import make_index, make_wheel
 
 

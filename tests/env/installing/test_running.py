@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.installing.interpreter import ask
-from bootseer.env.installing.running import CANNOT_START, TIMED_OUT, runner
+from bootseer.env.installing.interpreter import CANNOT_START, TIMED_OUT, ask, runner
 from bootseer.errors import PermanentError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.installing.pip_settings import Requirements, Setting
-from bootseer.env.installing.uv_settings import translate
+from bootseer.env.installing.settings import Requirements, Setting, translate
 
 ALWAYS = ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
 

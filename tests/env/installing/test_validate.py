@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
 from wheels import make_wheel
 
@@ -95,7 +95,7 @@ def test_each_import_has_a_process_of_its_own(install, judge, tmp_path):
 
 @pytest.mark.parametrize("name", ["os; print(1)", "", "a-b", "a."])
 def test_what_is_no_name_of_a_module_is_not_run(judge, name):
-    assert judge(name) == [f"{name!r} is no name of a module"]
+    assert judge(name) == [f"{name!r} is not a module name"]
 
 
 def test_a_python_that_does_not_run_any_more_is_told(judge, python):

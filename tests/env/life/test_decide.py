@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.env import MODES, Mode
 from bootseer.env.life.decide import (
     FALLBACKS,
     NOT_LOOKED,
@@ -20,7 +21,6 @@ from bootseer.env.life.decide import (
     fell_back,
     waited,
 )
-from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 from env.life.samples import BUILT_S, document
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.installing import interpreter
+from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed, new_packages
-from bootseer.env.installing.running import runner
 from bootseer.env.snapshot.oracle import fresh_install_differs
 from bootseer.env.snapshot.secret_check import SecretCheck
 from bootseer.env.snapshot.write import write_snapshot

@@ -322,7 +322,7 @@ class ChunkBuffer:
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
 
     def _serve(self) -> list[Effect]:
-        """Give room to those who wait for it, in their order. Returns how they are loaded."""
+        """Give room to the pieces that wait for it, in their order. Returns how they are loaded."""
         served: list[BufferedPiece] = []
         while self._queue and self._take(self._queue[0].length, demand=True):
             piece = self._queue.popleft()

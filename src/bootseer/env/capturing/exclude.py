@@ -127,49 +127,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "credentials",
         "is a secret of one user; a snapshot is shared",
-        paths=(
-            *("~/.netrc", "~/_netrc", "~/.authinfo", "~/.pgpass", "~/.my.cnf", "~/.mylogin.cnf", "~/.s3cfg", "~/.boto"),
-            *("~/.git-credentials", "~/.config/git/credentials", "~/.config/gh/hosts.yml", "~/.config/hub"),
-            *("~/.config/glab-cli", "~/.cache/git/credential", "~/.git-credential-cache"),
-            *("~/.aws/credentials", "~/.aws/sso/cache", "~/.aws/cli/cache", "~/.azure", "~/.config/gcloud", "~/.oci"),
-            *("~/.config/doctl", "~/.config/linode-cli", "~/.aliyun/config.json", "~/.bluemix", "~/.mc", "~/.mcli"),
-            *("~/.passwd-s3fs", "~/.config/rclone/rclone.conf", "~/.rclone.conf", "~/.config/s3cmd", "~/.lakectl.yaml"),
-            *(
-                "~/.docker/config.json",
-                "~/.dockercfg",
-                "~/.config/containers/auth.json",
-                "~/.singularity/docker-config.json",
-            ),
-            *("~/.apptainer/docker-config.json", "~/.apptainer/remote.yaml", "~/.config/enroot/.credentials"),
-            *(
-                "~/.kube/config",
-                "~/.kube/cache",
-                "~/.minikube",
-                "~/.config/helm/registry",
-                "~/.vault-token",
-                "~/.terraformrc",
-            ),
-            *(
-                "~/.terraform.d/credentials.tfrc.json",
-                "~/.pulumi/credentials.json",
-                "~/.config/op",
-                "~/.config/sops/age",
-            ),
-            *("~/.cache/huggingface/token", "~/.cache/huggingface/stored_tokens", "~/.huggingface/token"),
-            *("~/.ngc/config", "~/.kaggle/kaggle.json", "~/.kaggle/access_token", "~/.config/kaggle/kaggle.json"),
-            *(
-                "~/.comet.config",
-                "~/.neptune/credentials",
-                "~/.mlflow/credentials",
-                "~/.databrickscfg",
-                "~/.modal.toml",
-            ),
-            *("~/.config/dagshub", "~/.snowflake", "~/.config/snowflake", "~/.clearml.conf", "~/clearml.conf"),
-            *("~/.config/replicate", "~/.runpod/config.toml", "~/.lambda_cloud", "~/.cdsapirc", "~/.ecmwfapirc"),
-            *("~/.pypirc", "~/.gem/credentials", "~/.cargo/credentials", "~/.cargo/credentials.toml", "~/.conda/token"),
-            *("~/.config/pypoetry/auth.toml", "~/.local/share/uv/credentials", "~/.m2/settings-security.xml"),
-            *("~/.gnupg", "~/.password-store", "~/.local/share/keyrings", "~/.config/chromium", "~/.mozilla"),
-            *("/etc/shadow", "/etc/gshadow", "/etc/krb5.keytab"),
+        paths=tuple(
+            """
+            ~/.netrc ~/_netrc ~/.authinfo ~/.pgpass ~/.my.cnf ~/.mylogin.cnf ~/.s3cfg ~/.boto ~/.git-credentials
+            ~/.config/git/credentials ~/.config/gh/hosts.yml ~/.config/hub ~/.config/glab-cli
+            ~/.cache/git/credential ~/.git-credential-cache ~/.aws/credentials ~/.aws/sso/cache ~/.aws/cli/cache
+            ~/.azure ~/.config/gcloud ~/.oci ~/.config/doctl ~/.config/linode-cli ~/.aliyun/config.json ~/.bluemix
+            ~/.mc ~/.mcli ~/.passwd-s3fs ~/.config/rclone/rclone.conf ~/.rclone.conf ~/.config/s3cmd ~/.lakectl.yaml
+            ~/.docker/config.json ~/.dockercfg ~/.config/containers/auth.json ~/.singularity/docker-config.json
+            ~/.apptainer/docker-config.json ~/.apptainer/remote.yaml ~/.config/enroot/.credentials ~/.kube/config
+            ~/.kube/cache ~/.minikube ~/.config/helm/registry ~/.vault-token ~/.terraformrc
+            ~/.terraform.d/credentials.tfrc.json ~/.pulumi/credentials.json ~/.config/op ~/.config/sops/age
+            ~/.cache/huggingface/token ~/.cache/huggingface/stored_tokens ~/.huggingface/token ~/.ngc/config
+            ~/.kaggle/kaggle.json ~/.kaggle/access_token ~/.config/kaggle/kaggle.json ~/.comet.config
+            ~/.neptune/credentials ~/.mlflow/credentials ~/.databrickscfg ~/.modal.toml ~/.config/dagshub
+            ~/.snowflake ~/.config/snowflake ~/.clearml.conf ~/clearml.conf ~/.config/replicate
+            ~/.runpod/config.toml ~/.lambda_cloud ~/.cdsapirc ~/.ecmwfapirc ~/.pypirc ~/.gem/credentials
+            ~/.cargo/credentials ~/.cargo/credentials.toml ~/.conda/token ~/.config/pypoetry/auth.toml
+            ~/.local/share/uv/credentials ~/.m2/settings-security.xml ~/.gnupg ~/.password-store
+            ~/.local/share/keyrings ~/.config/chromium ~/.mozilla /etc/shadow /etc/gshadow /etc/krb5.keytab
+            """.split()  # noqa: SIM905 - a list of this length reads better as text
         ),
         pattern=r"~/\.ssh/(id_[^/]*|[^/]*\.(pem|key))(?<!\.pub)",
         missed=True,

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from bootseer.env.installing.interpreter import Interpreter, ask, module_command
+from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.pip_settings import Read, Setting, requirement_files, settings
-from bootseer.env.installing.running import Run, runner
-from bootseer.env.installing.uv_settings import Translation, translate
+from bootseer.env.installing.settings import Read, Setting, Translation, requirement_files, settings, translate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError

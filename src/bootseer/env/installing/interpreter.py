@@ -1,18 +1,59 @@
-"""What must be known of the Python that packages are installed for: asked of it once, in a process of its own.
+"""What must be known of the Python that packages are installed for, and how it, and other programs of the setup's view,
+are asked: short questions (a version, a check, an import) that run where the setup runs.
 
-It answers as the setup would find it, with the user's own folder and PYTHONPATH, and right now; the isolated and
-remembered answer that request keys consist of is `keys.interpreter`. Called by the launcher before a setup; the other
-modules of this package take the answer.
+The interpreter answers as the setup would find it, with the user's own folder and PYTHONPATH, and right now; the
+isolated and remembered answer that request keys consist of is `keys.node`. The installers themselves are not run here:
+they are commands of the launcher, with its signals.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from bootseer.env.installing.running import Run
 from bootseer.errors import PermanentError
+from bootseer.machine import child
+
+CANNOT_START = 127
+TIMED_OUT = 124
+_MAX_OUTPUT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a command ended: its exit code as a shell gives it, and what it wrote (at most 1 MiB of each)."""
+
+    code: int
+    output: str
+    errors: str = ""
+
+
+class Run(Protocol):
+    """Run a command with exactly this environment, for at most `deadline_s` seconds; never raises for its failure."""
+
+    def __call__(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran: ...
+
+
+def runner(enter: Callable[[], None] | None = None) -> Run:
+    """`run` on this node. `enter` is called in the child before it becomes the command: `Capture.enter`."""
+
+    def in_child() -> None:
+        # The launcher holds signals back; what it starts must not.
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        if enter is not None:
+            enter()
+
+    def run(argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
+        ended = child.run(argv, env=env, deadline_s=deadline_s, in_child=in_child, max_bytes=_MAX_OUTPUT)
+        if ended.code is None:
+            return Ran(TIMED_OUT if ended.started else CANNOT_START, ended.stdout, ended.stderr or ended.error)
+        return Ran(ended.code if ended.code >= 0 else 128 - ended.code, ended.stdout, ended.stderr)
+
+    return run
+
 
 _DEADLINE_S = 20.0
 SAFE_PATH = "import sys; sys.path[:] = [entry for entry in sys.path if entry]"

@@ -12,9 +12,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from bootseer.env.installing.interpreter import SAFE_PATH, Interpreter, module_command
+from bootseer.env.installing.interpreter import SAFE_PATH, TIMED_OUT, Interpreter, Ran, Run, module_command
 from bootseer.env.installing.packages import Installed, normalised
-from bootseer.env.installing.running import TIMED_OUT, Ran, Run
 
 _RECORDS_DEADLINE_S = 60.0
 _CHECK_DEADLINE_S = 60.0
@@ -119,7 +118,7 @@ def conflicts(python: Interpreter, before: Installed, env: Mapping[str, str], ru
 def _import(module: str, python: Interpreter, env: Mapping[str, str], run: Run) -> list[str]:
     """In a process of its own: one import must not hide what another one lacks."""
     if not _MODULE.fullmatch(module):
-        return [f"{module!r} is no name of a module"]
+        return [f"{module!r} is not a module name"]
     ran = run([python.executable, "-c", _IMPORT, module], env, deadline_s=IMPORT_DEADLINE_S)
     if ran.code == TIMED_OUT:
         return [f"import {module} takes longer than {IMPORT_DEADLINE_S:g} s"]

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from bootseer.artifact import kind
+from bootseer.env import Mode
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.modes import Mode
 from bootseer.errors import UsageError
 
 Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long", "no-lease"]

@@ -67,8 +67,7 @@ def main() -> int:
         else:
             _say(f"the container sees the processes of this machine: {why}")
     try:
-        with open(f"{folder}/cgroups") as file:  # noqa: PTH123
-            cgroups = file.read().splitlines()
+        cgroups = _lines(f"{folder}/cgroups")
         started = subprocess.run(command, check=False, preexec_fn=_as_found(os.getpid(), cgroups))
     except subprocess.SubprocessError:
         return _say(f"the container cannot be put into its cgroup {cgroups}")
@@ -80,7 +79,28 @@ def main() -> int:
         _pass_on(pid, signal.sigwaitinfo(awaited).si_signo)
     if first is not None:
         _end(first)
+    _say_if_out_of_memory([os.path.dirname(path) for path in cgroups])  # noqa: PTH120
     return code
+
+
+def _say_if_out_of_memory(folders: Sequence[str]) -> None:
+    """Say that the kernel killed processes at the limit of the container's cgroup: nothing else tells."""
+    for folder in folders:
+        # The runtime puts the container into a cgroup below ours; version 1 counts in the one of the killed process.
+        for place, _, names in os.walk(folder):
+            for name in {"memory.events", "memory.oom_control"}.intersection(names):
+                counts = dict(line.split() for line in _lines(f"{place}/{name}"))
+                if counts.get("oom_kill", "0") != "0":
+                    (limit,) = _lines(f"{folder}/memory.max") or _lines(f"{folder}/memory.limit_in_bytes")
+                    _say(f"processes of the container were killed: they needed more than --memory {int(limit) >> 20}m")
+                    return
+
+
+def _lines(path: str) -> list[str]:
+    """Of a file; none where it is not there."""
+    with contextlib.suppress(OSError), open(path) as file:  # noqa: PTH123
+        return file.read().splitlines()
+    return []
 
 
 def _guard(commands: Sequence[Sequence[str]]) -> int:
@@ -98,6 +118,11 @@ def _why_not_started(log: str) -> int:
     0."""
     with contextlib.suppress(OSError), open(log, errors="replace") as file:  # noqa: PTH123
         last = file.read()[-2000:].strip().rpartition("\n")[2].lower()
+        if "hybrid mode" in last:
+            return _say(
+                "crun starts no container where both versions of cgroups have controllers\n"
+                "hint: --runtime runc (apt-get install runc), or boot with systemd.unified_cgroup_hierarchy=1"
+            )
         if "exec: " in last or "executable" in last:
             return 127 if "not found" in last or "no such file" in last else 126
     return 0

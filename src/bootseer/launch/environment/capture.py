@@ -27,8 +27,8 @@ from bootseer.env.capturing.leftovers import unaccounted
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
 from bootseer.env.changes import Change
 from bootseer.env.document import Trust
+from bootseer.env.installing.interpreter import runner
 from bootseer.env.installing.packages import installed, library_folders, new_distributions, new_packages
-from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.lock import own_uv

@@ -35,6 +35,7 @@ from bootseer.launch.background import Background, Tell, start_background
 from bootseer.launch.environment.setup import SetupResult
 from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT
 from bootseer.units import format_bytes
@@ -42,6 +43,7 @@ from bootseer.units import format_bytes
 EVENT = "environment_publish"
 _NICENESS = 10
 _MAX_UNACCOUNTED = 20
+_log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def _publish(task: Task, publication: Publication, tell: Tell) -> None:
     """In the child."""
     began_s = time.monotonic()
     wanted = task.wanted
+    key, num_changes = publication.key.digest[:12], len(publication.changes)
+    _log.info("environment %s: %d changes are checked and written", key, num_changes)
     check = SecretCheck(
         publication.left_out.exclusions,
         withheld=publication.left_out.withheld.values(),

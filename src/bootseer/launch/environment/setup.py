@@ -21,9 +21,8 @@ from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import Interpreter, module_command
+from bootseer.env.installing.interpreter import CANNOT_START, Interpreter, Ran, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
-from bootseer.env.installing.running import CANNOT_START, Ran, runner
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import BootseerError
@@ -32,8 +31,10 @@ from bootseer.launch.environment.plain import ScriptRun, groups_of, script_comma
 from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
+from bootseer.logs import logger
 
 _MAX_WORKERS = 16
+_log = logger(__name__)
 EXPORTS = "exports"
 """Below a start's own folder: where a script tells what it exports."""
 
@@ -197,6 +198,7 @@ class SetupRun:
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
+            _log.info("%s installs %s: %s", command.installer, what, " ".join(command.argv))
             code = self._step("install", what, command.argv, {**command.env, **more}, installer=command.installer)
             if not code:
                 return replace(done, installer=command.installer)

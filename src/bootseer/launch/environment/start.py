@@ -34,10 +34,10 @@ from bootseer.logs import logger
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
+    from bootseer.env import Mode
     from bootseer.env.keys.key import RequestKey
     from bootseer.env.keys.request_key import Base
     from bootseer.env.life.decide import Decision
-    from bootseer.env.modes import Mode
     from bootseer.launch.environment.publish import Publishing
     from bootseer.launch.environment.seek import Election
     from bootseer.launch.environment.view import Shown

@@ -23,7 +23,7 @@ from bootseer.launch.supervise import in_foreground
 
 if TYPE_CHECKING:
     from bootseer.artifact.loading import Loading
-    from bootseer.env.modes import Mode
+    from bootseer.env import Mode
 
 
 Conflicts = Literal["refuse", "accept"]

@@ -28,7 +28,7 @@ from pathlib import Path
 from bootseer.env.capturing.exports import Left
 from bootseer.env.capturing.fanotify import Group
 from bootseer.env.capturing.watch import Reads, Watch, unobserved
-from bootseer.env.installing.running import CANNOT_START, Ran, runner
+from bootseer.env.installing.interpreter import CANNOT_START, Ran, runner
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.script import gather

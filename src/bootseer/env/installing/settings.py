@@ -1,0 +1,354 @@
+"""The settings that `pip install` would find, and what uv calls them, so that uv installs exactly what pip would.
+
+pip's configuration files, its variables, and options in requirement files are read without starting pip, in the order
+that pip documents: global, user, environment, the file in `PIP_CONFIG_FILE`, then the variables; the section
+`[install]` before `[global]`. A setting without a counterpart in uv is a reason to take pip. Addresses may hold
+passwords: they go into the environment, never into an argument list, which every user of the machine can read.
+
+Decides: reading, and whether a folder is there, are arguments.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os.path
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+Read = Callable[[str], str | None]
+"""The text of a file as the job sees it; None if it is not there or may not be read."""
+
+_MAX_FILES = 1000
+_SECTIONS = ("global", "install")
+_NOT_OPTIONS = {"config-file", "version", "help"}
+_ALIASES = {"default-timeout": "timeout", "pypi-url": "index-url", "i": "index-url", "f": "find-links", "U": "upgrade"}
+_TAKES_FILE = {"-r": "requirement", "--requirement": "requirement", "-c": "constraint", "--constraint": "constraint"}
+_COMMENT = re.compile(r"(^|\s+)#.*$")
+_VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option of pip's as somebody set it."""
+
+    name: str
+    """The long option without its hyphens."""
+    value: str
+    where: str
+    """The file or variable, for people."""
+
+
+def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[Setting]:
+    """What is in force before any requirement file: one value for each name."""
+    found: dict[str, Setting] = {}
+    for section in _SECTIONS:
+        for path in _files(env, prefix, home, read):
+            parser = configparser.RawConfigParser()
+            try:
+                parser.read_string(read(path) or "")
+                items = parser.items(section) if parser.has_section(section) else []
+            except configparser.Error:
+                # pip stops at a file that it cannot read; so does whoever asks us, by a name that nobody knows.
+                return [Setting("unreadable", "", path)]
+            found |= {name: Setting(name, value, path) for key, value in items if (name := _plain(key)) and value}
+    for variable, value in env.items():
+        name = _plain(variable[4:])
+        if variable.startswith("PIP_") and name not in _NOT_OPTIONS and value:
+            found[name] = Setting(name, value, variable)
+    return list(found.values())
+
+
+def _files(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list[str]:
+    """pip's configuration files, the weakest first."""
+    named = env.get("PIP_CONFIG_FILE", "")
+    if named == os.devnull:
+        return []
+    shared = [f"{folder}/pip/pip.conf" for folder in (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":") if folder]
+    files = [*shared, "/etc/pip.conf"]
+    if not named or read(named) is None:
+        files += [f"{home}/.pip/pip.conf", f"{env.get('XDG_CONFIG_HOME') or home + '/.config'}/pip/pip.conf"]
+    return [*files, f"{prefix}/pip.conf", *([named] if named else [])]
+
+
+def _plain(name: str) -> str:
+    name = name.lower().replace("_", "-").removeprefix("--")
+    return _ALIASES.get(name, name)
+
+
+@dataclass(slots=True)
+class Requirements:
+    """What requirement files ask for besides names and versions, closed over the files that they include."""
+
+    options: list[Setting] = field(default_factory=list)
+    """In the order of the lines; names of files are absolute."""
+    local: list[str] = field(default_factory=list)
+    """Requirements that are folders here, or come from version control: their content may change under one name."""
+    editable_remote: bool = False
+    """One is to be checked out from version control and installed as an editable."""
+    hashes: bool = False
+    """One has a digest: pip then demands one of each."""
+    own_options: list[Setting] = field(default_factory=list)
+    """Options of single requirements that are no digests."""
+    unread: list[str] = field(default_factory=list)
+    """Files that cannot be read here: missing ones, and addresses."""
+
+
+def requirement_files(paths: Iterable[str], cwd: str, env: Mapping[str, str], read: Read) -> Requirements:
+    """Read the requirement files and all that they include."""
+    found = Requirements()
+    waiting = [(os.path.join(cwd, path), "requirement") for path in paths]  # noqa: PTH118 - an absolute path stays
+    seen: set[str] = set()
+    while waiting and len(seen) < _MAX_FILES:
+        path, kind = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        text = None if "://" in path else read(path)
+        if text is None:
+            found.unread.append(path)
+            continue
+        for line in _lines(text):
+            waiting += _read_line(_expanded(line, env), path, kind, cwd, found)
+    return found
+
+
+def _lines(text: str) -> Iterable[str]:
+    """Logical lines without comments."""
+    joined = re.sub(r"\\\r?\n", "", text.removeprefix("\ufeff"))
+    for line in joined.splitlines():
+        bare = _COMMENT.sub("", line).strip()
+        if bare:
+            yield bare
+
+
+def _expanded(line: str, env: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: env.get(found[1]) or found[0], line)
+
+
+def _read_line(line: str, path: str, kind: str, cwd: str, found: Requirements) -> list[tuple[str, str]]:
+    """Enter what one line says; returns the files that it includes."""
+    folder = os.path.dirname(path)  # noqa: PTH120 - names are text here
+    if not line.startswith("-"):
+        if kind == "requirement":
+            _read_requirement(line, path, cwd, found)
+        return []
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        found.options.append(Setting("unreadable", line, path))
+        return []
+    included = []
+    while words:
+        word, equals, value = words.pop(0).partition("=")
+        if not word.startswith("--") and len(word) > 2:
+            word, value, equals = word[:2], word[2:] + equals + value, "="
+        if word in ("--no-index", "--pre", "--prefer-binary", "--require-hashes"):
+            found.options.append(Setting(word[2:], "true", path))
+            continue
+        if not equals:
+            value = words.pop(0) if words else ""
+        if word in _TAKES_FILE:
+            place = value if "://" in value else os.path.normpath(os.path.join(folder, value))  # noqa: PTH118
+            included.append((place, _TAKES_FILE[word]))
+        elif word in ("-e", "--editable"):
+            found.editable_remote |= "://" in value and not value.startswith("file:")
+            found.local.append(value)
+        else:
+            found.options.append(Setting(_plain(word.lstrip("-")), value, path))
+    return included
+
+
+def _read_requirement(line: str, path: str, cwd: str, found: Requirements) -> None:
+    bare, *options = re.split(r"\s+(?=--\w)", line)
+    for option in options:
+        name, _, value = option[2:].replace(" ", "=", 1).partition("=")
+        if name == "hash":
+            found.hashes = True
+        else:
+            found.own_options.append(Setting(name, value, path))
+    target = bare.partition(" @ ")[2] or bare
+    if re.match(r"(git|hg|svn|bzr)\+|file:|[./]", target) and not re.search(r"\.(whl|zip|tar\.\w+|tgz)\b", target):
+        found.local.append(os.path.join(cwd, target) if target.startswith(".") else target)  # noqa: PTH118
+
+
+_PUBLIC = ""
+"""The index that both programs ask when nobody names one."""
+# What pip shows, keeps or asks, without a say in what is installed. Bytecode is ours to make.
+_NO_MATTER = frozenset(
+    {
+        *("cache-dir", "check-build-dependencies", "clean", "no-clean", "compile", "no-compile", "use-pep517"),
+        *("color", "no-color", "debug", "exists-action", "log", "no-input", "progress-bar", "quiet", "verbose"),
+        *("disable-pip-version-check", "python-version-warning", "no-python-version-warning", "root-user-action"),
+        *("no-warn-conflicts", "no-warn-script-location"),
+    }
+)
+_HARMLESS_FEATURES = frozenset({"fast-deps", "truststore", "inprocess-build-deps", "in-tree-build"})
+_FLAGS = {
+    "pre": "--prerelease=allow",
+    "no-deps": "--no-deps",
+    "require-hashes": "--require-hashes",
+    "break-system-packages": "--break-system-packages",
+    "no-build-isolation": "--no-build-isolation",
+}
+_NUMBERS = {"timeout": "UV_HTTP_TIMEOUT", "retries": "UV_HTTP_RETRIES"}
+_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+_FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
+# The user's own word to uv about where packages come from.
+_OWN_INDEXES = ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL")
+
+
+@dataclass(slots=True)
+class Translation:
+    """How uv is told the same."""
+
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+    """What has no counterpart, in words; if there is one, pip must install."""
+
+
+@dataclass(slots=True)
+class _Sources:
+    """Where packages come from, as pip gathers it while it reads."""
+
+    indexes: list[str]
+    find_links: list[str] = field(default_factory=list)
+    trusted: list[str] = field(default_factory=list)
+    no_index: bool = False
+
+
+def translate(
+    settings: Iterable[Setting], requirements: Requirements, env: Mapping[str, str], exists: Callable[[str], bool]
+) -> Translation:
+    """Tell uv what pip would read. `exists` says whether a local folder or file is there."""
+    done, sources = Translation(), _Sources([_PUBLIC])
+    # An index replaces, a further one adds, in whatever order the file has them.
+    for setting in sorted(settings, key=lambda each: each.name != "index-url"):
+        _tell(setting, sources, done)
+    for setting in requirements.options:
+        if setting.name == "find-links":
+            beside = os.path.join(os.path.dirname(setting.where), setting.value)  # noqa: PTH118, PTH120 - may be a URL
+            sources.find_links.append(beside if "://" not in setting.value and exists(beside) else setting.value)
+        else:
+            _tell(setting, sources, done)
+    _tell_requirements(requirements, done)
+    _tell_sources(sources, done, env, exists)
+    # pip knows none of uv's tables of other sources, nor its configuration files.
+    done.arguments += ["--no-sources", "--no-config", "--index-strategy", "unsafe-best-match"]
+    # What pip installs is the environment's own; a link into uv's cache would let a job edit the cache.
+    done.environment["UV_LINK_MODE"] = "copy"
+    joined = ("UV_FIND_LINKS", "UV_INSECURE_HOST")
+    for name in done.environment.keys() & env.keys():
+        if name.startswith("UV_") and name not in joined:
+            del done.environment[name]  # what the user told uv itself stays
+    return done
+
+
+def _tell(setting: Setting, sources: _Sources, done: Translation) -> None:
+    name, value = setting.name, setting.value
+    known = (
+        _is_no_matter(name, value)
+        or _take_source(name, value, sources)
+        or _take_choice(name, value, done)
+        or _take_connection(name, value, done)
+    )
+    if not known:
+        done.refusals.append(f"pip's setting {name} ({setting.where}) has no counterpart in uv")
+
+
+def _is_no_matter(name: str, value: str) -> bool:
+    return (
+        name in _NO_MATTER
+        or (value.lower() in _FALSE and name not in _NUMBERS)
+        or (name == "upgrade-strategy" and value == "only-if-needed")
+        or (name == "use-feature" and set(value.split()) <= _HARMLESS_FEATURES)
+        or (name == "keyring-provider" and value in ("auto", "disabled"))
+    )
+
+
+def _take_source(name: str, value: str, sources: _Sources) -> bool:
+    """Where packages come from."""
+    if name == "index-url":
+        sources.indexes = [] if sources.no_index else [value.strip()]
+    elif name == "extra-index-url":
+        sources.indexes += [] if sources.no_index else value.split()
+    elif name == "no-index":
+        sources.no_index, sources.indexes = True, []
+    elif name == "find-links":
+        sources.find_links += value.split()
+    elif name == "trusted-host":
+        sources.trusted += value.split()
+    else:
+        return False
+    return True
+
+
+def _take_choice(name: str, value: str, done: Translation) -> bool:
+    """Which packages are taken, and how they are built."""
+    if name in _FLAGS and value.lower() in _TRUE:
+        _flag(done, _FLAGS[name])
+    elif name in ("no-binary", "only-binary"):
+        done.arguments += [word for each in value.replace(",", " ").split() for word in (f"--{name}", each)]
+    elif name == "constraint":
+        # pip hands a constraint of its configuration to the pips that build packages, too.
+        done.arguments += [word for each in value.split() for word in ("-c", each, "-b", each)]
+    elif name == "build-constraint":
+        done.arguments += [word for each in value.split() for word in ("-b", each)]
+    else:
+        return False
+    return True
+
+
+def _flag(done: Translation, word: str) -> None:
+    if word not in done.arguments:  # uv takes each but once
+        done.arguments.append(word)
+
+
+def _take_connection(name: str, value: str, done: Translation) -> bool:
+    """How servers are reached, and what is kept of their answers."""
+    if name in ("cert", "client-cert"):
+        done.environment["SSL_CERT_FILE" if name == "cert" else "SSL_CLIENT_CERT"] = value
+    elif name in _NUMBERS and value.isdigit():
+        done.environment[_NUMBERS[name]] = value
+    elif name == "proxy":
+        done.environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), value)
+    elif name == "keyring-provider" and value == "subprocess":
+        done.environment["UV_KEYRING_PROVIDER"] = value
+    elif name == "no-cache-dir":
+        done.environment["UV_NO_CACHE"] = "1"
+    else:
+        return False
+    return True
+
+
+def _tell_requirements(requirements: Requirements, done: Translation) -> None:
+    if requirements.editable_remote:
+        done.refusals.append("an editable requirement comes from version control, which uv does not install")
+    done.refusals += [f"the option {each.name} of a requirement ({each.where})" for each in requirements.own_options]
+    done.refusals += [f"{path} cannot be read here" for path in requirements.unread]
+    if requirements.local:
+        # uv's cache knows a folder by few of its files: sources changed elsewhere would not be built again.
+        _flag(done, "--refresh")
+    if requirements.hashes:
+        _flag(done, "--require-hashes")
+
+
+def _tell_sources(sources: _Sources, done: Translation, env: Mapping[str, str], exists: Callable[[str], bool]) -> None:
+    if sources.indexes and not any(env.get(name) for name in _OWN_INDEXES):
+        # Where two have the same version pip takes it from the last, uv from the first; the default comes after all.
+        default, *more = sources.indexes
+        if default != _PUBLIC:
+            done.environment["UV_DEFAULT_INDEX"] = default
+        if more:
+            done.environment["UV_INDEX"] = " ".join(reversed(more))
+    links = [link if "://" in link else os.path.expanduser(link) for link in sources.find_links]  # noqa: PTH111
+    links = [link for link in links if "://" in link or exists(link)]  # pip walks past missing ones
+    if sources.no_index:
+        _flag(done, "--no-index")
+    if any("," in link for link in links):
+        done.refusals.append("a place of find-links has a comma in its name")
+    for name, values, comma in (("UV_FIND_LINKS", links, ","), ("UV_INSECURE_HOST", sources.trusted, " ")):
+        if values:
+            done.environment[name] = comma.join(dict.fromkeys([*filter(None, env.get(name, "").split(comma)), *values]))

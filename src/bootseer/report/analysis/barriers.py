@@ -1,0 +1,153 @@
+"""Which lanes waited for which: the startup as an exact max-plus model of its barriers.
+
+A barrier opens when its last participant has arrived, plus the time that the release itself takes. A lane's arrival
+is the opening of the barrier before it plus its own work. With these two rules a startup without some node can be
+computed instead of guessed: leaving out one slow node may only move the wait to the next one.
+
+    arrival(i, k) = open(previous barrier of i) + work(i, k)
+    open(k)       = max over i of arrival(i, k) + release(k)
+
+The last barrier is `training_began`: the job is as late as its last lane.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from statistics import median
+
+from bootseer.report.analysis.lanes import TRAINING_BEGAN, UNOBSERVED, Lane
+from bootseer.report.analysis.spans import TRUNCATED
+from bootseer.trace.event import OK
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Visit:
+    """One lane at one barrier."""
+
+    lane: Lane
+    previous: int
+    """Index of the lane's barrier before this one, -1 for the lane's begin."""
+    from_ns: int
+    """When the lane left the barrier before, by its own account."""
+    at_ns: int
+    left_ns: int
+    """When it says that it was released."""
+
+    @property
+    def work_ns(self) -> int:
+        """What the lane did between the two barriers, waiting excluded."""
+        return max(self.at_ns - self.from_ns, 0)
+
+
+@dataclass(slots=True)
+class Barrier:
+    """A moment that all participants pass together."""
+
+    name: str
+    visits: list[Visit] = field(default_factory=list)
+    left_ns: list[int] = field(default_factory=list)
+    num_participants: int = 0
+    """Who waits here: a launcher waits once for all the ranks of its node."""
+
+    @property
+    def last(self) -> Visit:
+        """The visit that all others waited for."""
+        return max(self.visits, key=lambda visit: visit.at_ns)
+
+    @property
+    def passed(self) -> bool:
+        """Whether a node can have passed: none passes `training_began` in a failed or abandoned startup."""
+        return self.name != TRAINING_BEGAN or any(visit.lane.outcome in (OK, UNOBSERVED) for visit in self.visits)
+
+    @property
+    def release_ns(self) -> int:
+        """From the last arrival to the release."""
+        return max(int(median(self.left_ns)) - self.last.at_ns, 0) if self.left_ns else 0
+
+
+def barriers_of(lanes: list[Lane]) -> list[Barrier]:
+    """The barriers in the order of their opening; `training_began` closes the list."""
+    found: dict[str, Barrier] = {}
+    waiting: dict[str, set[int]] = defaultdict(set)
+    for lane in lanes:
+        for arrival in lane.arrivals:
+            barrier = found.setdefault(arrival.barrier, Barrier(arrival.barrier))
+            waiting[arrival.barrier].add(id(arrival.span))
+            barrier.num_participants = len(waiting[arrival.barrier])
+            if arrival.span.outcome == OK:
+                barrier.left_ns.append(arrival.left_ns)
+            barrier.visits.append(Visit(lane, -1, lane.begin_ns, arrival.at_ns, arrival.left_ns))
+    shared = [barrier for barrier in found.values() if barrier.num_participants > 1]
+    shared.sort(key=lambda barrier: median(barrier.left_ns) if barrier.left_ns else barrier.last.at_ns)
+    left: dict[int, tuple[int, int]] = {}
+    for index, barrier in enumerate(shared):
+        for visit in barrier.visits:
+            visit.previous, visit.from_ns = left.get(id(visit.lane), (-1, visit.lane.begin_ns))
+            left[id(visit.lane)] = (index, visit.left_ns)
+    end = Barrier(TRAINING_BEGAN)
+    done = [lane for lane in lanes if lane.outcome == OK] or lanes
+    end.num_participants = len(done)
+    for lane in done:
+        previous, from_ns = left.get(id(lane), (-1, lane.begin_ns))
+        at_ns = max(lane.end_ns, from_ns)
+        end.visits.append(Visit(lane, previous, from_ns, at_ns, at_ns))
+    return [*shared, end]
+
+
+class Replay:
+    """The model, ready to be asked what would have been without some nodes.
+
+    For each barrier it keeps the nodes' latest arrivals in falling order, so that a question costs the number of nodes
+    that are left out, not the number of lanes.
+    """
+
+    def __init__(self, barriers: Sequence[Barrier]) -> None:
+        self._barriers: list[tuple[int, dict[int, list[tuple[int, str]]]]] = []
+        for barrier in barriers:
+            latest: dict[int, dict[str, int]] = defaultdict(dict)
+            for visit in barrier.visits:
+                # The first barrier of a lane counts from the lane's begin, any other from the opening before it.
+                took_ns = visit.work_ns + (visit.lane.begin_ns if visit.previous < 0 else 0)
+                of_node = latest[visit.previous]
+                of_node[visit.lane.node] = max(took_ns, of_node.get(visit.lane.node, took_ns))
+            falling = {
+                previous: sorted(((ns, node) for node, ns in of_node.items()), reverse=True)
+                for previous, of_node in latest.items()
+            }
+            self._barriers.append((barrier.release_ns, falling))
+        self._whole_ns = self.end_ns()
+
+    def end_ns(self, without: Set[str] = _NOTHING) -> int | None:
+        """When the job would have begun to train without some nodes; None when no node is left."""
+        opened: list[int | None] = []
+        for release_ns, falling in self._barriers:
+            latest: int | None = None
+            for previous, arrivals in falling.items():
+                took_ns = next((ns for ns, node in arrivals if node not in without), None)
+                if took_ns is not None:
+                    arrival = took_ns + ((opened[previous] or 0) if previous >= 0 else 0)
+                    latest = arrival if latest is None else max(latest, arrival)
+            opened.append(None if latest is None else latest + release_ns)
+        return opened[-1]
+
+    def savings_ns(self, without: Set[str]) -> int:
+        """How much sooner the job would have begun to train without these nodes."""
+        rest_ns = self.end_ns(without)
+        return 0 if self._whole_ns is None or rest_ns is None else max(self._whole_ns - rest_ns, 0)
+
+
+def last_arrivals(barriers: list[Barrier]) -> dict[int, int]:
+    """For each span that waits at a barrier, by `id(span)`, when the last participant came."""
+    latest = {barrier.name: barrier.last.at_ns for barrier in barriers[:-1]}
+    lanes = {id(visit.lane): visit.lane for barrier in barriers for visit in barrier.visits}
+    return {
+        # A barrier that never opened for a lane: it waited to the end.
+        id(arrival.span): arrival.span.end_ns if arrival.span.outcome == TRUNCATED else latest[arrival.barrier]
+        for lane in lanes.values()
+        for arrival in lane.arrivals
+        if arrival.barrier in latest
+    }

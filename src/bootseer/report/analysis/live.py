@@ -1,0 +1,243 @@
+"""A start while it goes on: which nodes stand at which barrier, which are missing there, and what these do instead.
+
+Each event is taken once, when it comes. How long a stage has lasted is told by the reader's clock and the node's wall
+clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bootseer.report.analysis.lanes import ENDINGS, FIRST_STEP, SCHEDULER, TRAINING_BEGAN
+from bootseer.report.analysis.spans import RUN
+from bootseer.report.model import plain
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
+from bootseer.units import format_seconds, seconds
+
+SCHEMA = "bootseer.follow/1"
+_SHOWN = 4
+_BELIEVED_S = 7 * 86400
+"""A stage that has lasted longer has a wrong clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A node, or a rank of it, that others wait for."""
+
+    node: str
+    rank: int
+    stage: str
+    """Where it is; `exit code N` when its command has ended, empty when nothing is known."""
+    seconds: float | None
+
+    def __str__(self) -> str:
+        since = "" if self.seconds is None else f", {format_seconds(self.seconds)}"
+        return f"{self.node}{f' rank {self.rank}' * (self.rank != NO_RANK)} ({self.stage or 'no stage yet'}{since})"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is known of the start now."""
+
+    job: str
+    attempt: int
+    restart: int
+    nodes_heard: int
+    nodes_expected: int | None
+    barrier: str
+    """Where most wait, `training_began` when some are done; empty when no node waits."""
+    unit: str
+    """What is counted: `nodes`, or `ranks` of a single node."""
+    arrived: int
+    expected: int
+    missing: list[Missing]
+    """Those that were seen, longest in their stage first."""
+    over: bool
+    """Training began, or the command ended, on all nodes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for `json.dump`."""
+        return {"schema": SCHEMA, **plain(self)}
+
+    def text(self) -> str:
+        """The same in a line or two."""
+        if not self.job:
+            return "no node was seen yet"
+        where = f"at {self.barrier}" if self.barrier else "seen"
+        where = "began to train" if self.barrier == TRAINING_BEGAN else where
+        parts = [f"{self.arrived:,} of {self.expected:,} {self.unit} {where}"]
+        parts += [str(one) for one in self.missing[:_SHOWN]]
+        if len(self.missing) > _SHOWN:
+            stages = Counter(one.stage or "no stage yet" for one in self.missing[_SHOWN:])
+            told = ", ".join(
+                f"{count:,} {stage if ' ' in stage else f'in {stage}'}" for stage, count in stages.most_common(3)
+            )
+            parts.append(f"{len(self.missing) - _SHOWN:,} more: {told}")
+        unheard = self.expected - self.arrived - len(self.missing) if self.barrier else self.expected - self.arrived
+        parts += [f"{unheard:,} not seen"] * (unheard > 0)
+        word = "missing: " if self.barrier else "slowest: "
+        return parts[0] + (f"; {word}{', '.join(parts[1:])}" if len(parts) > 1 else "")
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One rank, or what a node does for all of its ranks."""
+
+    open: dict[str, Event] = field(default_factory=dict)
+    last: Event | None = None
+    visits: Counter[str] = field(default_factory=Counter)
+    """How often it came to each barrier."""
+    came: set[str] = field(default_factory=set)
+    waits: dict[str, str] = field(default_factory=dict)
+    """Barriers that it stands at, by span."""
+    began: bool = False
+
+
+class Live:
+    """The newest startup of one job. `feed` it, then ask for the `moment`."""
+
+    def __init__(self, job: str | None, attempt: int | None, num_nodes: int | None) -> None:
+        self.job = job
+        self._wanted = attempt
+        self._num_nodes = num_nodes
+        self._attempt = self._restart = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lanes: dict[tuple[str, int], _Lane] = defaultdict(_Lane)
+        self._opened: set[str] = set()
+        self._exits: dict[tuple[str, int], Event] = {}
+        self._nodes: dict[str, None] = {}
+        self._stated = self._world = 0
+
+    def feed(self, events: Iterable[Event]) -> None:
+        """Take what was written since the last call, in any order."""
+        for event in sorted(events, key=lambda event: event.wall_ns):
+            self.job = self.job or event.job
+            if event.job != self.job or self._wanted not in (None, event.attempt) or event.attempt < self._attempt:
+                continue
+            if event.attempt > self._attempt:
+                self._attempt, self._restart = event.attempt, event.restart
+                self._forget()
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        self._nodes[event.node] = None
+        self._stated = max(self._stated, _number(event, "num_nodes"))
+        self._world = max(self._world, _number(event, "world_size"))
+        key = (event.node, event.rank)
+        if event.stage == RUN:
+            if event.phase == BEGIN:  # again, under the same number
+                for known in [k for k in self._lanes if k[0] == event.node and event.rank in (NO_RANK, k[1])]:
+                    del self._lanes[known]
+                self._exits.pop(key, None)
+            else:
+                self._exits[key] = event
+            return
+        if event.restart > self._restart:  # the launcher has started its processes again
+            self._restart = event.restart
+            self._lanes.clear()
+            self._opened.clear()
+        if event.restart < self._restart or event.stage in (*SCHEDULER, *ENDINGS):
+            return
+        if event.attrs.get("background"):
+            return
+        lane = self._lanes[key]
+        if event.phase != INSTANT:
+            lane.last = event
+        if event.phase == BEGIN:
+            lane.open[event.span] = event
+            if isinstance(barrier := event.attrs.get("barrier"), str):
+                count = lane.visits[barrier]
+                lane.visits[barrier] += 1
+                lane.waits[event.span] = f"{barrier}#{count}" if count else barrier
+                lane.came.add(lane.waits[event.span])
+        elif event.phase == END:
+            lane.open.pop(event.span, None)
+            barrier = lane.waits.pop(event.span, "")
+            if barrier and event.outcome == OK:
+                self._opened.add(barrier)
+        lane.began |= event.stage == TRAINING_BEGAN or (
+            event.stage == FIRST_STEP and event.phase == END and event.outcome == OK
+        )
+
+    def moment(self, now_ns: int) -> Moment:
+        """How it stands at this Unix time, ns."""
+        by_node: dict[str, dict[int, _Lane]] = {node: {} for node in self._nodes}
+        for (node, rank), lane in self._lanes.items():
+            by_node[node][rank] = lane
+        expected = max(self._num_nodes or self._stated, 0) or None
+        of_ranks = max(expected or 0, len(by_node)) == 1 and any(rank != NO_RANK for _, rank in self._lanes)
+        barrier, missing, count, over = self._barrier(), [], 0, True
+        for node, lanes in by_node.items():
+            own = lanes.pop(NO_RANK, _Lane())  # a launcher stands at its barrier for all ranks of the node
+            for unit in [{rank: lanes[rank]} for rank in sorted(lanes)] if of_ranks else [lanes]:
+                count += 1
+                here = {r: one for r, one in unit.items() if not _arrived(one, barrier)}
+                if not _arrived(own, barrier) and (here or not unit):
+                    missing.append(self._missing(node, here, own, now_ns))
+                began = own.began or (bool(unit) and all(one.began for one in unit.values()))
+                over &= began or all(self._exit(node, rank) for rank in unit or (NO_RANK,))
+        whole = max(count, (self._world if of_ranks else expected) or 0)
+        missing.sort(key=lambda one: -(one.seconds or 0.0))
+        return Moment(
+            job=self.job or "" if count else "",
+            attempt=max(self._attempt, 0),
+            restart=max(self._restart, 0),
+            nodes_heard=len(by_node),
+            nodes_expected=expected,
+            barrier=barrier,
+            unit="ranks" if of_ranks else "nodes",
+            arrived=count - len(missing) if barrier else count,
+            expected=whole,
+            missing=missing,
+            over=over and count >= whole > 0,
+        )
+
+    def _exit(self, node: str, rank: int) -> Event | None:
+        return self._exits.get((node, rank)) or self._exits.get((node, NO_RANK))
+
+    def _barrier(self) -> str:
+        if any(lane.began for lane in self._lanes.values()):
+            return TRAINING_BEGAN
+        waiting = Counter(name for lane in self._lanes.values() for name in lane.waits.values())
+        shut = [(count, name) for name, count in waiting.items() if name not in self._opened]
+        return max(shut)[1] if shut else ""
+
+    def _missing(self, node: str, late: dict[int, _Lane], own: _Lane, now_ns: int) -> Missing:
+        ended = self._exit(node, min(late, default=NO_RANK))
+        if ended is not None:
+            return Missing(
+                node, NO_RANK, f"ended with exit code {ended.attrs.get('exit_code', '?')}", _since(ended, now_ns)
+            )
+        # What its ranks do tells more than what the node does around them.
+        lanes = [(rank, one) for rank, one in late.items() if one.last] or [(NO_RANK, own)]
+        inside = [(max(one.open.values(), key=_begin), rank) for rank, one in lanes if one.open]
+        if inside:
+            event, rank = min(inside, key=lambda found: _begin(found[0]))
+            return Missing(node, rank, event.stage, _since(event, now_ns))
+        rank, lane = lanes[0]
+        if lane.last is None:
+            return Missing(node, rank, "", None)
+        return Missing(node, rank, f"after {lane.last.stage}", _since(lane.last, now_ns))
+
+
+def _begin(event: Event) -> tuple[int, str]:
+    return event.wall_ns, event.stage
+
+
+def _arrived(lane: _Lane, barrier: str) -> bool:
+    return lane.began if barrier == TRAINING_BEGAN else barrier in lane.came
+
+
+def _number(event: Event, key: str) -> int:
+    value = event.attrs.get(key)
+    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
+
+
+def _since(event: Event, now_ns: int) -> float | None:
+    elapsed = seconds(max(now_ns - event.wall_ns, 0))
+    return elapsed if elapsed < _BELIEVED_S else None

@@ -1,0 +1,190 @@
+"""The startups in the input: which one is meant, each made ready for the analysis (clocks aligned, lanes and barriers
+built), each in a line, and their share of the job's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bootseer.errors import UsageError
+from bootseer.report import model
+from bootseer.report.analysis import barriers as barrier_model
+from bootseer.report.analysis.barriers import last_arrivals
+from bootseer.report.analysis.lanes import SCHEDULER, UNOBSERVED, Lane, align, lanes_of, training_began
+from bootseer.report.analysis.spans import TRUNCATED, Offset, Span, StartupSpans, apart, offsets
+from bootseer.report.analysis.stages import Piece, cut, time_by_stage
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
+from bootseer.report.foreign.rules import hosts_of
+from bootseer.report.model import WAIT
+from bootseer.trace.event import FAILED, OK, Event
+from bootseer.units import S_PER_H, seconds
+
+_SHORT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the reader of a report may say."""
+
+    job: str | None = None
+    attempt: int | None = None
+    restart: int | None = None
+    num_nodes: int | None = None
+    """Nodes that the job has, when the logs do not tell."""
+    gpus_per_node: int | None = None
+    price_per_gpu_hour: float | None = None
+    currency: str = "$"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A startup on one clock, with its lanes and barriers. `clocks` holds the offsets that were taken out, `left_out`
+    the nodes whose clocks are wrong by an unknown amount, and how far they are from the others."""
+
+    lanes: list[Lane]
+    barriers: list[barrier_model.Barrier]
+    clocks: Mapping[str, Offset]
+    left_out: Mapping[str, int]
+    begin_ns: int
+    submitted_ns: int | None
+    end_ns: int
+    scheduler: Sequence[Span] = ()
+    """Queue and allocation, each as the node tells it that saw it longest."""
+
+
+def prepare(startup: StartupSpans) -> Prepared:
+    """Bring a startup's nodes to one clock, in place, and find out which lanes waited for which."""
+    clocks = offsets(startup.nodes)
+    align(startup.nodes, clocks)
+    left_out = apart(startup.nodes)
+    for name in left_out:
+        del startup.nodes[name], clocks[name]
+    job_began = training_began(startup.nodes.values())
+    lanes = [lane for name in sorted(startup.nodes) for lane in lanes_of(startup.nodes[name], began=job_began)]
+    scheduler = [s for node in startup.nodes.values() for s in node.spans if s.stage in SCHEDULER]
+    submitted = [span.begin_ns for span in scheduler if span.stage == "queue"]
+    began = [lane.end_ns for lane in lanes if lane.outcome == OK]
+    for lane in lanes if began else []:  # what a lost lane left open may last as long as the job
+        lane.end_ns = max(min(lane.end_ns, max(began)), lane.begin_ns)
+    begin = min([lane.begin_ns for lane in lanes] + [span.begin_ns for span in scheduler])
+    end = max(began or [lane.end_ns for lane in lanes])
+    longest = {span.stage: span for span in sorted(scheduler, key=lambda span: span.end_ns - span.begin_ns)}
+    told = [longest[stage] for stage in SCHEDULER if stage in longest]
+    barriers = barrier_model.barriers_of(lanes)
+    return Prepared(lanes, barriers, clocks, left_out, begin, min(submitted, default=None), max(end, begin), told)
+
+
+def gpus_of(startup: StartupSpans, node: str, options: Options) -> int | None:
+    """GPUs of a node that the job uses; None when nothing tells."""
+    value = startup.run_attrs.get(node, {}).get("gpus")
+    if options.gpus_per_node is not None:
+        return options.gpus_per_node
+    return value if isinstance(value, int) and 0 <= value < 1 << 16 else None
+
+
+def total(values: Iterable[int | None]) -> int | None:
+    """The sum, or None when one of the values is unknown."""
+    found = 0
+    for value in values:
+        if value is None:
+            return None
+        found += value
+    return found
+
+
+def outcome_of(lanes: Sequence[Lane]) -> str:
+    """How the startup ended, over all its lanes."""
+    outcomes = {lane.outcome for lane in lanes}
+    if OK in outcomes:
+        return "training_began"
+    return next((outcome for outcome in (FAILED, TRUNCATED) if outcome in outcomes), UNOBSERVED)
+
+
+def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
+    """The events of the job that is meant, a scheduler's for each node of the job. Raises `UsageError` when there are
+    several jobs and no choice."""
+    # A job that no line names comes last: it is no useful choice.
+    names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
+    shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
+    if options.job is not None and options.job not in names:
+        raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
+    if options.job is None and len(names) > 1:
+        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
+    job = options.job or names[0]
+    return [
+        event._replace(node=node)
+        for event in events
+        if event.job == job
+        for node in (hosts_of(event.attrs[NODES]) if FOREIGN in event.attrs and NODES in event.attrs else (event.node,))
+    ]
+
+
+def _printable(name: str) -> str:
+    """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
+    plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
+    return name if plain else repr(name)
+
+
+def chosen(found: list[StartupSpans], options: Options) -> StartupSpans:
+    """The startup that is meant, by default the last. Raises `UsageError` when there is none."""
+    fitting = [
+        startup
+        for startup in found
+        if options.attempt in (None, startup.key.attempt) and options.restart in (None, startup.key.restart)
+    ]
+    if not fitting:
+        there = sorted({(startup.key.attempt, startup.key.restart) for startup in found})
+        told = ", ".join(f"{attempt}" + (f" restart {restart}" if restart else "") for attempt, restart in there[:10])
+        more = ", ..." if len(there) > 10 else ""
+        raise UsageError(f"no such attempt or restart of job {found[0].key.job!r}", hint=f"its attempts: {told}{more}")
+    return fitting[-1]
+
+
+def overview(startup: StartupSpans, ready: Prepared, options: Options) -> model.Overview:
+    """One startup in a line."""
+    return model.Overview(
+        job=startup.key.job,
+        attempt=startup.key.attempt,
+        restart=startup.key.restart,
+        kind=startup.kind,
+        begin_ns=ready.begin_ns,
+        startup_s=seconds(ready.end_ns - ready.begin_ns),
+        num_nodes=len(startup.nodes),
+        num_gpus=total(gpus_of(startup, node, options) for node in startup.nodes),
+        outcome=outcome_of(ready.lanes),
+        stages=_stages(ready),
+    )
+
+
+def _stages(ready: Prepared) -> dict[str, float]:
+    """The critical chain's time by top-level stage: what each barrier's last one did since the barrier before."""
+    took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
+    arrivals = last_arrivals(ready.barriers)
+    cursor_ns = ready.begin_ns
+    pieces_of: dict[int, list[Piece]] = {}
+    for barrier in ready.barriers:
+        lane, at_ns = barrier.last.lane, barrier.last.at_ns
+        pieces = pieces_of.get(id(lane))
+        if pieces is None:
+            pieces = pieces_of[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
+        for stage, length_ns in time_by_stage(pieces, cursor_ns, at_ns).items():
+            name = stage.partition(".")[0]
+            took[name] = took.get(name, 0.0) + seconds(length_ns)
+        cursor_ns = max(cursor_ns, at_ns)
+    rest = seconds(ready.end_ns - ready.begin_ns) - sum(took.values())
+    return {**took, WAIT: rest} if rest > _SHORT_S else took
+
+
+def share(found: Sequence[StartupSpans], overviews: Sequence[model.Overview]) -> model.Share | None:
+    """Startups of the job over its wall time: only when there are several. They must be on one clock already."""
+    last_ns = max(node.last_ns for startup in found for node in startup.nodes.values())
+    wall_s = seconds(last_ns - min(overview.begin_ns for overview in overviews))
+    startup_s = sum(overview.startup_s for overview in overviews)
+    if len(overviews) < 2 or wall_s <= 0:
+        return None
+    gpus = [overview.num_gpus for overview in overviews]
+    hours = None
+    if all(count is not None for count in gpus):
+        hours = sum(o.startup_s * (o.num_gpus or 0) for o in overviews) / S_PER_H
+    return model.Share(len(overviews), startup_s, wall_s, min(startup_s / wall_s, 1.0), hours)

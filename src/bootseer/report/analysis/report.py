@@ -1,0 +1,405 @@
+"""Compose the report of one startup from its events.
+
+The order of work: tell startups apart, pair spans and bring the nodes' clocks together (`spans`), build lanes and
+barriers (`lanes`, `barriers`), cut each node's time into pieces and add up (`stages`), find which nodes held the others
+back (`stragglers`), and say it in words (`verdict`). Logs that tell facts and no time, such as the output of an
+installer, get a report without nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from bootseer.errors import UsageError
+from bootseer.report import model
+from bootseer.report.analysis import barriers as barrier_model
+from bootseer.report.analysis import verdict
+from bootseer.report.analysis.lanes import ENDINGS, SCHEDULER, UNOBSERVED, Lane
+from bootseer.report.analysis.prepare import (
+    Options,
+    Prepared,
+    chosen,
+    gpus_of,
+    of_one_job,
+    outcome_of,
+    overview,
+    prepare,
+    share,
+    total,
+)
+from bootseer.report.analysis.spans import COMMAND, TRUNCATED, StartupSpans, startups, unique
+from bootseer.report.analysis.stages import STAGES, WAIT_FOR_OTHERS, Piece, cut, stages
+from bootseer.report.analysis.starts import checkpoint_starts, environment_starts, image_starts
+from bootseer.report.analysis.stragglers import ChainInput, critical_chain, straggler_groups, straggler_rows
+from bootseer.report.foreign.parser import FOREIGN
+from bootseer.trace.event import FAILED, NO_RANK, OK, Event
+from bootseer.units import NS_PER_S, S_PER_H, seconds
+
+_MAX_RANKS = 64
+_ENDING_FACTS = ("exit_code", "signal", "local_rank")
+_TELLING = {UNOBSERVED: 0, OK: 1}
+"""How much a lane with this outcome tells of its node; any other outcome tells the most."""
+_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", FOREIGN})
+_NO_JOB = "unnamed"
+
+
+def analyse(
+    events: Iterable[Event],
+    options: Options,
+    *,
+    facts: Sequence[model.Fact] = (),
+    read: model.Input | None = None,
+) -> model.Report:
+    """The report of the chosen startup, by default the last one of the only job.
+
+    Without any event it tells the facts, and that the rest was not observed.
+
+    Raises `UsageError` when there is nothing to report or more than one job and no choice.
+    """
+    kept, duplicates = unique(events)
+    if not kept:
+        if facts and read is not None:
+            return untimed(options, facts, read)
+        hint = "start the job with `bootseer run`"
+        if read is not None and read.skipped.get("unit"):
+            hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
+        raise UsageError("no events in the input", hint=hint, exit_code=1)
+    found = startups(of_one_job(kept, options))
+    picked = chosen(found, options)
+    prepared = {startup.key: prepare(startup) for startup in found}
+    overviews = [overview(startup, prepared[startup.key], options) for startup in found]
+    if read is None:
+        read = model.Input(files=0, bytes=0, lines=0, events=len(kept) + duplicates, duplicates=0, skipped={})
+    read = replace(read, duplicates=duplicates)
+    # A restart is one more try: how those before it ended belongs to its story.
+    tries = [s for s in found if s.key[:2] == picked.key[:2] and s.key.restart <= picked.key.restart]
+    builders = [_Builder(s, prepared[s.key], options) for s in sorted(tries, key=lambda s: s.key.restart)]
+    endings = [ending for builder in builders for ending in builder.endings()]
+    return builders[-1].report(overviews, share(found, overviews), list(facts), read, endings)
+
+
+class _Builder:
+    """Puts the parts of one report together; everything it shares is relative to `zero`."""
+
+    def __init__(self, startup: StartupSpans, ready: Prepared, options: Options) -> None:
+        self.startup = startup
+        self.options = options
+        self.ready = ready
+        self.zero = ready.begin_ns
+        self.price = options.price_per_gpu_hour
+        self.pieces: dict[int, list[Piece]] = {}
+        self.arrivals = barrier_model.last_arrivals(self.ready.barriers)
+        self.gpus = {node: gpus_of(startup, node, options) for node in startup.nodes}
+        self.began = any(lane.outcome == OK for lane in ready.lanes)
+        self.ranks = Counter(lane.node for lane in ready.lanes if lane.rank != NO_RANK)
+
+    def at(self, ns: int) -> float:
+        return (ns - self.zero) / NS_PER_S
+
+    def pieces_of(self, lane: Lane) -> list[Piece]:
+        """The lane's time, cut once."""
+        known = self.pieces.get(id(lane))
+        if known is None:
+            known = self.pieces[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, self.arrivals)
+        return known
+
+    def report(
+        self,
+        overviews: list[model.Overview],
+        share: model.Share | None,
+        facts: list[model.Fact],
+        read: model.Input,
+        endings: Sequence[str],
+    ) -> model.Report:
+        ready, key = self.ready, self.startup.key
+        lanes = self._lane_of_each_node()
+        nodes = [self._node(lane) for lane in lanes.values()]
+        chain = ChainInput(
+            barriers=ready.barriers,
+            clocks=ready.clocks,
+            lanes=lanes,
+            pieces_of=self.pieces_of,
+            gpus=self.gpus,
+            price=self.price,
+            zero_ns=self.zero,
+        )
+        rows = stages(nodes, self.price)
+        stragglers = straggler_rows(chain)
+        num_gpus = total(self.gpus.values())
+        coverage = self._coverage(nodes)
+        startup = model.Startup(
+            job=key.job,
+            attempt=key.attempt,
+            restart=key.restart,
+            kind=self.startup.kind,
+            zero_ns=self.zero,
+            outcome=outcome_of(ready.lanes),
+            ended_by=self._ended_by(),
+            num_nodes=len(nodes),
+            num_ranks=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
+            num_gpus=num_gpus,
+            scale=verdict.bucket(num_gpus),
+        )
+        seen = {span.stage.partition(".")[0] for node in self.startup.nodes.values() for span in node.spans}
+        seen |= {row.stage for row in rows}  # what is derived from the command
+        expected = STAGES if self.startup.kind == "full" else STAGES[3:]
+        unobserved = [stage for stage in expected if stage not in seen and not _in_facts(stage, facts)]
+        report = model.Report(
+            startup=startup,
+            verdict="",
+            headlines=[],
+            overhead=self._overhead(nodes),
+            stages=self._scheduler_rows() + rows,
+            nodes=nodes,
+            ranks=self._ranks(),
+            critical_chain=critical_chain(chain),
+            stragglers=stragglers,
+            straggler_groups=straggler_groups(chain, stragglers, nodes),
+            coverage=coverage,
+            clock=self._clock(),
+            unobserved=unobserved,
+            images=image_starts(self.startup),
+            checkpoints=checkpoint_starts(self.startup),
+            environments=environment_starts(self.startup),
+            facts=facts,
+            share=share,
+            startups=overviews,
+            input=read,
+            scheduler=[
+                model.Segment(s.stage, self.at(s.begin_ns), self.at(s.end_ns), model.WORK, s.outcome)
+                for s in ready.scheduler
+            ],
+        )
+        reused = max((node.num_runs for node in self.startup.nodes.values()), default=0)
+        return verdict.with_words(
+            report,
+            waiting=self._waiting(lanes),
+            reused_runs=reused,
+            endings=endings,
+            same_rank=self._same_rank(),
+        )
+
+    def _same_rank(self) -> dict[int, list[str]]:
+        """Ranks that more than one node says it has, with the nodes."""
+        nodes: dict[int, list[str]] = defaultdict(list)
+        for lane in self.ready.lanes:
+            nodes[lane.rank].append(lane.node)
+        return {rank: names for rank, names in nodes.items() if rank != NO_RANK and len(names) > 1}
+
+    def _ended_by(self) -> str:
+        """The evidence for the end of the startup."""
+        lanes = self.ready.lanes
+        if self.began:
+            return min(lane.ended_by for lane in lanes if lane.outcome == OK)
+        return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
+
+    def _ranks(self) -> list[model.Node]:
+        """Each rank's own way, while they are few enough to be looked at one by one."""
+        lanes = self.ready.lanes
+        return [self._node(lane) for lane in lanes] if len(self.startup.nodes) < len(lanes) <= _MAX_RANKS else []
+
+    def endings(self) -> list[str]:
+        """How the command, or its workers, ended without any training that was seen."""
+        told = []
+        restart = f"restart {self.startup.key.restart}: " if self.startup.key.restart else ""
+        for name, node in sorted(self.startup.nodes.items()) if not self.began else ():
+            marks = [mark for mark in node.instants if mark.stage in ENDINGS]
+            marks += [span for span in node.spans if span.stage == COMMAND and span.outcome != TRUNCATED]
+            for mark in marks:
+                facts = [f"{key.replace('_', ' ')} {mark.attrs[key]}" for key in _ENDING_FACTS if key in mark.attrs]
+                what = mark.stage.replace("_", " ")
+                if mark.stage == COMMAND:
+                    what += " failed" if mark.outcome == FAILED else " succeeded"
+                told.append(
+                    f"{restart}{what} on {name} at {self.at(mark.end_ns):.1f} s"
+                    + f" ({', '.join(facts)})" * bool(facts)
+                )
+        return told
+
+    def _waiting(self, lanes: Mapping[str, Lane]) -> dict[str, str]:
+        """Nodes that stand at a barrier which never opened, with its name."""
+        return {
+            node: lane.arrivals[-1].barrier
+            for node, lane in lanes.items()
+            if lane.outcome in (TRUNCATED, FAILED) and lane.arrivals and lane.arrivals[-1].span.outcome == TRUNCATED
+        }
+
+    def _lane_of_each_node(self) -> dict[str, Lane]:
+        """The lane that tells a node's story: of those that got furthest, the one that worked longest."""
+        best: dict[str, tuple[tuple[int, int], Lane]] = {}
+        for lane in self.ready.lanes:
+            waited = sum(
+                max(min(self.arrivals.get(id(a.span), a.at_ns), a.left_ns) - a.at_ns, 0) for a in lane.arrivals
+            )
+            # A rank that died is its node's story; otherwise the one with the most work of its own that got through.
+            rank = (_TELLING.get(lane.outcome, 2), lane.end_ns - lane.begin_ns - waited)
+            if lane.node not in best or rank > best[lane.node][0]:
+                best[lane.node] = (rank, lane)
+        return {node: lane for node, (_, lane) in best.items()}
+
+    def _node(self, lane: Lane) -> model.Node:
+        outcome = lane.outcome
+        end_ns = max(self.ready.end_ns, lane.end_ns) if outcome in (OK, UNOBSERVED) else lane.end_ns
+        segments = [
+            model.Segment(p.stage, self.at(p.begin_ns), self.at(p.end_ns), p.kind, p.outcome)
+            for p in self.pieces_of(lane)
+        ]
+        # A stage that was cut short with the node's last sign of life took no time that was seen, and still counts.
+        segments += [
+            model.Segment(span.stage, self.at(span.begin_ns), self.at(span.begin_ns), model.WORK, TRUNCATED)
+            for span in lane.spans
+            if span.outcome == TRUNCATED and span.begin_ns >= lane.end_ns
+        ]
+        if end_ns > lane.end_ns:
+            # Where training began without a word of this node, what it did until then is unknown.
+            silent = outcome == UNOBSERVED and self.began
+            stage, kind = (model.UNTRACKED_STAGE, model.UNTRACKED) if silent else (WAIT_FOR_OTHERS, model.WAIT)
+            segments.append(model.Segment(stage, self.at(lane.end_ns), self.at(end_ns), kind, ""))
+        totals = dict.fromkeys((model.WORK, model.WAIT, model.UNTRACKED), 0.0)
+        for segment in segments:
+            totals[segment.kind] += segment.end_s - segment.start_s
+        clock = self.ready.clocks[lane.node]
+        ranks = self.ranks[lane.node]
+        return model.Node(
+            node=lane.node,
+            rank=lane.rank,
+            num_ranks=ranks if ranks > 1 else int(lane.rank >= 0),
+            gpus=self.gpus[lane.node],
+            start_s=self.at(lane.begin_ns),
+            end_s=self.at(end_ns),
+            own_end_s=self.at(lane.end_ns),
+            work_s=totals[model.WORK],
+            wait_s=totals[model.WAIT],
+            untracked_s=totals[model.UNTRACKED],
+            outcome=outcome,
+            last_stage=lane.last_stage,
+            clock_offset_s=seconds(clock.offset_ns),
+            clock_error_s=None if clock.error_ns is None else seconds(clock.error_ns),
+            segments=segments,
+            background=[
+                model.Segment(s.stage, self.at(s.begin_ns), self.at(min(s.end_ns, end_ns)), model.WORK, s.outcome)
+                for s in lane.background
+            ],
+            attrs=_attrs(lane, self.startup.run_attrs.get(lane.node, {})),
+        )
+
+    def _scheduler_rows(self) -> list[model.Stage]:
+        """Queue and allocation: the job's, not a node's, so they have one value and cost no GPU time."""
+        rows = []
+        for stage in SCHEDULER:
+            spans = [s for node in self.startup.nodes.values() for s in node.spans if s.stage == stage]
+            if spans:
+                length = seconds(max(span.end_ns - span.begin_ns for span in spans))
+                cut = sum(span.outcome == TRUNCATED for span in spans)
+                rows.append(
+                    model.Stage(
+                        stage, 0, 0, cut, 0, length, length, length, None, "", length, 0.0, 0.0, None, [(length, 1.0)]
+                    )
+                )
+        return rows
+
+    def _overhead(self, nodes: Sequence[model.Node]) -> model.Overhead:
+        ready = self.ready
+        whole = [node.end_s - node.start_s for node in nodes if node.outcome in (OK, UNOBSERVED) or not self.began]
+        whole = whole if any(whole) else []  # single moments have no length: that is not 0
+        work = sum(node.work_s + node.untracked_s for node in nodes)
+        wait = sum(node.wait_s for node in nodes)
+        hours = wait_hours = None
+        moved = any(node.end_s > node.start_s for node in nodes)
+        if moved and all(node.gpus is not None for node in nodes):
+            hours = sum((node.end_s - node.start_s) * (node.gpus or 0) for node in nodes) / S_PER_H
+            wait_hours = sum(node.wait_s * (node.gpus or 0) for node in nodes) / S_PER_H
+        job_level = seconds(ready.end_ns - ready.submitted_ns) if ready.submitted_ns is not None else None
+        return model.Overhead(
+            job_level_s=job_level if self.began else None,
+            node_level_median_s=median(whole) if whole else None,
+            node_level_max_s=max(whole) if whole else None,
+            startup_s=seconds(ready.end_ns - self.zero),
+            work_share=work / (work + wait) if work + wait > 0 else None,
+            wait_share=wait / (work + wait) if work + wait > 0 else None,
+            gpu_hours=hours,
+            wait_gpu_hours=wait_hours,
+            cost=_times(hours, self.price),
+            wait_cost=_times(wait_hours, self.price),
+            price_per_gpu_hour=self.price,
+            currency=self.options.currency,
+        )
+
+    def _coverage(self, nodes: Sequence[model.Node]) -> model.Coverage:
+        spans = [s for node in self.startup.nodes.values() for s in (*node.spans, *node.instants)]
+        stated = [*self.startup.run_attrs.values(), *(span.attrs for span in spans)]
+        return model.Coverage(
+            nodes_heard=len(nodes) + len(self.ready.left_out),
+            nodes_expected=self.options.num_nodes or _largest(stated, "num_nodes"),
+            ranks_heard=len({(lane.node, lane.rank) for lane in self.ready.lanes if lane.rank != NO_RANK}),
+            ranks_expected=_largest(stated, "world_size"),
+            nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
+            events_lost=sum(
+                lost for span in spans if isinstance(lost := span.attrs.get("events_lost"), int) and lost > 0
+            ),
+        )
+
+    def _clock(self) -> model.Clock:
+        clocks = self.ready.clocks
+        errors = [clock.error_ns for clock in clocks.values() if clock.error_ns is not None]
+        return model.Clock(
+            reference_node=min(clocks, key=lambda node: (abs(clocks[node].offset_ns), node)),
+            max_offset_s=seconds(max(abs(clock.offset_ns) for clock in clocks.values())),
+            max_error_s=seconds(max(errors)) if errors else None,
+            nodes_untied=sum(clock.error_ns is None for clock in clocks.values()) if len(clocks) > 1 else 0,
+            steps=sorted(name for name, node in self.startup.nodes.items() if node.clock_stepped),
+            left_out={name: seconds(off_ns) for name, off_ns in sorted(self.ready.left_out.items())},
+        )
+
+
+def _largest(attrs: Iterable[Mapping[str, Any]], key: str) -> int | None:
+    values = [value for item in attrs if isinstance(value := item.get(key), int) and 0 < value < 1 << 31]
+    return max(values, default=None)
+
+
+def _times(value: float | None, price: float | None) -> float | None:
+    return None if value is None or price is None else value * price
+
+
+def _in_facts(stage: str, facts: Sequence[model.Fact]) -> bool:
+    return any(fact.stage.partition(".")[0] == stage for fact in facts)
+
+
+def _attrs(lane: Lane, run: Mapping[str, Any]) -> dict[str, Any]:
+    facts = {f"run.{key}": value for key, value in run.items() if key not in _NOT_FACTS}
+    for span in lane.spans:
+        for key, value in span.attrs.items():
+            if key in _NOT_FACTS:
+                continue
+            name = f"{span.stage}.{key}"
+            if key == "bytes" and isinstance(facts.get(name), int) and isinstance(value, int):
+                facts[name] += value
+            else:
+                facts[name] = value
+    return facts
+
+
+def untimed(options: Options, facts: Sequence[model.Fact], read: model.Input) -> model.Report:
+    """A report without any node."""
+    told = sorted({fact.stage.partition(".")[0] for fact in facts if fact.stage})
+    stages = f" about {', '.join(told)}" if told else ""
+    count = f"{len(facts)} fact{'s' if len(facts) != 1 else ''}"
+    return model.Report(
+        startup=model.Startup(options.job or _NO_JOB),
+        verdict=f"Nothing in these logs has a time, so no startup can be measured; they tell {count}{stages}.",
+        headlines=[
+            "Nodes, order, waiting and cost are unobserved: collect logs with time stamps, or start the job with "
+            "`bootseer run`."
+        ],
+        overhead=model.Overhead(price_per_gpu_hour=options.price_per_gpu_hour, currency=options.currency),
+        coverage=model.Coverage(),
+        clock=model.Clock(),
+        unobserved=[stage for stage in STAGES if stage not in told],
+        facts=list(facts),
+        share=None,
+        input=read,
+    )

@@ -1,0 +1,303 @@
+"""How the nodes got image, environment and checkpoint: rows for the report, and the lines that sum them up.
+
+The facts come from events that `bootseer run` writes when training begins, one for each node and part; of an
+environment also from `environment_publish`, which tells what became of a node's snapshot, and of a checkpoint
+from `checkpoint_datanode` for each node of the file system that served it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from statistics import median
+from typing import Any
+
+from bootseer.report.analysis.spans import Span, StartupSpans
+from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, ImageStart
+from bootseer.units import format_bytes, format_seconds
+
+RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
+PLAIN = "plain"
+CHECKPOINT_START, CHECKPOINT_DATANODE = "checkpoint_start", "checkpoint_datanode"
+MAX_DATANODES = 16
+"""Of each node: those that served most. Others are not written down, and not believed."""
+_MAX_REASONS = 3
+_UNEVEN = 1.5
+_IMAGE_WAYS = {
+    "hot": "lazily, with a hot set",
+    "lazy": "lazily, without a hot set",
+    "local": "from this node's own disk",
+    "pull": "by a pull of everything",
+    "fallback": "by a pull of everything, as a fallback",
+}
+
+
+def image_starts(startup: StartupSpans) -> list[ImageStart]:
+    """What each node said last of its image, by node."""
+    return [ImageStart(**_row(ImageStart, node, last)) for node, last, _ in _said(startup, "image_start")]
+
+
+def environment_starts(startup: StartupSpans) -> list[EnvironmentStart]:
+    """What each node said last of its environment, by node."""
+    found = []
+    for node, last, marks in _said(startup, "environment_start"):
+        kept = [mark for mark in marks if mark.stage == "environment_publish"]
+        outcome = max(kept, key=lambda mark: mark.end_ns).attrs if kept else {}
+        published = outcome.get("published")
+        row = _row(EnvironmentStart, node, {**last, "why_not": outcome.get("why_not")})
+        found.append(EnvironmentStart(**row, published=published if isinstance(published, bool) else None))
+    return found
+
+
+def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
+    """What each node said last of its checkpoint, by node."""
+    found = []
+    for node, last, marks in _said(startup, CHECKPOINT_START):
+        named = {str(one.attrs.get("datanode") or ""): one.attrs for one in marks if one.stage == CHECKPOINT_DATANODE}
+        served = [DataNode(**{**_row(DataNode, "", attrs), "name": name}) for name, attrs in named.items()]
+        served.sort(key=lambda one: (-one.bytes, one.name))
+        mode = PLAIN if last.get("mode") == PLAIN else "mounted"
+        row = _row(CheckpointStart, node, {**last, "mode": mode})
+        found.append(CheckpointStart(**row, datanodes=served[:MAX_DATANODES]))
+    return found
+
+
+def _said(startup: StartupSpans, stage: str) -> list[tuple[str, dict[str, Any], list[Span]]]:
+    """Each node that told of this, by name: the last it said, and all its moments."""
+    return [
+        (name, max(said, key=lambda mark: mark.end_ns).attrs, node.instants)
+        for name, node in sorted(startup.nodes.items())
+        if (said := [mark for mark in node.instants if mark.stage == stage])
+    ]
+
+
+def _row(kind: type, node: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row that are texts and numbers; an event may hold anything in their place."""
+    read = {"str": lambda value: str(value or ""), "int": _count, "float | None": _number}
+    found = {one.name: read[one.type](attrs.get(one.name)) for one in fields(kind) if one.type in read}
+    return {**found, "node": node} if "node" in found else found
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and value > 0 else 0
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 else None
+
+
+def image_summary(images: Sequence[ImageStart]) -> list[str]:
+    """One line for each way in which images came, most nodes first; a line for each reason of fallbacks."""
+    by_mode: dict[str, list[ImageStart]] = defaultdict(list)
+    for image in images:
+        by_mode[image.mode].append(image)
+    lines = []
+    for mode, group in sorted(by_mode.items(), key=lambda item: (-len(item[1]), item[0])):
+        times = [image.seconds for image in group if image.seconds is not None]
+        took = f" in {format_seconds(median(times))}" if times else ""
+        lines.append(f"{_nodes(group)} {_IMAGE_WAYS.get(mode, mode)}{took}{_image_fetched(group)}{_foresight(group)}")
+        if mode == "fallback":
+            reasons = list(dict.fromkeys(image.reason for image in group))
+            lines += [f"fallback because {reason}" for reason in reasons[:_MAX_REASONS]]
+    return lines
+
+
+def _image_fetched(group: Sequence[ImageStart]) -> str:
+    total = median(image.demand_bytes + image.hot_bytes + image.cold_bytes for image in group)
+    size = median(image.stored_bytes for image in group)
+    if not size:
+        return ""
+    parts = [
+        f"{name} {format_bytes(median(values))}"
+        for name, values in (
+            ("demand", [image.demand_bytes for image in group]),
+            ("hot", [image.hot_bytes for image in group]),
+            ("cold", [image.cold_bytes for image in group]),
+        )
+        if any(values)
+    ]
+    what = f" ({', '.join(parts)})" if parts else ""
+    requests = median(image.requests for image in group)
+    until = " before training began" if all(image.until == "training_began" for image in group) else ""
+    return f": {format_bytes(total)} of {format_bytes(size)} fetched{until}{what} in {requests:.0f} requests"
+
+
+def _foresight(group: Sequence[ImageStart]) -> str:
+    known = [image.coverage for image in group if image.coverage is not None]
+    if not known:
+        return ""
+    wasted, late = median(image.wasted_blocks for image in group), median(image.late_blocks for image in group)
+    return f"; the hot set named {median(known):.0%} of what was read, {wasted:.0f} blocks in vain, {late:.0f} late"
+
+
+def environment_summary(environments: Sequence[EnvironmentStart]) -> list[str]:
+    """One line for each way in which environments came and its reason, most nodes first."""
+    groups: dict[tuple[str, str], list[EnvironmentStart]] = defaultdict(list)
+    for one in environments:
+        # Of those that share a way, a restore and a capture have one reason each; installs have many.
+        groups[one.mode, one.reason if one.mode not in (RESTORED, CAPTURED) else ""].append(one)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    lines: list[str] = []
+    left = 0
+    reasons: dict[str, int] = defaultdict(int)
+    for (mode, _), group in ordered:
+        reasons[mode] += 1
+        if reasons[mode] > _MAX_REASONS:
+            left += len(group)
+            continue
+        lines += _LINES.get(mode, _other)(group)
+    if left:
+        lines.append(f"{left:,} more nodes for other reasons")
+    return lines
+
+
+def _restored(group: Sequence[EnvironmentStart]) -> list[str]:
+    ages = [one.age_s for one in group if one.age_s is not None]
+    builders = sorted({one.builder for one in group if one.builder})
+    age = f" made {format_seconds(median(ages))} ago" if ages else ""
+    by = f" by {builders[0]}" if len(builders) == 1 else f" by {len(builders)} builders" if builders else ""
+    made = f"{_nodes(group)} restored a snapshot{age}{by}"
+    lines = [f"{made}{_took(group)}{_saved(group)}{_size(group)}{_fetched(group)}"]
+    untrusted = [one for one in group if one.trust == "untrusted"]
+    if untrusted:
+        where = _nodes(untrusted)
+        lines.append(
+            f"untrusted: the setup read files that its key does not know ({where}); name them with --env-input"
+        )
+    return lines
+
+
+def _captured(group: Sequence[EnvironmentStart]) -> list[str]:
+    lines = [f"{_nodes(group)} ran the setup{_took(group)}{_size(group)}; {_first_reason(group)}"]
+    kept = [one for one in group if one.published]
+    if kept:
+        lines.append(f"{_nodes(kept)} kept a snapshot for the next start")
+    whys = dict.fromkeys(one.why_not for one in group if one.published is False)
+    lines += [f"no snapshot was kept: {why}" for why in list(whys)[:_MAX_REASONS]]
+    return lines
+
+
+def _installed(group: Sequence[EnvironmentStart]) -> list[str]:
+    return [f"{_nodes(group)} ran the setup without a snapshot{_took(group)}: {_first_reason(group)}"]
+
+
+def _bypassed(group: Sequence[EnvironmentStart]) -> list[str]:
+    return [f"{_nodes(group)} ran the setup{_took(group)}; snapshots were not asked for (--env bypass)"]
+
+
+def _other(group: Sequence[EnvironmentStart]) -> list[str]:
+    return [f"{_nodes(group)} {group[0].mode or 'in an unknown way'}{_took(group)}: {_first_reason(group)}"]
+
+
+_LINES: Mapping[str, Callable[[Sequence[EnvironmentStart]], list[str]]] = {
+    RESTORED: _restored,
+    CAPTURED: _captured,
+    INSTALLED: _installed,
+    BYPASSED: _bypassed,
+}
+
+
+def _first_reason(group: Sequence[EnvironmentStart]) -> str:
+    return next((one.reason for one in group if one.reason), "no reason was given")
+
+
+def _nodes(group: Sequence[EnvironmentStart | ImageStart]) -> str:
+    return group[0].node if len(group) == 1 else f"{len(group):,} nodes"
+
+
+def _took(group: Sequence[EnvironmentStart]) -> str:
+    times = [one.seconds for one in group if one.seconds is not None]
+    return f" in {format_seconds(median(times))}" if times else ""
+
+
+def _saved(group: Sequence[EnvironmentStart]) -> str:
+    saved = [one.saved_s for one in group if one.saved_s is not None]
+    each = " each" if len(group) > 1 else ""
+    return f" (saved {format_seconds(median(saved))}{each})" if saved else ""
+
+
+def _size(group: Sequence[EnvironmentStart]) -> str:
+    files = median(one.num_files for one in group)
+    return f": {files:,.0f} files, {format_bytes(median(one.size_bytes for one in group))}" if files else ""
+
+
+def _fetched(group: Sequence[EnvironmentStart]) -> str:
+    total = median(one.demand_bytes + one.hot_bytes + one.cold_bytes for one in group)
+    size = median(one.stored_bytes for one in group)
+    if not size:
+        return ""
+    until = " before training began" if all(one.until == "training_began" for one in group) else ""
+    known = [one.coverage for one in group if one.coverage is not None]
+    foresight = f"; the hot set named {median(known):.0%} of what was read" if known else ""
+    return f", {format_bytes(total)} of {format_bytes(size)} fetched{until}{foresight}"
+
+
+def checkpoint_summary(checkpoints: Sequence[CheckpointStart]) -> list[str]:
+    """A line for what all nodes read, one for what the file system's nodes served, one for each trouble."""
+    plain = [one for one in checkpoints if one.mode == PLAIN]
+    mounted = [one for one in checkpoints if one.mode != PLAIN]
+    lines = [f"{_medians_of(plain)} read it as it lies in its folder: {plain[0].reason}"] if plain else []
+    if not mounted:
+        return lines
+    reasons = dict.fromkeys(f"mounted because {one.reason}" for one in mounted if one.reason)
+    return [_read(mounted), *_served(mounted), *_trouble(mounted), *list(reasons)[:_MAX_REASONS], *lines]
+
+
+def _read(group: Sequence[CheckpointStart]) -> str:
+    # They need not add up: what is fetched ahead of the reader is found in the cache then.
+    parts = [
+        f"{format_bytes(median(values))} {where}"
+        for where, values in (
+            ("fetched from the file system", [one.place_bytes for one in group]),
+            ("found in the node's cache", [one.cache_bytes for one in group]),
+            ("equal to what an earlier checkpoint left there", [one.same_bytes for one in group]),
+        )
+        if any(values)
+    ]
+    until = " before training began" if all(one.until == "training_began" for one in group) else ""
+    read = format_bytes(median(one.read_bytes for one in group))
+    sources = f"; {', '.join(parts)}" if parts else ""
+    return f"{_medians_of(group)} read {read}{until}{sources}"
+
+
+def _medians_of(group: Sequence[CheckpointStart]) -> str:
+    return group[0].node if len(group) == 1 else f"{len(group):,} nodes (the median of them)"
+
+
+def _served(group: Sequence[CheckpointStart]) -> list[str]:
+    bytes_of: dict[str, int] = defaultdict(int)
+    for one in group:
+        for datanode in one.datanodes:
+            if datanode.name:  # a folder is one nameless node
+                bytes_of[datanode.name] += datanode.bytes
+    if not any(bytes_of.values()):
+        return []
+    most = max(bytes_of, key=lambda name: (bytes_of[name], name))
+    share = bytes_of[most] * len(bytes_of) / sum(bytes_of.values())
+    uneven = f"; {most} served {share:.1f} times the mean" if share >= _UNEVEN else ", evenly"
+    total = format_bytes(sum(bytes_of.values()))
+    if len(bytes_of) == 1:
+        return [f"one DataNode served all of {total}: {most}"]
+    return [f"{len(bytes_of)} DataNodes served {total}{uneven}"]
+
+
+def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
+    lines = []
+    told = (
+        ("read again after an error", sum(one.retries for one in group)),
+        ("asked of a second DataNode because the first was late", sum(one.hedges for one in group)),
+        ("made from parity", sum(one.rebuilt for one in group)),
+        ("refused because of wrong bytes, and read elsewhere", sum(one.refused for one in group)),
+    )
+    if any(count for _, count in told):
+        lines.append("pieces " + "; ".join(f"{what}: {count:,}" for what, count in told if count))
+    failing: dict[str, int] = defaultdict(int)
+    for one in group:
+        for datanode in one.datanodes:
+            failing[datanode.name] += datanode.failures
+    worst = sorted((name for name in failing if failing[name]), key=lambda name: -failing[name])[:_MAX_REASONS]
+    if worst:
+        lines.append("DataNodes with failed reads: " + ", ".join(f"{name} ({failing[name]:,})" for name in worst))
+    reasons = list(dict.fromkeys(one.fallback for one in group if one.fallback))
+    return [*lines, *(f"fallback because {reason}" for reason in reasons[:_MAX_REASONS])]

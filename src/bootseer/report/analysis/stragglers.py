@@ -1,0 +1,325 @@
+"""The critical chain, which nodes held the others back, and what these have in common.
+
+A straggler is a node whose work before a barrier exceeds the median of the others by more than noise. Work is measured
+on the node's own monotonic clock, so that clock error cannot make one; only a late start is compared across clocks, and
+there the clock error counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import Any, NamedTuple
+
+from bootseer.report import model
+from bootseer.report.analysis.barriers import Barrier, Replay, Visit
+from bootseer.report.analysis.lanes import TRAINING_BEGAN, Lane
+from bootseer.report.analysis.spans import Offset
+from bootseer.report.analysis.stages import Piece, time_by_stage
+from bootseer.report.model import Place
+from bootseer.units import S_PER_H, seconds
+
+MIN_NODES = 4
+"""With fewer nodes there is no crowd to stand out from; the critical chain still names the last one."""
+LATE_START = "late_start"
+NAME = "name"
+"""The kind of a place that only the beginning of the nodes' names tells."""
+_PLACE_ATTRS = ("rack", "topology")
+_PLACE_ALPHA = 0.01
+_PLACE_SHARE = 0.75
+_PLACE_DEPTH = 8
+_SWITCHES = re.compile(r"[./]?[^./]+")
+_WORDS = re.compile(r"\d+|[^\W\d_]+|[\W_]+")
+_MAD_TO_SIGMA = 1.4826
+_NOISE_SIGMAS = 4.0
+_MIN_SHARE = 0.05
+_MIN_DELAY_NS = 500_000_000
+_MAX_COMPARED = 16
+"""Groups among which the next one is looked for; a job has a handful, a hostile log may have one for each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """A node that came late to a barrier by its own work."""
+
+    visit: Visit
+    barrier: Barrier
+    delay_ns: int
+    z: float | None
+    late_start: bool
+
+
+def slowest_visits(barrier: Barrier) -> dict[str, Visit]:
+    """Each node's slowest lane at a barrier."""
+    slowest: dict[str, Visit] = {}
+    for visit in barrier.visits:
+        best = slowest.get(visit.lane.node)
+        if best is None or visit.work_ns > best.work_ns:
+            slowest[visit.lane.node] = visit
+    return slowest
+
+
+def delays(barriers: Sequence[Barrier], clocks: Mapping[str, Offset]) -> list[Delay]:
+    """The stragglers of each barrier, worst first, each node once."""
+    found: dict[str, Delay] = {}
+    for barrier in barriers:
+        visits = list(slowest_visits(barrier).values())
+        if len(visits) < MIN_NODES or not barrier.passed:
+            continue
+        first = [visit for visit in visits if visit.previous < 0]
+        begins = median(visit.lane.begin_ns for visit in first) if len(first) >= MIN_NODES else None
+        work = {id(visit): visit.work_ns for visit in visits}
+        for delay in _outliers(visits, work, barrier, late_start=False):
+            _keep_worst(found, delay)
+        if begins is not None:
+            late = {id(visit): max(visit.lane.begin_ns - int(begins), 0) for visit in first}
+            for delay in _outliers(first, late, barrier, late_start=True):
+                error_ns = clocks[delay.visit.lane.node].error_ns
+                if error_ns is not None and delay.delay_ns > error_ns:
+                    _keep_worst(found, delay)
+    return sorted(found.values(), key=lambda delay: -delay.delay_ns)
+
+
+def _keep_worst(found: dict[str, Delay], delay: Delay) -> None:
+    known = found.get(delay.visit.lane.node)
+    if known is None or delay.delay_ns > known.delay_ns:
+        found[delay.visit.lane.node] = delay
+
+
+def _outliers(
+    visits: Sequence[Visit], value_ns: Mapping[int, int], barrier: Barrier, *, late_start: bool
+) -> list[Delay]:
+    middle = median(value_ns[id(visit)] for visit in visits)
+    sigma = _MAD_TO_SIGMA * median(abs(value_ns[id(visit)] - middle) for visit in visits)
+    limit = max(_NOISE_SIGMAS * sigma, _MIN_SHARE * middle, _MIN_DELAY_NS)
+    return [
+        Delay(visit, barrier, int(excess), excess / sigma if sigma else None, late_start)
+        for visit in visits
+        if (excess := value_ns[id(visit)] - middle) > limit
+    ]
+
+
+def host_list(nodes: Sequence[str]) -> str:
+    """Names that differ in their last number alone as one, `node-[003-007,012]`."""
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for node in sorted(nodes):
+        begin = node.rstrip("0123456789")
+        numbers[begin].append(node[len(begin) :])
+    told = []
+    for begin, found in numbers.items():
+        runs: list[list[str]] = []
+        for text in found:
+            last = runs[-1][-1] if runs else ""
+            if last and text and len(last) == len(text) and int(text) == int(last) + 1:
+                runs[-1].append(text)
+            else:
+                runs.append([text])
+        parts = ",".join(run[0] + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
+        told.append(f"{begin}[{parts}]" if len(found) > 1 else begin + parts)
+    return ", ".join(told)
+
+
+def groups(staged: Sequence[tuple[str, str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Nodes by (stage, barrier), from (stage, barrier, node) in order of delay."""
+    by_stage: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for stage, barrier, node in staged:
+        by_stage[stage, barrier].append(node)
+    return by_stage
+
+
+class Partition(NamedTuple):
+    """One way to divide the nodes of a job into places."""
+
+    kind: str
+    place_of: Mapping[str, str]
+    """By node; empty where it does not tell."""
+    sizes: Mapping[str, int]
+
+
+def partitions(attrs: Mapping[str, Mapping[str, Any]]) -> list[Partition]:
+    """Racks, places of the topology and beginnings of names, each from wide to narrow, from the facts of all nodes."""
+    parts: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*_PLACE_ATTRS, NAME)}
+    for node, facts in attrs.items():
+        for key, value in facts.items():
+            if (kind := key.rpartition(".")[2]) in _PLACE_ATTRS:
+                parts[kind][node] = _SWITCHES.findall(str(value))
+        parts[NAME][node] = _WORDS.findall(node)[:-1]
+    found = []
+    for kind, of_node in parts.items():
+        for depth in range(1, min(max(map(len, of_node.values()), default=0), _PLACE_DEPTH) + 1):
+            place_of = {node: "".join(of_node.get(node, ())[:depth]) for node in attrs}
+            found.append(Partition(kind, place_of, Counter(place_of.values())))
+    return found
+
+
+def places(slow: Sequence[str], ways: Sequence[Partition]) -> list[Place]:
+    """What slow nodes have in common: at most three places of one partition, or nothing.
+
+    Places explain when three quarters of the slow nodes lie in them, and chance would not put so many there: Fisher's
+    exact test (Fisher 1922, one-sided, p < 0.01), with Bonferroni's correction for the places that could be picked.
+    """
+    best: tuple[float, list[Place]] = (_PLACE_ALPHA, [])
+    for kind, place_of, sizes in ways:
+        common = Counter(at for node in slow if (at := place_of[node])).most_common(3)
+        found = [Place(kind, at, count, sizes[at]) for at, count in common]
+        inside = list(accumulate(place.num_slow for place in found))
+        enough = next((number for number, count in enumerate(inside, 1) if count >= _PLACE_SHARE * len(slow)), 0)
+        found = found[:enough]
+        if not found or len(sizes) == enough or found[-1].num_slow < 2:
+            continue
+        chance = _fisher_p(len(place_of), sum(place.num_nodes for place in found), len(slow), inside[enough - 1])
+        p = chance * math.comb(len(sizes), enough)
+        # Of equal ones the later: the longer beginning of a name says more, and stands for the same nodes.
+        if p < best[0] or (p == best[0] and [place.kind for place in best[1][:1]] == [kind]):
+            best = (p, found)
+    return best[1]
+
+
+def _fisher_p(total: int, marked: int, drawn: int, hits: int) -> float:
+    """How probable at least `hits` marked ones are among `drawn` of `total`: the tail of the hypergeometric."""
+    ways = sum(math.comb(marked, i) * math.comb(total - marked, drawn - i) for i in range(hits, min(marked, drawn) + 1))
+    return ways / math.comb(total, drawn)
+
+
+@dataclass(slots=True)
+class ChainInput:
+    """What the rows are made from."""
+
+    barriers: list[Barrier]
+    clocks: Mapping[str, Offset]
+    lanes: Mapping[str, Lane]
+    pieces_of: Callable[[Lane], list[Piece]]
+    gpus: Mapping[str, int | None]
+    price: float | None
+    zero_ns: int
+    replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.replay = Replay(self.barriers)
+
+    def gpu_hours(self, length_ns: int, without: frozenset[str] = frozenset()) -> float | None:
+        """What `length_ns` of all nodes but some costs; None when a node's GPUs are unknown."""
+        counts = [count for node, count in self.gpus.items() if node not in without]
+        if any(count is None for count in counts):
+            return None
+        return seconds(length_ns) * sum(count or 0 for count in counts) / S_PER_H
+
+    def price_of(self, length_ns: int, without: frozenset[str]) -> tuple[float | None, float | None]:
+        """GPU-hours as above, and their price; None where it is unknown."""
+        hours = self.gpu_hours(length_ns, without)
+        return hours, None if hours is None or self.price is None else hours * self.price
+
+
+def critical_chain(chain: ChainInput) -> list[model.Link]:
+    """For each barrier the node that came last, and the stage in which it lost the most."""
+    links = [_link(chain, barrier) for barrier in chain.barriers if barrier.passed]
+    return [link for link in links if link.stage or link.barrier != TRAINING_BEGAN]
+
+
+def _link(chain: ChainInput, barrier: Barrier) -> model.Link:
+    last = barrier.last
+    others = [visit.at_ns for visit in barrier.visits if visit is not last]
+    stage, stage_ns, excess_ns = lost_stage(chain, barrier, last)
+    waited = None
+    nodes = slowest_visits(barrier)
+    if all(chain.gpus[node] is not None for node in nodes):
+        waited_ns = sum((last.at_ns - visit.at_ns) * (chain.gpus[node] or 0) for node, visit in nodes.items())
+        waited = seconds(waited_ns) / S_PER_H
+
+    def at(ns: float) -> float:
+        return seconds(ns - chain.zero_ns)
+
+    return model.Link(
+        barrier=barrier.name,
+        node=last.lane.node,
+        rank=last.lane.rank,
+        from_s=at(last.from_ns),
+        arrival_s=at(last.at_ns),
+        release_s=at(last.at_ns + barrier.release_ns),
+        num_participants=barrier.num_participants,
+        others_median_arrival_s=at(median(others)) if others else None,
+        stage=stage,
+        stage_s=seconds(stage_ns),
+        excess_s=None if excess_ns is None else seconds(excess_ns),
+        waited_gpu_hours=waited,
+    )
+
+
+def lost_stage(chain: ChainInput, barrier: Barrier, visit: Visit) -> tuple[str, int, int | None]:
+    """The stage that cost a visit the most against the others' median: (stage, its ns, excess ns).
+
+    Without others it is the longest stage, and the excess is None.
+    """
+    own = time_by_stage(chain.pieces_of(visit.lane), visit.from_ns, visit.at_ns)
+    nodes = [other for node, other in slowest_visits(barrier).items() if node != visit.lane.node]
+    # On a single node its ranks are the ones to compare.
+    crowd = nodes or [other for other in barrier.visits if other is not visit]
+    others = [time_by_stage(chain.pieces_of(other.lane), other.from_ns, other.at_ns) for other in crowd]
+    if not own:
+        return "", 0, None
+    if not others:
+        stage = max(own, key=lambda name: own[name])
+        return stage, own[stage], None
+    excess = {stage: length - int(median(other.get(stage, 0) for other in others)) for stage, length in own.items()}
+    stage = max(excess, key=lambda name: excess[name])
+    return stage, own[stage], excess[stage]
+
+
+def straggler_rows(chain: ChainInput) -> list[model.Straggler]:
+    """Each straggler with its stage and with what leaving it out would save, worst first."""
+    rows: list[model.Straggler] = []
+    for delay in delays(chain.barriers, chain.clocks):
+        visit, node = delay.visit, delay.visit.lane.node
+        stage = LATE_START if delay.late_start else lost_stage(chain, delay.barrier, visit)[0]
+        saved = chain.replay.savings_ns(frozenset({node}))
+        rows.append(
+            model.Straggler(
+                node=node,
+                rank=visit.lane.rank,
+                barrier=delay.barrier.name,
+                stage=stage,
+                delay_s=seconds(delay.delay_ns),
+                z=delay.z,
+                savings_s=seconds(saved),
+                savings_gpu_hours=chain.gpu_hours(saved, frozenset({node})),
+            )
+        )
+    return rows
+
+
+def straggler_groups(
+    chain: ChainInput, rows: Sequence[model.Straggler], nodes: Sequence[model.Node]
+) -> list[model.StragglerGroup]:
+    """The stragglers of one stage together, in the order that saves most first."""
+    staged = groups([(row.stage, row.barrier, row.node) for row in rows])
+    ways = partitions({node.node: node.attrs for node in nodes}) if staged else []
+    found: list[model.StragglerGroup] = []
+    out: frozenset[str] = frozenset()
+    joint, total = 0, chain.replay.savings_ns({row.node for row in rows})
+    while staged:
+        # They come by their worst delay, so that of groups that save equally much the latest is next: the others save
+        # nothing before it is gone. Where all is saved the order is of no use.
+        candidates = list(staged)[: _MAX_COMPARED if joint < total else 1]
+        key = max(candidates, key=lambda key: chain.replay.savings_ns(out.union(staged[key])))
+        members = staged.pop(key)
+        before, out = joint, out.union(members)
+        alone, joint = chain.replay.savings_ns(frozenset(members)), chain.replay.savings_ns(out)
+        prices = chain.price_of(alone, frozenset(members)), chain.price_of(joint, out)
+        found.append(
+            model.StragglerGroup(
+                *key,
+                members,
+                places(members, ways),
+                seconds(alone),
+                *prices[0],
+                seconds(joint - before),
+                seconds(joint),
+                *prices[1],
+            )
+        )
+    return found

@@ -1,0 +1,262 @@
+"""The verdict and the headlines: a report's numbers as sentences, beside the paper's medians for the size of the job.
+
+The medians are from the box plot on the first author's public project page of BootSeer (arXiv 2507.12619), digitised,
+about ±3 s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bootseer.report.analysis.lanes import RESTART
+from bootseer.report.analysis.stragglers import LATE_START, NAME
+from bootseer.report.foreign.times import plausible
+from bootseer.report.model import Report, Stage, StragglerGroup
+from bootseer.units import format_hours, format_money, format_seconds, plural
+
+_STAGE_WORDS = {
+    "queue": "waiting in the queue",
+    "allocation": "allocation",
+    "image_loading": "image loading",
+    "environment_setup": "environment setup",
+    "model_initialization": "model initialization",
+    "first_step": "the first step",
+    "wait_for_others": "waiting for other nodes",
+    "untracked": "time that no stage covers",
+}
+_FRAMEWORKS = ("model_initialization.import_torch", "model_initialization.import_jax", "first_step")
+"""Stages of processes in which the hook sees training begin."""
+
+
+ENDS = {
+    "failed": "a failed startup",
+    "truncated": "an abandoned startup, or one that still runs",
+    "unobserved": "a start in which training was not seen to begin",
+}
+"""What a startup is called on which training did not begin, by its outcome."""
+# (upper bound in GPUs, inclusive; name; the paper's median startup overhead in seconds)
+_BUCKETS: tuple[tuple[float, str, float], ...] = (
+    (10, "1-10", 44),
+    (100, "10-100", 127),
+    (500, "100-500", 334),
+    (1000, "500-1000", 314),
+    (2000, "1000-2000", 409),
+    (3000, "2000-3000", 431),
+    (float("inf"), ">3000", 501),
+)
+
+
+def with_words(
+    report: Report,
+    *,
+    waiting: Mapping[str, str],
+    reused_runs: int,
+    endings: Sequence[str] = (),
+    same_rank: Mapping[int, Sequence[str]],
+) -> Report:
+    """The report with its verdict and headlines filled in.
+
+    `waiting` names the nodes that stand at a barrier which never opened, and the barrier; `endings` say how the
+    command ended when training was not seen to begin; `same_rank` has the nodes of each rank that several claim.
+    """
+    lines = headlines(report, waiting, reused_runs)
+    if same_rank:
+        rank, nodes = min(same_rank.items())
+        more = f", and {len(same_rank) - 1} more ranks are" if len(same_rank) > 1 else ""
+        lines.append(
+            f"Rank {rank} is claimed by {len(nodes)} nodes ({', '.join(nodes[:3])}{', ...' * (len(nodes) > 3)}){more}: "
+            "wrong RANK variables, two jobs under one name, or a node that was replaced."
+        )
+    if endings:
+        more = f" and {len(endings) - 3} more" if len(endings) > 3 else ""
+        lines.append(f"{'; '.join(endings[:3])}{more}.")
+    lines += _unmarked(report)
+    return replace(report, verdict=verdict(report, ended=bool(endings)), headlines=lines)
+
+
+def verdict(report: Report, *, ended: bool) -> str:
+    """What happened, in one sentence. `ended`: the command, or its workers, without any training that was seen."""
+    startup, overhead = report.startup, report.overhead
+    size = plural(startup.num_nodes, "node")
+    if startup.num_gpus:
+        size += f", {plural(startup.num_gpus, 'GPU')}"
+    took = format_seconds(overhead.startup_s or 0.0)
+    if startup.outcome == "training_began":
+        parts = [f"Startup took {took} on {size}{_against_paper(report)}"]
+    elif startup.outcome == "failed":
+        parts = [f"Failed startup: {took} on {size}, and training did not begin"]
+    elif startup.outcome == "truncated" and overhead.startup_s:
+        until = (
+            "its processes were restarted" if startup.ended_by == RESTART else "the last sign of life, or it still runs"
+        )
+        parts = [f"Abandoned startup: {took} on {size} until {until}"]
+    elif ended:
+        seen = f"the stages before took {took}" if overhead.startup_s else "nor any stage of a startup"
+        parts = [f"Training was not seen to begin on {size}, {seen}"]
+    elif overhead.startup_s:
+        parts = [f"The logs cover {took} on {size} and do not show training begin"]
+    else:
+        parts = [f"The logs hold single moments on {size}, and nothing that took time"]
+    top = _largest(report)
+    if top is not None:
+        stage, share = top
+        parts.append(f"{share:.0%} of the nodes' time went to {_STAGE_WORDS.get(stage, stage)}")
+    parts.append(_blame(report))
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _against_paper(report: Report) -> str:
+    paper = paper_median_s(report.startup.scale)
+    return f" (the paper's median at {report.startup.scale} GPUs: {paper:.0f} s)" if paper else ""
+
+
+def _largest(report: Report) -> tuple[str, float] | None:
+    rows = [row for row in report.stages if row.depth == 0 and row.num_nodes and row.stage != "wait_for_others"]
+    total = sum(node.end_s - node.start_s for node in report.nodes)
+    if not rows or total <= 0:
+        return None
+    top: Stage = max(rows, key=lambda row: row.work_s)
+    return top.stage, top.work_s / total
+
+
+def _blame(report: Report) -> str:
+    groups = report.straggler_groups
+    if not groups or groups[-1].joint_s < 0.05:
+        return ""
+    largest, total = max(groups, key=lambda group: (group.next_s, len(group.nodes))), groups[-1]
+    which = f"node {largest.nodes[0]}" if len(largest.nodes) == 1 else f"{len(largest.nodes)} nodes"
+    where = "by starting late" if largest.stage == LATE_START else f"in {largest.stage}"
+    if largest.places:
+        where += f" ({located(largest)})"
+    took = format_seconds(total.joint_s)
+    if len(groups) == 1:
+        text = f"{which} held the others back for {took} {where}"
+    else:
+        all_nodes = sum(len(group.nodes) for group in groups)
+        text = f"{all_nodes} nodes held the others back for {took} together, above all {which} {where}"
+    if total.joint_gpu_hours:
+        text += f" = {format_hours(total.joint_gpu_hours)} GPU-hours"
+    return text + (f" = {format_money(total.joint_cost, report.overhead.currency)}" if total.joint_cost else "")
+
+
+def located(group: StragglerGroup) -> str:
+    """Where a group's nodes stand, if that explains them: `rack r3: 7 of 8 nodes`."""
+    return ", ".join(
+        f"{'' if place.kind == NAME else place.kind + ' '}{place.value}{'*' * (place.kind == NAME)}: "
+        f"{place.num_slow} of {plural(place.num_nodes, 'node')}"
+        for place in group.places
+    )
+
+
+def is_about_clocks(headline: str) -> bool:
+    """Whether a headline says how good the times are, and nothing of what happened: it comes behind the finding."""
+    return " clock" in headline
+
+
+def headlines(report: Report, waiting: Mapping[str, str], reused_runs: int) -> list[str]:
+    """What must not be overlooked."""
+    lines = []
+    coverage, clock = report.coverage, report.clock
+    if coverage.nodes_expected and coverage.nodes_heard < coverage.nodes_expected:
+        missing = coverage.nodes_expected - coverage.nodes_heard
+        share = coverage.nodes_heard / coverage.nodes_expected
+        lines.append(
+            f"Only {coverage.nodes_heard} of {coverage.nodes_expected} nodes were seen ({share:.1%}): "
+            f"{plural(missing, 'missing node')} may be the straggler{'' if missing == 1 else 's'}."
+        )
+    if coverage.ranks_expected and 0 < coverage.ranks_heard < coverage.ranks_expected:
+        lines.append(f"Only {coverage.ranks_heard} of {coverage.ranks_expected} ranks were seen.")
+    lines += _stuck(report, waiting)
+    if clock.steps:
+        lines.append(f"The wall clock was stepped on {', '.join(clock.steps[:3])}; durations are not affected.")
+    if clock.left_out:
+        told = ", ".join(f"{node} by {_far(off_s)}" for node, off_s in list(clock.left_out.items())[:3])
+        more = f" and {len(clock.left_out) - 3} more" if len(clock.left_out) > 3 else ""
+        lines.append(f"Clocks are off, or events are another start's: {told}{more}; left out of all sums.")
+    if report.nodes and not plausible(report.startup.zero_ns):
+        lines.append("The nodes' clocks were never set: dates are wrong, durations are not.")
+    if clock.max_offset_s >= 1:
+        bound = f"; after correction within {clock.max_error_s:.3f} s" if clock.max_error_s is not None else ""
+        lines.append(f"The nodes' clocks differ by up to {_far(clock.max_offset_s)}{bound}.")
+    if coverage.events_lost:
+        lines.append(f"{coverage.events_lost} events could not be written (full disk?).")
+    if reused_runs > 1:
+        lines.append(f"This attempt was started {reused_runs} times on one node; only the last start is shown.")
+    unreadable = report.input.skipped.get("unreadable", 0)
+    if unreadable:
+        lines.append(f"{plural(unreadable, 'file')} of the folder could not be read; what they tell is missing here.")
+    unit = report.input.skipped.get("unit", 0)
+    if unit:
+        lines.append(f"{unit} events give their times in s, ms or µs, not in ns, and were not read.")
+    newer = report.input.skipped.get("version", 0)
+    if newer:
+        lines.append(f"{newer} events come from a newer BootSeer and were not read: upgrade to see them.")
+    return lines
+
+
+def _stuck(report: Report, waiting: Mapping[str, str]) -> list[str]:
+    """Who did not get to training: the nodes that never came to a barrier before those that wait for them there."""
+    stuck = [node for node in report.nodes if node.outcome in ("truncated", "failed")]
+    missing = sorted((node for node in stuck if node.node not in waiting), key=lambda node: node.own_end_s)
+    lines = []
+    if missing:
+        told = ", ".join(f"{node.node} in {node.last_stage or 'no stage'}" for node in missing[:3])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        lines.append(
+            f"{plural(len(missing), 'node')} stopped before training: {told}{more}; "
+            "what was cut short there is kept out of medians."
+        )
+    silent = [node for node in report.nodes if node.outcome == "unobserved"]
+    if silent and report.startup.outcome == "training_began":
+        told = ", ".join(f"{node.node} after {node.last_stage or 'no stage'}" for node in silent[:3])
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        lines.append(
+            f"{plural(len(silent), 'node')} showed no first step: {told}{more}; "
+            "what they did from then on until training began is untracked."
+        )
+    stand = [waiting[node.node] for node in stuck if node.node in waiting]
+    if stand:
+        what = Counter(stand).most_common(1)[0][0]
+        why = "" if missing else ": the cause is a node that was not seen, or the network"
+        lines.append(f"{plural(len(stand), 'node')} still waited at {what} when the logs end{why}.")
+    return lines
+
+
+def _unmarked(report: Report) -> list[str]:
+    """What the bill rests on where no training was seen, and no hook could have seen it."""
+    watched = any(stage.stage.startswith(_FRAMEWORKS) for stage in report.stages)
+    ours = any(fact.startswith("run.") for node in report.nodes for fact in node.attrs)
+    if report.startup.outcome == "training_began" or watched or not ours:
+        return []
+    if report.startup.outcome == "unobserved":
+        bill = "only what stages show is counted as startup"
+    elif report.overhead.startup_s:
+        bill = "all of this time is counted as startup"
+    else:
+        return []
+    return [
+        f"Nothing marks the beginning of training, and {bill}: mark it with --began-pattern, "
+        "bootseer.training_began() or `bootseer stage`."
+    ]
+
+
+def _far(off_s: float) -> str:
+    """How far a clock is off, in years where hours would be too many."""
+    days = abs(off_s) / 86_400
+    if days < 2:
+        return format_seconds(abs(off_s))
+    return f"{days:.0f} days" if days < 730 else f"{days / 365.25:.1f} years"
+
+
+def bucket(num_gpus: int | None) -> str:
+    """Name of the bucket, empty when the number of GPUs is unknown or 0."""
+    if not num_gpus:
+        return ""
+    return next(name for limit, name, _ in _BUCKETS if num_gpus <= limit)
+
+
+def paper_median_s(name: str) -> float | None:
+    """The paper's median startup overhead for a bucket, seconds."""
+    return next((median for _, bucket_name, median in _BUCKETS if bucket_name == name), None)

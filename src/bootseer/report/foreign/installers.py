@@ -1,0 +1,167 @@
+"""pip and uv: how long a burst of installation took, and how many packages it brought.
+
+pip prints no durations: with times at its lines (`pip --log`, or a log collector) the burst from the first `Collecting`
+to `Successfully installed` is a span, without them the count is a fact. `Requirement already satisfied`, `Downloading`
+and `Using cached` are not looked for: they come by the thousand and say nothing that these do not; so a burst whose
+first packages were there or came from local files begins late: at its first `Collecting` or `... collected packages`.
+When pip builds a package, an inner pip prints the same words two blanks further right: they may begin a burst, they
+never end it.
+
+    Resolved 8 packages in 264ms          uv; then `Prepared`, `Uninstalled`, `Installed`
+    Checked 2 packages in 42ms            uv when all is there; older versions: `Audited`
+
+uv prints a duration for each phase: with line times a span that reaches back before the first, else a fact with their
+sum. Package names and URLs are never repeated: a requirement may hold a token.
+"""
+
+from __future__ import annotations
+
+import re
+
+from bootseer.report.foreign.parser import Builder, Findings, Line, Parser, plain
+from bootseer.report.foreign.times import DURATION, parse_duration
+from bootseer.report.search import Clue
+from bootseer.units import NS_PER_S
+
+STAGE = "environment_setup.install"
+
+_LONE_NS = 600 * NS_PER_S
+_PAUSE_NS = 5 * NS_PER_S
+_PHASES = ("Resolved", "Prepared", "Uninstalled", "Installed", "Checked", "Audited")
+
+# What may stand before pip's words: nothing, or the end of a label or of a time.
+_START = r"(?:^|[\]:|>)]|[.,:]\d{2,9}Z?|[+-]\d{4}|std(?:out|err) [FP])"
+_BEGINS = re.compile(
+    _START + r"([ \t]*)(?:(Collecting) \S+(?:\s*$|\s*@ \S| \(from )"
+    r"|(Building wheels for|Installing) collected packages: \S)",
+    re.MULTILINE | re.ASCII,
+)
+_INSTALLED = re.compile(_START + r"([ \t]*)Successfully installed (\S+(?: \S+)*)\s*$", re.MULTILINE | re.ASCII)
+_UV = re.compile(
+    r"(?:^|(?<=\s))(" + "|".join(_PHASES) + r") (\d{1,7}) packages? in "
+    rf"({DURATION})",
+    re.MULTILINE | re.ASCII,
+)
+
+
+class PipParser(Parser):
+    """See the module's docstring."""
+
+    name = "pip"
+    clues = (
+        Clue(b"Collecting ", rb"""[^\s\\"]+(?:[ \t\f\v]*(?:[\r\n\\"]|\Z)|[ \t\f\v]*@ \S| \(from )"""),
+        Clue(b"Installing collected packages: ", rb"\S"),
+        Clue(b"Building wheels for collected packages: ", rb"\S"),
+        Clue(b"Successfully installed ", rb"[^\s-]*-"),
+    )
+
+    def __init__(self) -> None:
+        self._builder = Builder(self.name)
+        self._first: Line | None = None
+        self._collected = 0
+        self._sure = False
+        self._installing = False
+
+    def feed(self, line: Line) -> None:
+        # Progress bars draw over themselves: each stretch between carriage returns is a line.
+        text = plain(line.text).replace("\r", "\n")
+        if begins := _BEGINS.search(text):
+            self._begins(line, nested=len(begins[1]) > 1, words=begins[2] or begins[3])
+        elif (installed := _INSTALLED.search(text)) and len(installed[1]) < 2:
+            packages = installed[2].split(" ")
+            if all("-" in package for package in packages):  # name-version; else another program's sentence
+                self._installed(line, len(packages))
+
+    def _begins(self, line: Line, *, nested: bool, words: str) -> None:
+        if (self._installing and not nested and words != "Building wheels for") or self._lone(line):
+            self._close()  # a good burst says that it ended before the next begins
+        self._first = self._first or line
+        self._collected += words == "Collecting"
+        self._sure |= self._collected > 1 or words != "Collecting"
+        self._installing |= words == "Installing" and not nested
+
+    def _lone(self, line: Line) -> bool:
+        """Whether all so far is one `Collecting` of long ago: another program's word."""
+        if self._first is None or self._first.wall_ns is None or line.wall_ns is None:
+            return False
+        return not self._sure and line.wall_ns - self._first.wall_ns > _LONE_NS
+
+    def _installed(self, line: Line, count: int) -> None:
+        first = None if self._lone(line) else self._first
+        begin_ns = first.wall_ns if first is not None else None
+        attrs = {"packages": count}
+        if line.wall_ns is None or not self._builder.span(first or line, STAGE, begin_ns, line.wall_ns, attrs=attrs):
+            self._builder.fact(line, STAGE, f"pip installed {_packages(count)}", None)
+        self._reset()
+
+    def _close(self) -> None:
+        """A burst whose end is not in the log."""
+        if self._first is not None and self._sure:
+            self._builder.span(self._first, STAGE, self._first.wall_ns, None)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._first, self._collected, self._sure, self._installing = None, 0, False, False
+
+    def finish(self) -> Findings:
+        self._close()
+        return self._builder.finish()
+
+
+class UvParser(Parser):
+    """See the module's docstring."""
+
+    name = "uv"
+    # Within JSON, colours are escaped.
+    clues = tuple(
+        Clue(phase.encode(), rb"(?: |\\u001b\[[0-9;]*m)+\d{1,7} packages?(?: |\\u001b\[[0-9;]*m)+in ")
+        for phase in _PHASES
+    )
+
+    def __init__(self) -> None:
+        self._builder = Builder(self.name)
+        self._phases: list[tuple[Line, str, int, int]] = []
+
+    def feed(self, line: Line) -> None:
+        for found in _UV.finditer(plain(line.text).replace("\r", "\n")):
+            duration_ns = parse_duration(found[3].rstrip())
+            if duration_ns is None:
+                continue
+            if not self._follows(line, found[1], duration_ns):
+                self._close()
+            self._phases.append((line, found[1], int(found[2]), duration_ns))
+            if found[1] in ("Installed", "Checked", "Audited"):
+                self._close()
+
+    def _follows(self, line: Line, phase: str, duration_ns: int) -> bool:
+        """Whether the phase belongs to the same command: later in uv's order, and begun when the last one ended."""
+        if not self._phases:
+            return True
+        last, last_phase, _, _ = self._phases[-1]
+        if line.wall_ns is not None and last.wall_ns is not None:
+            pause_ns = line.wall_ns - duration_ns - last.wall_ns
+            if pause_ns > _PAUSE_NS:
+                return False
+        return _PHASES.index(phase) > _PHASES.index(last_phase)
+
+    def _close(self) -> None:
+        if not self._phases:
+            return
+        first, _, _, reach_back_ns = self._phases[0]
+        last, phase, count, _ = self._phases[-1]
+        spanned = False
+        if first.wall_ns is not None and last.wall_ns is not None:
+            attrs = {"packages": count if phase == "Installed" else 0}
+            spanned = self._builder.span(first, STAGE, first.wall_ns - reach_back_ns, last.wall_ns, attrs=attrs)
+        if not spanned:
+            text = ", ".join(f"{word.lower()} {_packages(number)}" for _, word, number, _ in self._phases)
+            self._builder.fact(last, STAGE, f"uv {text}", sum(phase[3] for phase in self._phases))
+        self._phases = []
+
+    def finish(self) -> Findings:
+        self._close()
+        return self._builder.finish()
+
+
+def _packages(count: int) -> str:
+    return f"{count} package" if count == 1 else f"{count} packages"

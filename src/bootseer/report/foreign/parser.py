@@ -1,0 +1,211 @@
+"""The contract of a parser for logs that jobs write anyway, and the builder of what it finds.
+
+`scan` looks for each parser's clues in raw bytes and hands over only the lines that hold one: a parser sees a few lines
+of a log of gigabytes. One parser object lives for one log file, because the programs spread a story over several lines.
+Foreign programs have no monotonic clock in their logs: `mono_ns` is the wall time. Span ids are made from file and
+line, so that reading a log twice gives the same events, which the reader drops as duplicates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Protocol
+
+from bootseer.report.foreign.times import EARLIEST_NS, LATEST_NS, MAX_DURATION_NS
+from bootseer.report.model import Fact
+from bootseer.report.search import Clue
+from bootseer.trace.event import BEGIN, END, INSTANT, NO_RANK, OK, Event
+from bootseer.units import seconds
+
+FOREIGN = "parsed_from"
+"""The attribute that names the program whose log line an event was made from."""
+UNKNOWN_JOB = "(unknown)"
+"""The job of an event made from a foreign line that names none; the reader puts the real one in its place."""
+
+NODES = "nodes"
+"""The attribute that lists all nodes of a scheduler's event, as Slurm writes lists."""
+BY_LOG = "step_line"
+"""What a `training_began` from a log's first line about a training step says that it came by."""
+MAX_RANK: Final = 10_000_000
+MAX_LINE: Final = 65_536
+"""Parsers read no further into a line: what they know is short, and a line may be of any length."""
+_MAX_NAME = 256
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,255}", re.ASCII)
+_DIGEST = re.compile(r"(.*)@([a-z0-9+._-]{1,32}:[0-9a-fA-F]{32,128})", re.ASCII)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII)
+
+
+class Line(NamedTuple):
+    """One line of a log, without its newline, decoded with replacement of what is not UTF-8."""
+
+    text: str
+    file: str
+    number: int
+    wall_ns: int | None
+    """The time at the start of the line, when there is one that `foreign.timestamp` understands."""
+    node: str
+    """The node that the reader believes the file to belong to."""
+    zone: tzinfo = UTC
+    """The zone of times in the line that name none."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a log told. Events need a time; what has only a duration is a fact."""
+
+    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+
+
+class Reader(Protocol):
+    """Reads chosen lines of one file, in order."""
+
+    def feed(self, line: Line) -> None:
+        """Take a line. It may be cut, interleaved or of another program: never raises."""
+
+    def finish(self) -> Findings:
+        """What the file told in all."""
+
+
+class Parser(Reader, Protocol):
+    """Reads the lines that hold one of `clues`."""
+
+    name: str
+    clues: tuple[Clue, ...]
+    """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
+    much as a thousand that hold none."""
+
+    @property
+    def done(self) -> bool:
+        """No further line changes what the parser finds."""
+        return False
+
+
+def plain(text: str) -> str:
+    """The text without colours, up to `MAX_LINE`."""
+    return _ANSI.sub("", text[:MAX_LINE])
+
+
+def name(text: str) -> str:
+    """A foreign name as an identity: printable, bounded; empty when nothing is left."""
+    return "".join(char for char in text.strip() if char.isprintable())[:_MAX_NAME]
+
+
+def rank(text: str | int | None) -> int:
+    """A rank that can be, or `NO_RANK`."""
+    if isinstance(text, str):
+        text = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else None
+    return text if type(text) is int and 0 <= text < MAX_RANK else NO_RANK
+
+
+def image_reference(text: str) -> str:
+    """An image reference without scheme, credentials and query; empty when it is none."""
+    text = _SCHEME.sub("", text.partition("?")[0], count=1)
+    digested = _DIGEST.fullmatch(text)
+    bare, digest = (digested[1], "@" + digested[2]) if digested else (text, "")
+    bare = bare.rpartition("@")[2]
+    return bare + digest if _REFERENCE.fullmatch(bare) else ""
+
+
+class Place(NamedTuple):
+    """Where and in which restart a moment happened, as far as the line tells."""
+
+    node: str = ""
+    """Empty: the node of the file."""
+    restart: int = 0
+    rank: int = NO_RANK
+    pid: int = 0
+    job: str = ""
+    """Empty: the job of the file."""
+
+
+_ANYWHERE: Final = Place()
+
+
+class Builder:
+    """Collects what one parser finds in one file."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._findings = Findings()
+        self.job = UNKNOWN_JOB
+        """The job that the file names; given to all its events by `finish`."""
+
+    def instant(
+        self,
+        line: Line,
+        stage: str,
+        wall_ns: int | None,
+        *,
+        place: Place = _ANYWHERE,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A moment; dropped when it has no plausible time."""
+        if wall_ns is not None and _plausible(wall_ns):
+            self._add(self._event(line, stage, place, attrs), INSTANT, wall_ns)
+
+    def span(
+        self,
+        line: Line,
+        stage: str,
+        begin_ns: int | None,
+        end_ns: int | None,
+        *,
+        place: Place = _ANYWHERE,
+        outcome: str = OK,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """A span; without `end_ns` only its begin. Dropped (False) when its times are not plausible."""
+        if begin_ns is None or not _plausible(begin_ns):
+            return False
+        event = self._event(line, stage, place, attrs)
+        if end_ns is None:
+            self._add(event, BEGIN, begin_ns)
+            return True
+        if not _plausible(end_ns) or not 0 <= end_ns - begin_ns <= MAX_DURATION_NS:
+            return False
+        self._add(event, BEGIN, begin_ns)
+        self._add(event._replace(outcome=outcome), END, end_ns)
+        return True
+
+    def fact(self, line: Line, stage: str, text: str, duration_ns: int | None, *, node: str = "") -> None:
+        """What has no time. `text` must be made of validated parts only: it is shown to people."""
+        duration_s = None if duration_ns is None else seconds(duration_ns)
+        where = f"{line.file}:{line.number}"
+        self._findings.facts.append(Fact(self._source, stage, text, duration_s, node or line.node, where))
+
+    def finish(self) -> Findings:
+        """Everything, under the job that the file named."""
+        if self.job != UNKNOWN_JOB:
+            events = self._findings.events
+            events[:] = [event._replace(job=self.job) for event in events]
+        return self._findings
+
+    def _event(self, line: Line, stage: str, place: Place, attrs: Mapping[str, Any] | None) -> Event:
+        where = f"Place(node={place.node!r}, restart={place.restart}, rank={place.rank}, pid={place.pid})"
+        seed = f"{self._source}\0{line.file}\0{line.number}\0{stage}\0{where}"
+        return Event(
+            wall_ns=0,
+            mono_ns=0,
+            job=place.job or UNKNOWN_JOB,
+            node=place.node or line.node or "unknown",
+            stage=stage,
+            phase=INSTANT,
+            span=blake2b(seed.encode("utf-8", "replace"), digest_size=8).hexdigest(),
+            restart=place.restart,
+            rank=place.rank,
+            pid=place.pid,
+            attrs={FOREIGN: self._source, **(attrs or {})},
+        )
+
+    def _add(self, event: Event, phase: str, wall_ns: int) -> None:
+        self._findings.events.append(event._replace(phase=phase, wall_ns=wall_ns, mono_ns=wall_ns))
+
+
+def _plausible(wall_ns: int) -> bool:
+    return EARLIEST_NS <= wall_ns < LATEST_NS

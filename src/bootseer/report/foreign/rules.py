@@ -1,0 +1,266 @@
+"""Reads the logs of programs whose lines speak for themselves: a table says what each kind of line tells.
+
+A line begins or ends a stage, tells how long one took, or is a moment. What begins is paired with what ends under the
+same key; a begin whose end is not in the log stays open, unless its rule says that the end is seldom logged. Where a
+line has no time, a duration becomes a fact, and an end a fact without a duration. `programs` holds the tables, and
+`Site` reads the pattern that a user gives.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect
+from collections.abc import Mapping
+from functools import cache
+from itertools import islice, product
+from typing import Any, Final, NamedTuple
+
+from bootseer.report.foreign import parser as make
+from bootseer.report.foreign.parser import BY_LOG, NODES, Builder, Findings, Line, Parser, Place
+from bootseer.report.foreign.times import LATEST_NS, parse_duration, parse_prefix
+from bootseer.report.search import Clue
+from bootseer.trace.event import FAILED, OK
+
+BEGIN: Final = "begin"
+END: Final = "end"
+FAIL: Final = "fail"
+"""The stage failed here, and did not end well."""
+TOOK: Final = "took"
+"""Tells a duration: it ended when the line was written, or at the moment of the rule's `label`."""
+MARK: Final = "mark"
+AT: Final = "at"
+"""Tells a time in its text, for the durations that have its `label`."""
+NOW: Final = "now"
+"""Tells the time of the lines behind it, which have none."""
+STEP: Final = "step"
+"""A training step, or a group of them, is over: the first such line ends the startup."""
+
+_MAX_NUMBER = 20
+_MAX_STEPS = 8
+"""So many lines about steps are looked at: ranks may tell of the same one."""
+_MAX_HOSTS = 16_384
+_MAX_PIECES = 10
+"""Slurm's names have at most five numbers."""
+_MAX_TRIES = 8
+"""So many places of a literal in a line are looked at."""
+_SITE_GROUPS = frozenset({"begin", "end", "s", "ms", "key", "host", "job"})
+_LINE_END = r'(?=[ \t\r\f\v]*(?:[\n\\"]|\Z))'
+
+
+class Rule(NamedTuple):
+    """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
+
+    Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
+    is the node, or a list as Slurm writes it; `step` counts steps or samples; `image` and `fastest_ms` of several ranks
+    are attributes.
+    """
+
+    role: str
+    stage: str
+    literal: str
+    then: str = ""
+    says: str = ""
+    """What a fact says of it."""
+    label: str = ""
+    seldom_ended: bool = False
+    """Begins what is told only if its end is in the log."""
+
+
+@cache
+def _compiled(rules: tuple[Rule, ...]) -> tuple[list[tuple[Rule, re.Pattern[str]]], tuple[Clue, ...]]:
+    patterns = [(rule, re.compile(re.escape(rule.literal) + rule.then, re.ASCII)) for rule in rules]
+    # Clues have no groups and no key of any length; the end of the line may lie within the JSON of a collector.
+    bounded = [(rule.literal, rule.then.partition("(?P<key>.*?")[0].replace(r"\s*$", _LINE_END)) for rule in rules]
+    bare = [(literal, re.sub(r"\(\?P<\w+>", "(?:", then)) for literal, then in bounded]
+    return patterns, tuple(Clue(literal.encode(), then.encode()) for literal, then in dict.fromkeys(bare))
+
+
+class _Open(NamedTuple):
+    line: Line
+    wall_ns: int | None
+    place: Place
+    attrs: Mapping[str, Any]
+    rule: Rule
+
+
+class TableParser(Parser):
+    """See the module's docstring."""
+
+    def __init__(self, name: str, rules: tuple[Rule, ...]) -> None:
+        self.name = name
+        self._rules, self.clues = _compiled(rules)
+        self._builder = Builder(name)
+        self._open: dict[tuple[str, str], _Open] = {}
+        self._took: list[tuple[_Open, int]] = []
+        self._at: dict[str, list[tuple[int, int]]] = {}
+        """Line numbers and the times that were told there, by label."""
+        self._now_ns: int | None = None
+        self._steps: list[tuple[int, _Open, int | None]] = []
+        self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)
+
+    @property
+    def done(self) -> bool:
+        """No further line changes what is found: a training log tells of steps for months."""
+        known = self._steps
+        return self._only_steps and len(known) > 1 and (len(known) >= _MAX_STEPS or known[-1][0] != known[0][0])
+
+    def feed(self, line: Line) -> None:
+        text = make.plain(line.text)
+        for rule, pattern in self._rules:
+            place = text.find(rule.literal)
+            for _ in range(_MAX_TRIES if place >= 0 else 0):
+                if found := pattern.match(text, place):
+                    self.tell(line, rule, {name: value for name, value in found.groupdict().items() if value})
+                    break
+                place = text.find(rule.literal, place + 1)
+                if place < 0:
+                    break
+
+    def tell(self, line: Line, rule: Rule, said: Mapping[str, str]) -> None:
+        """Take what a line says: the named groups of the rule's pattern."""
+        hosts = said.get("host", "")
+        host = next(iter(hosts_of(hosts)), "")
+        place = Place(make.name(host), job=make.name(said.get("job", "")))
+        told_ns = _time(line, said)
+        attrs = _attrs(said) | ({NODES: hosts} if hosts != host else {})
+        now = _Open(line, self._now_ns if told_ns is None else told_ns, place, attrs, rule)
+        key = (rule.stage, said.get("key") or said.get("job", ""))
+        if rule.role == BEGIN:
+            if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
+                del self._open[key]
+            self._open.setdefault(key, now)
+        elif rule.role == NOW:
+            self._now_ns = told_ns
+        elif rule.role == AT:
+            if now.wall_ns is not None:
+                self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
+        elif rule.role == STEP:
+            if now.wall_ns is not None and not self.done:
+                self._steps.append((int(said["step"]), now, _length(said)))
+        elif rule.role == MARK:
+            self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
+        elif rule.role == TOOK:
+            length_ns = _length(said)
+            if length_ns is not None:
+                self._took.append((now, length_ns))
+        else:
+            if not key[1]:  # it does not say which: the last that began
+                key = next((known for known in reversed(self._open) if known[0] == rule.stage), key)
+            self._end(self._open.pop(key, None), now)
+
+    def _end(self, begun: _Open | None, now: _Open) -> None:
+        rule = now.rule
+        if begun is not None:
+            outcome = FAILED if rule.role == FAIL else OK
+            place = now.place if now.place.node else begun.place
+            attrs = {**begun.attrs, **now.attrs}
+            if now.wall_ns is not None and self._builder.span(
+                begun.line, rule.stage, begun.wall_ns, now.wall_ns, place=place, outcome=outcome, attrs=attrs
+            ):
+                return
+        if rule.says:
+            image = now.attrs.get("image")
+            self._builder.fact(now.line, rule.stage, f"{image}: {rule.says}" if image else rule.says, None)
+
+    def finish(self) -> Findings:
+        for now, length_ns in self._took:
+            # The program may have been started again: the nearest line is of the same run.
+            at = self._at.get(now.rule.label, [])
+            behind = bisect(at, (now.line.number,))
+            near = [
+                (abs(number - now.line.number), -wall_ns) for number, wall_ns in at[max(behind - 1, 0) : behind + 1]
+            ]
+            end_ns = -min(near)[1] if near else now.wall_ns
+            begin_ns = None if end_ns is None else end_ns - length_ns
+            if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
+                self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
+        self._tell_first_step()
+        for begun in self._open.values():
+            if not begun.rule.seldom_ended:
+                self._builder.span(
+                    begun.line, begun.rule.stage, begun.wall_ns, None, place=begun.place, attrs=begun.attrs
+                )
+        return self._builder.finish()
+
+    def _tell_first_step(self) -> None:
+        """The first line may tell of a group of steps, all but the first of which are training: the next line shows how
+        long a group takes."""
+        if not self._steps:
+            return
+        (first, now, _), (later, then, each_ns) = self._steps[0], self._steps[-1]
+        end_ns, grown = now.wall_ns or 0, later - first
+        if grown > 0 and then.wall_ns is not None:
+            took_ns = max(then.wall_ns - end_ns, 0)
+            one_ns = max(took_ns // grown if each_ns is None else each_ns, 1)
+            steps = round(took_ns * min(grown, max(first, 1)) / grown / one_ns)
+            end_ns -= max(steps - 1, 0) * one_ns
+        self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
+
+
+class Site:
+    """What a site's own lines tell, by a pattern of its own for one stage: a parser whose clue is the pattern."""
+
+    def __init__(self, stage: str, pattern: re.Pattern[bytes]) -> None:
+        self.pattern = pattern
+        self._table = TableParser("pattern", ())
+        self._rules = {role: Rule(role, stage, "") for role in (BEGIN, END, MARK)}
+        self._rules[TOOK] = Rule(TOOK, stage, "", says="a duration that --pattern found")
+
+    def feed(self, line: Line) -> None:
+        """Take a line that the pattern matches."""
+        found = self.pattern.search(line.text.encode("utf-8", "replace"))
+        if found is None:
+            return
+        groups = {name: found[name] for name in _SITE_GROUPS & self.pattern.groupindex.keys()}
+        said = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
+        role = TOOK if {"s", "ms"} & said.keys() else next((role for role in (BEGIN, END) if role in said), MARK)
+        self._table.tell(line, self._rules[role], said)
+
+    def finish(self) -> Findings:
+        return self._table.finish()
+
+
+def hosts_of(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, `gpu[01-03,07],rack[1-2]n[1-4]`, at most 16,384."""
+    found: list[str] = []
+    for one in re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text):
+        names = [""]
+        for piece in re.findall(r"[^\[\]]+|\[[\d,-]*\]", one)[:_MAX_PIECES]:
+            endings = _numbers(piece) if piece.startswith("[") else [piece]
+            names = [name + ending for name, ending in islice(product(names, endings), _MAX_HOSTS)]
+        found += names[: _MAX_HOSTS - len(found)]
+    return found
+
+
+def _numbers(text: str) -> list[str]:
+    """`01`, `02`, `07` of `[01-02,07]`."""
+    found: list[str] = []
+    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", text):
+        until = min(int(last or first), int(first) + _MAX_HOSTS)
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), until + 1)]
+    return found[:_MAX_HOSTS]
+
+
+def _time(line: Line, said: Mapping[str, str]) -> int | None:
+    at = said.get("at")
+    return parse_prefix(at, reference_ns=LATEST_NS - 1, zone=line.zone).wall_ns if at else line.wall_ns
+
+
+def _length(said: Mapping[str, str]) -> int | None:
+    if "clock" in said:
+        hours, minutes, seconds = ("0:" + said["clock"]).split(":")[-3:]
+        return parse_duration(f"{hours}h{minutes}m{seconds}s")
+    return _number(said.get("s"), "s") if "s" in said else _number(said.get("ms"), "ms")
+
+
+def _number(text: str | None, unit: str) -> int | None:
+    return parse_duration(text + unit) if text and len(text) <= _MAX_NUMBER else None
+
+
+def _attrs(said: Mapping[str, str]) -> dict[str, Any]:
+    attrs: dict[str, Any] = {}
+    if image := make.image_reference(said.get("image", "").replace("#", "/", 1)):
+        attrs["image"] = image
+    if (fastest := _number(said.get("fastest_ms"), "ms")) is not None:
+        attrs["fastest_s"] = fastest / 1e9
+    return attrs

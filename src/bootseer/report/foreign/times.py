@@ -1,0 +1,191 @@
+"""The wall time at the start of a log line, in the forms that launchers, runtimes and loggers write; and durations as
+Go and Rust programs print them: `796ms`, `1m2.3s`, `1h2m3s`, `1.5µs`, uv's `1m 02s`.
+
+What stands before the time is passed over: colours, `[rank0]:`, `[default0]:`, `0: ` of
+`srun --label`, `[1,0]<stdout>:` of mpirun, `[pod/name/container]`, a level word. Known forms:
+
+    2026-11-20T17:54:26.123456789Z stdout F ...      CRI; any ISO 8601, with T or blank, fraction, offset
+    2026-11-20 17:54:26,123 ...                      Python logging; in brackets: Slurm, NCCL, torch before 2.3,
+                                                     Go's logrus on a terminal (INFO[2026-11-20T...])
+    W1120 17:54:26.123000 12345 torch/...]           glog as torch writes it, klog; in brackets: torch's C++ side
+    time="2026-11-20T17:54:26.123Z" level=info ...   logfmt: containerd
+    Nov 20 17:54:26 host prog[1]: ...                syslog RFC 3164; RFC 5424 with its header
+
+The zone of times that name none and the year of those without one come from the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from typing import Final, NamedTuple
+
+from bootseer.units import NS_PER_S
+
+EARLIEST_NS: Final = 946_684_800 * NS_PER_S
+"""2000-01-01: an earlier time is a clock that was never set."""
+LATEST_NS: Final = 4_102_444_800 * NS_PER_S
+"""2100-01-01: a later one is a misread number."""
+_UNITS = (1_000, 1_000_000, NS_PER_S)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_OFFSET_MINUTES = 14 * 60
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_Clock = tuple[int, int, int, int, int]
+"""Month, day, hour, minute, second."""
+_LABELS = re.compile(
+    r"""(?:
+      \s+
+    | \x1b\[[0-9;?]*[A-Za-z]                               # colour
+    | \[\d+,\d+\]<std(?:out|err)>:                         # mpirun --tag-output
+    | \[[A-Za-z][^\]\s]{0,120}\]:?                         # [rank0]: [pod/name/container] [INFO|trainer.py:1]
+    | \([A-Za-z_][^()\n]{0,120}\)                          # Ray: (RayWorkerWrapper pid=927)
+    | \d{1,6}:(?=\s)                                       # srun --label
+    | (?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL)(?::|\||(?=[\s\[]))
+    ){0,16}""",
+    re.VERBOSE | re.ASCII,
+)
+_ISO = (
+    r"(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9})\d*)?(?:\s?(Z\b|UTC\b|[+-]\d\d:?\d\d(?!\d)))?"
+)
+_CRI = r"(?:[ ]std(?:out|err)[ ][FP](?:[ ]|$))?"
+_ISO_LINE = re.compile(rf"(?:<\d{{1,3}}>1[ ])?\[?{_ISO}\]?{_CRI}", re.ASCII)
+_LOGFMT = re.compile(rf'(?:time|ts|t)="?{_ISO}"?', re.ASCII)
+_GLOG = re.compile(r"\[?[IWEFDV](\d{4})?(\d\d)(\d\d)\s+(\d\d):(\d\d):(\d\d)\.(\d{1,9})\d*(?=\s)", re.ASCII)
+_SYSLOG = re.compile(
+    rf"(?:<\d{{1,3}}>)?({'|'.join(_MONTHS)})\s+(\d{{1,2}})\s(\d\d):(\d\d):(\d\d)\s+(\S+\s+[^\s:]{{1,128}}:\s?)?",
+    re.ASCII,
+)
+MAX_DURATION_NS: Final = 7 * 86_400 * NS_PER_S
+"""No stage of a startup lasts a week: a longer duration is a misread or broken number."""
+DURATION: Final = r"(?:\d{1,9}(?:\.\d{1,9})?(?:h|ms|m|s|µs|μs|us|ns) ?){1,6}(?![\w.])"
+"""Matches what `parse_duration` may understand; to be built into the parsers' expressions."""
+_PART = re.compile(r"(\d+)(?:\.(\d+))?(h|ms|m|s|µs|μs|us|ns) ?", re.ASCII)
+_UNIT_NS = {"h": 3600 * NS_PER_S, "m": 60 * NS_PER_S, "s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
+
+
+class Prefix(NamedTuple):
+    """What `parse_prefix` found."""
+
+    wall_ns: int | None
+    """ns since 1970, or None when the line starts with no time that can be."""
+    rest: int
+    """Offset of the text behind the time; 0 when there is none."""
+
+
+def plausible(wall_ns: int) -> bool:
+    """Whether a job can have run then."""
+    return EARLIEST_NS <= wall_ns < LATEST_NS
+
+
+def other_unit(wall_ns: int, mono_ns: int) -> bool:
+    """Whether an event gives its times in µs, ms or s: a clock that was never set shows about the monotonic time."""
+    return (
+        not plausible(wall_ns)
+        and any(plausible(wall_ns * unit) for unit in _UNITS)
+        and (mono_ns == wall_ns or mono_ns * 100 < wall_ns)
+    )
+
+
+def parse_prefix(text: str, *, reference_ns: int, zone: tzinfo = UTC) -> Prefix:
+    """The time at the start of `text`, when a form above matches and the date exists.
+
+    `reference_ns` is any moment near the log's own (its modification time): where a form has no year, the year that
+    comes nearest to it is taken. `zone` is for forms that name no zone. Never raises.
+    """
+    labels = _LABELS.match(text)
+    start = labels.end() if labels else 0
+    if found := _ISO_LINE.match(text, start) or _LOGFMT.match(text, start):
+        return _prefix(_from_iso(found, zone), found.end())
+    if found := _GLOG.match(text, start):
+        return _prefix(_from_glog(found, reference_ns, zone), found.end())
+    if found := _SYSLOG.match(text, start):
+        return _behind_syslog(text, found, reference_ns, zone)
+    return Prefix(None, 0)
+
+
+def _prefix(wall_ns: int | None, rest: int) -> Prefix:
+    if wall_ns is None or not EARLIEST_NS <= wall_ns < LATEST_NS:
+        return Prefix(None, 0)
+    return Prefix(wall_ns, rest)
+
+
+def _from_iso(found: re.Match[str], zone: tzinfo) -> int | None:
+    year, month, day, hour, minute, second, fraction, offset = found.groups()
+    if offset in ("Z", "UTC"):
+        zone = UTC
+    elif offset:
+        minutes = int(offset[1:3]) * 60 + int(offset[-2:])
+        if minutes > _MAX_OFFSET_MINUTES or int(offset[-2:]) > 59:
+            return None
+        zone = timezone(timedelta(minutes=-minutes if offset[0] == "-" else minutes))
+    return _wall_ns(int(year), (int(month), int(day), int(hour), int(minute), int(second)), fraction, zone)
+
+
+def _from_glog(found: re.Match[str], reference_ns: int, zone: tzinfo) -> int | None:
+    year, month, day, hour, minute, second, fraction = found.groups()
+    clock = (int(month), int(day), int(hour), int(minute), int(second))
+    if year:
+        return _wall_ns(int(year), clock, fraction, zone)
+    return _nearest_year(clock, fraction, reference_ns, zone)
+
+
+def _behind_syslog(text: str, found: re.Match[str], reference_ns: int, zone: tzinfo) -> Prefix:
+    """Syslog knows whole seconds only; klog and containerd behind it know more."""
+    month, day, hour, minute, second, _ = found.groups()
+    clock = (_MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second))
+    outer = _prefix(_nearest_year(clock, None, reference_ns, zone), found.end())
+    if outer.wall_ns is None:
+        return outer
+    if inner := _GLOG.match(text, found.end()):
+        wall_ns = _from_glog(inner, outer.wall_ns, zone)
+    elif inner := _LOGFMT.match(text, found.end()):
+        wall_ns = _from_iso(inner, zone)
+    else:
+        return outer
+    better = _prefix(wall_ns, inner.end())
+    return outer if better.wall_ns is None else better
+
+
+def _wall_ns(year: int, clock: _Clock, fraction: str | None, zone: tzinfo) -> int | None:
+    try:
+        since = datetime(year, *clock, tzinfo=zone) - _EPOCH
+    except (ValueError, OverflowError):
+        return None
+    return (since.days * 86_400 + since.seconds) * NS_PER_S + int((fraction or "").ljust(9, "0"))
+
+
+def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: tzinfo) -> int | None:
+    if not EARLIEST_NS <= reference_ns < LATEST_NS:
+        return None
+    near = (_EPOCH + timedelta(seconds=reference_ns // NS_PER_S)).year
+    # 29 February exists in one year of four, and in none of eight around most centuries.
+    years = range(near - 8, near + 9) if clock[:2] == (2, 29) else (near - 1, near, near + 1)
+    walls = (_wall_ns(year, clock, fraction, zone) for year in years)
+    return min((wall for wall in walls if wall is not None), key=lambda wall: abs(wall - reference_ns), default=None)
+
+
+def parse_duration(text: str) -> int | None:
+    """ns, or None when the text is no duration or not a plausible one."""
+    total = end = 0
+    for part in _PART.finditer(text):
+        if part.start() != end:
+            return None
+        whole, fraction, unit = part.groups()
+        unit_ns = _UNIT_NS[unit.replace("µ", "u").replace("μ", "u")]
+        total += int(whole) * unit_ns
+        if fraction:
+            total += int(fraction) * unit_ns // 10 ** len(fraction)
+        end = part.end()
+    return total if end == len(text) and end and total <= MAX_DURATION_NS else None
+
+
+def seconds_to_ns(text: str) -> int | None:
+    """ns of a plain decimal number of seconds, None when it is not plausible."""
+    return parse_duration(text + "s")
+
+
+def milliseconds_to_ns(value: object) -> int | None:
+    """ns of a JSON number of milliseconds, None when it is no number, negative, NaN or not plausible."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value * 1e6) if 0 <= value <= MAX_DURATION_NS / 1e6 else None

@@ -1,0 +1,246 @@
+"""Open what the user points at: files, folders, stdin; plain, gzip or zstd; as streams of bytes.
+
+Compression is told by the first bytes, not by the name. Archives are read in pieces, so that a small file that unpacks
+to terabytes costs time and no memory; one that is cut short gives what it holds.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import select
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bootseer.errors import PermanentError, UsageError
+
+STDIN = "-"
+_READ_BYTES = 1 << 20
+"""Blocks that stay in the processor's cache are searched faster than larger ones."""
+_ZSTD_STEP_BYTES = 4096
+"""Fed to the unpacker at once. A block of 3 bytes can stand for 128 KiB, so that this bounds memory at 180 MB."""
+_GZIP_STEP_BYTES = 1 << 16
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_HINT = "give log files, folders with logs, or - for standard input"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One stream of log bytes."""
+
+    name: str
+    """As it is shown to the user."""
+    path: Path | None
+    """None for standard input."""
+    named: bool = True
+    """The user named it; otherwise it was found in a folder, and may be gone or locked without any harm to the rest."""
+
+    @property
+    def modified_ns(self) -> int:
+        """When the log was last written: near the times in it that name no year."""
+        try:
+            return self.path.stat().st_mtime_ns if self.path is not None else time.time_ns()
+        except OSError:  # rotated away since it was listed
+            return time.time_ns()
+
+
+def exists(place: str) -> bool:
+    """Whether something of this name is there, readable or not."""
+    try:
+        Path(place).stat()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # a name may also be too long, or a circle of links
+        return False
+    return True
+
+
+def sources(places: Sequence[str]) -> list[Source]:
+    """The streams behind what the user named; folders are walked, hidden files left out.
+
+    Raises `UsageError` for what does not exist and for folders without any file.
+    """
+    found: list[Source] = []
+    for place in places:
+        path = Path(place)
+        if place == STDIN:
+            found.append(Source("(standard input)", None))
+        elif not exists(place):
+            raise UsageError(f"{_shown(place)}: no such file or folder", hint=_HINT)
+        elif os.path.isdir(place):  # noqa: PTH112 - pathlib raises for a folder that may not be searched
+            files = inside(place)
+            if not files:
+                raise UsageError(f"{_shown(place)}: the folder holds no files", hint=_HINT, exit_code=1)
+            found += files
+        else:
+            found.append(Source(_shown(place), path))
+    return found
+
+
+def inside(place: str) -> list[Source]:
+    """The files below a folder, except hidden ones; links to folders are not followed."""
+    try:
+        next(Path(place).iterdir(), None)
+    except OSError as error:
+        raise PermanentError(f"{_shown(place)}: cannot be read: {error.strerror or error}") from error
+    paths = sorted(
+        path
+        for folder, _, names in os.walk(place)
+        for name in names
+        if not name.startswith(".") and _is_file(path := Path(folder, name))
+    )
+    return [Source(_shown(str(path)), path, named=False) for path in paths]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether this is a file; what may not even be looked at counts as one, to be told as unreadable."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True
+
+
+def _shown(name: str) -> str:
+    """A name that can be printed: a file's name may hold a newline, or bytes that are no text."""
+    return name if name.isprintable() else ascii(name)
+
+
+class Cut(Exception):  # noqa: N818 - it is a condition that the reader counts, not an error of the program
+    """An archive ended before its own end."""
+
+
+def blocks(source: Source) -> Iterator[bytes]:
+    """The bytes of a source, unpacked, in blocks.
+
+    Raises `Cut` behind the last byte of an archive that is cut or damaged, `PermanentError` when it cannot be read.
+    """
+    try:
+        if source.path is None:
+            if sys.stdin is None:
+                raise PermanentError("standard input is closed: name a file, or pipe a log into it")
+            yield from _unpacked(sys.stdin.buffer)
+        else:
+            with source.path.open("rb", buffering=0) as file:
+                yield from _unpacked(file)
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def state(source: Source) -> tuple[int, float]:
+    """Inode and size of a file that may grow; 0 for one that is gone. Standard input is endless."""
+    if source.path is None:
+        return 0, math.inf
+    try:
+        status = source.path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_size
+
+
+def is_archive(source: Source) -> bool:
+    """Whether a file is compressed, and so does not grow. Raises `PermanentError` when it cannot be read."""
+    try:
+        with Path(source.path or os.devnull).open("rb") as file:
+            return file.read(4).startswith((_GZIP, _ZSTD))
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
+    """What a source holds behind `offset`, in blocks, without waiting for more. Of standard input, an empty block is
+    the end. Raises `PermanentError` when it cannot be read."""
+    try:
+        if source.path is None:
+            block = b"."
+            while block and select.select([0], [], [], 0)[0]:
+                yield (block := os.read(0, _READ_BYTES))
+            return
+        with source.path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while block := file.read(_READ_BYTES):
+                yield block
+    except OSError as error:
+        raise PermanentError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+def _unpacked(raw: io.RawIOBase | BinaryIO) -> Iterator[bytes]:
+    block = raw.read(_READ_BYTES) or b""
+    while 0 < len(block) < 4:  # a pipe may bring the magic number in pieces
+        more = raw.read(_READ_BYTES)
+        if not more:
+            break
+        block += more
+    if block.startswith(_GZIP):
+        yield from _gzip(raw, block)
+    elif block.startswith(_ZSTD):
+        yield from _zstd(raw, block)
+    else:
+        while block:
+            yield block
+            block = raw.read(_READ_BYTES) or b""
+
+
+def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj(wbits=31)
+    while block:
+        for start in range(0, len(block), _GZIP_STEP_BYTES):
+            piece = block[start : start + _GZIP_STEP_BYTES]
+            while piece:
+                if unpacker.eof:  # log rotation appends one member to another; padding behind the last one is none
+                    if not piece.startswith(_GZIP[: len(piece)]):
+                        if piece.strip(b"\0"):
+                            raise Cut
+                        return
+                    unpacker = zlib.decompressobj(wbits=31)
+                before = unpacker.copy()
+                try:
+                    data = unpacker.decompress(piece, _READ_BYTES)
+                except zlib.error as error:
+                    yield from _until_damage(before, piece)
+                    raise Cut from error
+                piece = unpacker.unconsumed_tail or unpacker.unused_data
+                if data:
+                    yield data
+        block = raw.read(_READ_BYTES) or b""
+    if not unpacker.eof:
+        raise Cut
+
+
+def _until_damage(unpacker: zlib._Decompress, piece: bytes) -> Iterator[bytes]:
+    """What comes out of a piece before the place where it is damaged."""
+    for place in range(len(piece)):
+        try:
+            data = unpacker.decompress(piece[place : place + 1])
+        except zlib.error:
+            return
+        if data:
+            yield data
+
+
+def _zstd(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+    while block:
+        for start in range(0, len(block), _ZSTD_STEP_BYTES):
+            piece = block[start : start + _ZSTD_STEP_BYTES]
+            while piece:
+                if unpacker.eof:
+                    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+                try:
+                    data = unpacker.decompress(piece)
+                except zstandard.ZstdError as error:
+                    raise Cut from error
+                piece = unpacker.unused_data if unpacker.eof else b""
+                if data:
+                    yield data
+        block = raw.read(_READ_BYTES) or b""
+    if not unpacker.eof:
+        raise Cut

@@ -1,0 +1,475 @@
+"""The report as data: what the analysis says and every renderer shows.
+
+`Report` is the one result of `analysis.report`; the terminal, HTML, Perfetto and JSON outputs are views of it, so a
+number can be shown in four places and computed in one. docs/formats/report.md describes the JSON for other programs.
+All times are seconds since the startup's own zero (`Startup.zero_ns`), on the clock of the reference node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+SCHEMA = "bootseer.report/1"
+
+Kind = Literal["work", "wait", "untracked"]
+WORK: Kind = "work"
+WAIT: Kind = "wait"
+UNTRACKED: Kind = "untracked"
+
+UNTRACKED_STAGE = "untracked"
+"""The stage of time that no span covers; inside a stage it is `<stage>.untracked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a node's time that belongs to one stage alone; a node's segments leave no holes and do not overlap."""
+
+    stage: str
+    start_s: float
+    end_s: float
+    kind: Kind
+    outcome: str
+    """`ok`, `failed`, `truncated` (no end was seen) or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node's way to the first step, told by the lane (node and rank) that got there last."""
+
+    node: str
+    rank: int
+    num_ranks: int
+    gpus: int | None
+    start_s: float
+    end_s: float
+    """End of the job's startup: a node that is done waits for the others until then."""
+    own_end_s: float
+    """End of this node's own first step."""
+    work_s: float
+    wait_s: float
+    untracked_s: float
+    outcome: str
+    """`ok`: training began; `truncated`: something was left open before; `failed`: a stage failed; `unobserved`: all
+    that was seen ended well, and nothing was seen of a first step."""
+    last_stage: str
+    """Where its events stop."""
+    clock_offset_s: float
+    clock_error_s: float | None
+    """Bound of the offset's error; None when nothing ties this node's clock to the others."""
+    segments: list[Segment]
+    background: list[Segment]
+    """Work beside the startup (streaming of cold blocks): shown, never summed."""
+    attrs: dict[str, Any] = field(default_factory=dict)
+    """Facts by stage, as `stage.key`: bytes, hits, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage over all nodes. Medians leave truncated and failed spans out; `num_*` count them."""
+
+    stage: str
+    depth: int
+    num_nodes: int
+    num_truncated: int
+    num_failed: int
+    median_s: float | None
+    p90_s: float | None
+    max_s: float | None
+    max_over_median: float | None
+    """None when the median is 0 or there are fewer than two nodes."""
+    max_node: str
+    work_s: float
+    """Sum over nodes."""
+    wait_s: float
+    gpu_hours: float | None
+    cost: float | None
+    cdf: list[tuple[float, float]]
+    """(seconds, share of nodes done by then), at most 101 points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One link of the critical chain: the node that came last to a barrier, and what it did since the one before."""
+
+    barrier: str
+    """`training_began` is the last one: all nodes have to get there."""
+    node: str
+    rank: int
+    from_s: float
+    arrival_s: float
+    release_s: float
+    num_participants: int
+    others_median_arrival_s: float | None
+    stage: str
+    """Where this node lost the most against the others' median."""
+    stage_s: float
+    excess_s: float | None
+    waited_gpu_hours: float | None
+    """What the others spent waiting for it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A node whose work set a barrier later than the others' median, beyond clock error and noise."""
+
+    node: str
+    rank: int
+    barrier: str
+    stage: str
+    delay_s: float
+    z: float | None
+    """Robust z-score of its work among the others; None when the others do not vary at all."""
+    savings_s: float
+    """How much sooner the job would have begun without this node, by the exact barrier model."""
+    savings_gpu_hours: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where many of a group's nodes stand."""
+
+    kind: str
+    """`rack`, `topology` (attributes of events), `name` (how the nodes' names begin)."""
+    value: str
+    num_slow: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerGroup:
+    """The stragglers of one stage together: leaving out one of fourteen saves nothing, all of them saves the lot.
+
+    Groups hide behind each other as well. They are listed in the order in which to mend them: each is the one that
+    saves most once those before it are left out.
+    """
+
+    stage: str
+    barrier: str
+    nodes: list[str]
+    places: list[Place]
+    """What explains the group; empty when nothing does."""
+    savings_s: float
+    """Without this group alone."""
+    savings_gpu_hours: float | None
+    savings_cost: float | None
+    next_s: float
+    """What it saves beyond the groups before it."""
+    joint_s: float
+    """Without this group and all before it; of the last group: without all stragglers."""
+    joint_gpu_hours: float | None
+    joint_cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What the startup cost."""
+
+    job_level_s: float | None = None
+    """Submission to the end of the first step; None when the submission was not observed."""
+    node_level_median_s: float | None = None
+    node_level_max_s: float | None = None
+    startup_s: float | None = None
+    """First event of the startup to its end: what was observed, whatever it covers. None when nothing had a time."""
+    work_share: float | None = None
+    wait_share: float | None = None
+    gpu_hours: float | None = None
+    wait_gpu_hours: float | None = None
+    cost: float | None = None
+    wait_cost: float | None = None
+    price_per_gpu_hour: float | None = None
+    currency: str = "$"
+    """Of the price, as the user said: a sign or a code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Who was heard. Missing nodes may be the stragglers, so less than all is a headline."""
+
+    nodes_heard: int = 0
+    nodes_expected: int | None = None
+    ranks_heard: int = 0
+    ranks_expected: int | None = None
+    nodes_truncated: int = 0
+    events_lost: int = 0
+    """Events that writers said they could not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How far the nodes' clocks agree."""
+
+    reference_node: str = ""
+    max_offset_s: float = 0.0
+    max_error_s: float | None = None
+    nodes_untied: int = 0
+    """Nodes without any barrier that would tie their clock to the others."""
+    steps: list[str] = field(default_factory=list)
+    """Nodes whose wall clock jumped during the startup; durations are not affected."""
+    left_out: dict[str, float] = field(default_factory=dict)
+    """Nodes whose events lie an hour and more away from all others, by so much: they are in no sum and no list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that an existing log said by itself, without BootSeer."""
+
+    source: str
+    """`torchelastic`, `nccl`, `kubelet`, `containerd`, `pip`, `uv`."""
+    stage: str
+    text: str
+    duration_s: float | None
+    node: str
+    where: str
+    """File and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStart:
+    """How one node got its container image: which way, what was fetched until then, and how well it was foreseen."""
+
+    node: str
+    image: str
+    """As the user named it, without credentials."""
+    digest: str
+    mode: str
+    """`hot`: lazily with a hot set; `lazy`: lazily without one; `local`: all of it was there; `pull`: everything first,
+    as predicted to be faster; `fallback`: everything first, because lazily was not possible."""
+    reason: str
+    """Why this mode, in words."""
+    seconds: float | None
+    """From the reference to the container's start."""
+    until: str
+    """When the numbers below were taken: `training_began` or `end` (of the command)."""
+    layers: int
+    stored_bytes: int
+    """Size of the image as stored."""
+    local_bytes: int
+    """Of these, on the node already."""
+    demand_bytes: int
+    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    hot_bytes: int
+    cold_bytes: int
+    requests: int
+    coverage: float | None
+    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    wasted_blocks: int
+    """Fetched as hot and never read."""
+    late_blocks: int
+    """Named by the hot set, and not there yet when a reader came."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataNode:
+    """What one node of the file system served of a checkpoint."""
+
+    name: str
+    """`host:port`."""
+    bytes: int
+    seconds: float | None
+    """That its reads took, all together."""
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStart:
+    """How one node read its checkpoint, which `bootseer run --checkpoint` brought."""
+
+    node: str
+    uri: str
+    mode: str
+    """`mounted`, or `plain`: as it lies in a folder of the node, where nothing below is known."""
+    reason: str
+    """Why this mode, in words; empty when there was no choice."""
+    seconds: float | None
+    """Until it was mounted."""
+    until: str
+    """When the numbers below were taken: `training_began` or `end` (of the command)."""
+    read_bytes: int
+    """Handed to readers; what the kernel had already does not count."""
+    place_bytes: int
+    """Fetched from the file system, ahead of readers too."""
+    cache_bytes: int
+    """Read from this node's cache."""
+    same_bytes: int
+    """Equal to what the cache has of other checkpoints, and taken from there."""
+    retries: int
+    hedges: int
+    """Asked of a second node because the first one was late."""
+    hedges_won: int
+    rebuilt: int
+    """Chunks that were made from parity."""
+    refused: int
+    """Chunks that arrived with wrong bytes."""
+    fallback: str
+    """Why the file system is read in a slower way; empty when it is not."""
+    datanodes: list[DataNode]
+    """Those that served most, at most 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStart:
+    """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
+
+    node: str
+    mode: str
+    """`restored`: a snapshot was mounted, the setup did not run; `captured`: it ran, and what it did was kept as a
+    snapshot, if possible; `installed`: it ran as it would without us; `bypassed`: the same, as the user asked."""
+    code: str
+    """Why this mode, as a stable word: `miss`, `hit`, `driver`, `store`, ..."""
+    reason: str
+    """Why this mode, in words."""
+    key: str
+    """The request key."""
+    digest: str
+    """Of the snapshot that was restored."""
+    what: str
+    """The setup's files, for people."""
+    builder: str
+    """Node that made the snapshot."""
+    trust: str
+    """`observed`, `unobserved` or `untrusted`: whether the key knows all that the setup reads."""
+    way: str
+    """How the snapshot is shown, or the setup was watched."""
+    seconds: float | None
+    """From the beginning of the stage until the command could start."""
+    age_s: float | None
+    """Of the snapshot."""
+    saved_s: float | None
+    """How long the setup took when the snapshot was made, less `seconds`."""
+    num_files: int
+    size_bytes: int
+    """Of the snapshot's files."""
+    roots: int
+    """Folders that are shown by a mount."""
+    loose: int
+    """Files outside of them, which were written as the setup would."""
+    stored_bytes: int
+    """Size of the snapshot as stored."""
+    local_bytes: int
+    """Of these, on the node already."""
+    demand_bytes: int
+    """Fetched because a reader waited; `hot` and `cold` are ahead of any reader."""
+    hot_bytes: int
+    cold_bytes: int
+    requests: int
+    coverage: float | None
+    """Share of the blocks that readers needed which the hot set had named; None without a hot set."""
+    until: str
+    """When the numbers were taken: `training_began` or `end` (of the command)."""
+    published: bool | None
+    """Whether a snapshot was kept; None when there was none to keep, or nothing tells."""
+    why_not: str
+    """Why no snapshot was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """One startup in a list of them."""
+
+    job: str
+    attempt: int
+    restart: int
+    kind: str
+    begin_ns: int
+    startup_s: float
+    num_nodes: int
+    num_gpus: int | None
+    outcome: str
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each top-level stage along the critical chain; `wait` is the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Startups of one job over the time that it ran."""
+
+    num_startups: int
+    startup_s: float
+    wall_s: float
+    share: float
+    gpu_hours: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """Which startup this report is about."""
+
+    job: str
+    attempt: int = 0
+    restart: int = 0
+    kind: str = "full"
+    zero_ns: int = 0
+    """Unix time of second 0, ns."""
+    outcome: str = "unobserved"
+    """`training_began`, `truncated` (logs stop before), `failed` or `unobserved` (nothing had a time)."""
+    ended_by: str = "last_event"
+    """The evidence for the end: `first_step`, `training_began`, `last_event`."""
+    num_nodes: int = 0
+    num_ranks: int = 0
+    num_gpus: int | None = None
+    scale: str = ""
+    """The paper's bucket of the number of GPUs: `1-10`, `10-100`, ..., `>3000`; empty when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What was read, and what was passed over and why."""
+
+    files: int
+    bytes: int
+    lines: int
+    events: int
+    duplicates: int
+    skipped: dict[str, int]
+    """Reason to count; docs/formats/event.md lists the reasons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that `bootseer report` knows about one startup."""
+
+    startup: Startup
+    verdict: str
+    headlines: list[str]
+    """What must not be overlooked: coverage below 100 %, truncated nodes, clock steps."""
+    overhead: Overhead
+    stages: list[Stage] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    ranks: list[Node] = field(default_factory=list)
+    """Every rank by itself, where there are at most 64 and more than nodes; else empty."""
+    critical_chain: list[Link] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+    straggler_groups: list[StragglerGroup] = field(default_factory=list)
+    coverage: Coverage
+    clock: Clock
+    unobserved: list[str]
+    images: list[ImageStart] = field(default_factory=list)
+    """One for each node that `bootseer run --image` started a container on, by node."""
+    environments: list[EnvironmentStart] = field(default_factory=list)
+    """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
+    checkpoints: list[CheckpointStart] = field(default_factory=list)
+    """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
+    facts: list[Fact]
+    share: Share | None
+    startups: list[Overview] = field(default_factory=list)
+    input: Input
+    scheduler: list[Segment] = field(default_factory=list)
+    """Queue and allocation: what the job, not a node, went through."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for `json.dump`; times rounded to a microsecond."""
+        return {"schema": SCHEMA, **plain(self)}
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as plain dicts and lists, floats rounded to a microsecond."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, (str, int)) or value is None:
+        return value
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value]

@@ -1,0 +1,199 @@
+"""From what the user names on a command line to a report: find the logs, scan them, analyse."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+
+from bootseer.errors import UsageError
+from bootseer.report import inputs
+from bootseer.report.analysis.live import Live, Moment
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
+from bootseer.report.foreign.parser import UNKNOWN_JOB
+from bootseer.report.model import Report
+from bootseer.report.scan import Growing, Scanned, scan
+from bootseer.store import addresses
+from bootseer.trace import spools
+from bootseer.units import plural
+
+_PROGRESS_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
+_NEAR = 3
+"""Names of jobs that an error tells."""
+_ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
+"""A longer number is no attempt, but part of a name."""
+
+
+def read_report(
+    places: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    *,
+    began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    watch: Callable[[Moment], None] | None = None,
+    wait: bool = False,
+) -> Report:
+    """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
+
+    `watch` is shown the start while it goes on, about once a second; the report follows when it is over. With `wait`
+    a job that has not begun here is waited for, otherwise it is an error.
+    Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
+    """
+    if watch is not None and not wait:
+        for place in places:
+            _resolve(place, env)
+        if not places:
+            _latest(env)
+    found = _read(places, env, began_pattern, patterns, options, watch)
+    return analyse(found.events, options, facts=found.facts, read=found.input())
+
+
+def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
+    """The reports of one side of a comparison: as `read_report`, or `JOB@ATTEMPT`, or all of `JOB@FIRST..LAST`."""
+    match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
+    found = _read([match["name"] if match else place], env)
+    runs = [found.events]
+    if match and found.events:
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        attempts = sorted({event.attempt for event in found.events})
+        runs = [[e for e in found.events if e.attempt == one] for one in attempts if first <= one <= last]
+        if not runs:
+            there = ", ".join(map(str, attempts[:10])) + (", ..." if len(attempts) > 10 else "")
+            raise UsageError(f"{place}: no such attempt", hint=f"its attempts: {there}")
+    reports = [analyse(events, Options(), facts=found.facts, read=found.input()) for events in runs]
+    if not reports[0].nodes:
+        raise UsageError(
+            f"{place!r}: nothing in it has a time, so there is no startup to compare",
+            hint="collect logs with time stamps, or start the job with `bootseer run`",
+            exit_code=1,
+        )
+    return reports
+
+
+def _read(
+    places: Sequence[str],
+    env: Mapping[str, str],
+    began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    options: Options | None = None,
+    watch: Callable[[Moment], None] | None = None,
+) -> Scanned:
+    zone = datetime.now().astimezone().tzinfo or UTC
+    if watch is None:
+        paths = [_resolve(place, env) for place in places] or [_latest(env)]
+        progress = _Progress()
+        found = scan(
+            inputs.sources(paths), zone=zone, began_pattern=began_pattern, patterns=patterns, progress=progress.show
+        )
+        progress.clear()
+    else:
+        growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
+        found = _follow(places, options or Options(), env, growing, watch)
+    if not found.events and (not found.facts or found.skipped["version"]):
+        raise _nothing(found)
+    if {event.job for event in found.events} == {UNKNOWN_JOB}:
+        found.events = [event._replace(job="unnamed") for event in found.events]
+    return found
+
+
+def _follow(
+    places: Sequence[str],
+    options: Options,
+    env: Mapping[str, str],
+    growing: Growing,
+    watch: Callable[[Moment], None],
+) -> Scanned:
+    """Read what is written until the start is over. Jobs and folders that are not there yet are waited for."""
+    live = Live(options.job, options.attempt, options.num_nodes)
+    root = spools.default_root(env)
+    while True:
+        places = places or [place for place in (spools.latest(root),) if place]
+        live.feed(growing.look(source for place in places for source in _sources_now(place, options.attempt, env)))
+        moment = live.moment(time.time_ns())
+        watch(moment)
+        if moment.over or growing.over:
+            return growing.finish()
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> list[inputs.Source]:
+    """The files of a place as they are now; none for a job that has not begun."""
+    if place == inputs.STDIN or os.path.isfile(place):  # noqa: PTH113 - pathlib raises for a name that is too long
+        return inputs.sources([place])
+    waited_for = os.sep not in place and not inputs.exists(place)
+    folder = spools.find_job(spools.default_root(env), place) if waited_for else _resolve(place, env)
+    if folder is None:
+        return []
+    return inputs.inside(spools.newest_attempt(folder) if attempt is None else folder)
+
+
+def _resolve(place: str, env: Mapping[str, str]) -> str:
+    if place == inputs.STDIN or inputs.exists(place):
+        return place
+    root = spools.default_root(env)
+    job = spools.find_job(root, place)
+    if job is None:
+        said = addresses.shown(place) if "://" in place else place
+        names = spools.job_names(root)
+        near = get_close_matches(place, names, _NEAR) or names[:_NEAR]
+        raise UsageError(
+            f"{said}: no such file, and no job of this name has run on this machine",
+            hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}; `--follow --wait` waits for one"
+            if near
+            else "give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
+        )
+    return job
+
+
+def _latest(env: Mapping[str, str]) -> str:
+    root = spools.default_root(env)
+    folder = spools.latest(root)
+    if folder is None:
+        raise UsageError(
+            "no job has run under `bootseer run` on this machine yet",
+            hint="name a log to read, or start a job: bootseer run -- python train.py",
+        )
+    return folder
+
+
+def _nothing(found: Scanned) -> UsageError:
+    newer = found.skipped.get("version", 0)
+    if newer:
+        return UsageError(
+            f"{newer} events were written by a newer BootSeer, and none by one that this version can read",
+            hint="upgrade: pip install -U bootseer",
+            exit_code=1,
+        )
+    read = f"{plural(found.files, 'file')}, {plural(found.lines, 'line')}"
+    damaged = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(found.skipped.items()))
+    return UsageError(
+        f"read {read}: no events, and no lines that BootSeer knows{f' ({damaged})' if damaged else ''}",
+        hint="start the job with `bootseer run -- COMMAND`, then report on its spool or its log",
+        exit_code=1,
+    )
+
+
+class _Progress:
+    """How far the reading is, on a terminal, when it takes long."""
+
+    def __init__(self) -> None:
+        self._shown_s = time.monotonic() + _PROGRESS_EVERY_S
+        self._used = False
+
+    def show(self, count: int) -> None:
+        now = time.monotonic()
+        if now - self._shown_s >= _PROGRESS_EVERY_S and sys.stderr is not None and sys.stderr.isatty():
+            self._shown_s, self._used = now, True
+            sys.stderr.write(f"\rbootseer: read {count / 1e6:,.0f} MB ")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._used:
+            sys.stderr.write("\r\033[K")

@@ -1,0 +1,130 @@
+"""Which nodes get a row of their own when there are too many for a page, and how the others fold into bands.
+
+A band is a range of percentiles of the nodes' own time (work and untracked, without waiting) and is drawn as what
+its members were most often doing at each moment, so that a band lines up with the barriers. Rows of their own get the
+nodes on the critical chain, stragglers, nodes that did not make it, and the slowest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from bootseer.report.model import Kind, Link, Node, Report, Segment
+from bootseer.trace.event import encodable
+
+FOLD_ABOVE = 32
+MAX_OUTLIERS = 20
+_CUTS = (0, 50, 90, 99, 100)
+_BINS = 400
+# Controls would be invisible, and direction marks could make a name read as another one.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Nodes between two percentiles of own time."""
+
+    low: int
+    high: int
+    nodes: list[Node]
+    segments: list[Segment]
+
+
+def top(stage: str) -> str:
+    """The top-level stage: `environment_setup` of `environment_setup.install`."""
+    return stage.partition(".")[0]
+
+
+def shared_links(report: Report) -> list[tuple[int, Link]]:
+    """The barriers at which one waited for another, with their places in the critical chain. Where training did not
+    begin, there was no last one to wait for."""
+    began = report.startup.outcome == "training_began"
+    links = enumerate(report.critical_chain)
+    return [(i, x) for i, x in links if x.num_participants > 1 and (began or x.barrier != "training_began")]
+
+
+def own_s(node: Node) -> float:
+    """Seconds in which the node did not wait for others."""
+    return node.work_s + node.untracked_s
+
+
+def time_range(nodes: list[Node]) -> tuple[float, float]:
+    """Begin and end of the time axis, s; never empty and always finite."""
+    times = [t for n in nodes for t in (n.start_s, n.end_s, *(s.end_s for s in n.background)) if math.isfinite(t)]
+    low, high = min(times, default=0.0), max(times, default=0.0)
+    low = min(low, 0.0)
+    return (low, high) if high > low else (low, low + 1.0)
+
+
+def outliers(report: Report, limit: int = MAX_OUTLIERS) -> list[Node]:
+    """The nodes to look at first, at most `limit`, most telling first."""
+    by_name = {node.node: node for node in report.nodes}
+    names = [link.node for link in reversed(report.critical_chain)]
+    names += [straggler.node for straggler in sorted(report.stragglers, key=lambda s: -s.delay_s)]
+    names += [node.node for node in report.nodes if node.outcome != "ok"]
+    names += [node.node for node in sorted(report.nodes, key=own_s, reverse=True)]
+    chosen = [name for name in dict.fromkeys(names) if name in by_name]
+    return [by_name[name] for name in chosen[:limit]]
+
+
+def bands(nodes: list[Node]) -> list[Band]:
+    """All nodes in four bands by own time, fastest first; empty bands are left out."""
+    ordered = sorted(nodes, key=lambda node: (own_s(node), node.node))
+    span = time_range(nodes)
+    found = []
+    for low, high in pairwise(_CUTS):
+        members = ordered[len(ordered) * low // 100 : len(ordered) * high // 100]
+        if members:
+            found.append(Band(low, high, members, _majority(members, span)))
+    return found
+
+
+def coalesced(segments: list[Segment], name: Callable[[str], str] = top) -> list[Segment]:
+    """Neighbours of the same stage (by default the top-level one), kind and outcome as one."""
+    runs: list[Segment] = []
+    for seg in segments:
+        last = runs[-1] if runs else None
+        same = last and (last.stage, last.kind, last.outcome) == (name(seg.stage), seg.kind, seg.outcome)
+        if last and same and seg.start_s - last.end_s < 1e-6:
+            runs[-1] = replace(last, end_s=seg.end_s)
+        else:
+            runs.append(replace(seg, stage=name(seg.stage)))
+    return runs
+
+
+def _majority(nodes: list[Node], span: tuple[float, float]) -> list[Segment]:
+    low, high = span
+    step = (high - low) / _BINS
+    votes: list[Counter[tuple[str, Kind] | None]] = [Counter() for _ in range(_BINS)]
+    for node in nodes:
+        ends = [seg.end_s for seg in node.segments]
+        for index in range(_BINS):
+            moment = low + (index + 0.5) * step
+            at = bisect_right(ends, moment)
+            if at < len(ends) and node.segments[at].start_s <= moment:
+                seg = node.segments[at]
+                votes[index][seg.stage, seg.kind] += 1
+            else:
+                votes[index][None] += 1
+    drawn = []
+    for index, vote in enumerate(votes):
+        # The top-level stage that most were in, and of its sub-stages the one that most of these were in.
+        tops: Counter[tuple[str, Kind] | None] = Counter()
+        for look, count in vote.items():
+            tops[look and (top(look[0]), look[1])] += count
+        winner = max(vote, key=lambda look: (tops[look and (top(look[0]), look[1])], vote[look]))
+        if winner:
+            begin = low + index * step
+            drawn.append(Segment(winner[0], begin, begin + step, winner[1], ""))
+    return coalesced(drawn, str)
+
+
+def clean(text: object) -> str:
+    """Printable text that every output can encode; what is not becomes U+FFFD."""
+    return encodable(_UNPRINTABLE.sub("\ufffd", str(text)))

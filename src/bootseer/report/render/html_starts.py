@@ -1,0 +1,115 @@
+"""The parts of the HTML report that tell how the nodes got image, environment and checkpoint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bootseer.report.analysis.starts import RESTORED, checkpoint_summary, environment_summary, image_summary
+from bootseer.report.model import Report
+from bootseer.report.render.html_text import cell, count, esc, head, percent, seconds, section, size, table, word_cell
+
+_MAX_ROWS = 200
+Column = tuple[str, str, Callable[[float], str]]
+_FETCHED: tuple[Column, ...] = (
+    (">of", "stored_bytes", size),
+    (">demand", "demand_bytes", size),
+    (">hot", "hot_bytes", size),
+)
+_IMAGE: tuple[Column, ...] = (
+    *((">took", "seconds", seconds), *_FETCHED, (">cold", "cold_bytes", size)),
+    *((">requests", "requests", count), (">coverage", "coverage", percent), (">late", "late_blocks", count)),
+)
+_ENVIRONMENT: tuple[Column, ...] = (
+    *((">took", "seconds", seconds), (">age", "age_s", seconds), (">saved", "saved_s", seconds)),
+    *((">files", "num_files", count), (">size", "size_bytes", size), *_FETCHED, (">coverage", "coverage", percent)),
+)
+_CHECKPOINT: tuple[Column, ...] = (
+    *((">mounted in", "seconds", seconds), (">read", "read_bytes", size), (">fetched", "place_bytes", size)),
+    *((">cached", "cache_bytes", size), (">same", "same_bytes", size), (">retries", "retries", count)),
+    *((">hedges", "hedges", count), (">won", "hedges_won", count), (">rebuilt", "rebuilt", count)),
+    (">refused", "refused", count),
+)
+
+
+def images_section(report: Report) -> str:
+    """A line for each way in which images came, and the nodes; empty when no node told of an image."""
+    # What went worse than elsewhere comes first: fallbacks, then those that waited for most.
+    ordered = sorted(report.images, key=lambda image: (image.mode != "fallback", -image.demand_bytes, image.node))
+    rows = [
+        word_cell(one.node, css="id")
+        + word_cell(one.mode, title=one.image)
+        + _cells(one, _IMAGE)
+        + word_cell(one.reason, css="text")
+        for one in ordered[:_MAX_ROWS]
+    ]
+    body = table(_head("node", "way", _IMAGE, "why"), rows, label="Images by node", css="sortable")
+    note = "Demand was fetched while a reader waited, hot ahead of readers because earlier starts needed it."
+    return _section("images", "How the container image came", image_summary(report.images), body, note, len(ordered))
+
+
+def environments_section(report: Report) -> str:
+    """A line for each way in which environments came, and the nodes; empty when no node told of one."""
+    # What went worse than elsewhere comes first: setups that ran, then those that took longest.
+    ordered = sorted(report.environments, key=lambda one: (one.mode == RESTORED, -(one.seconds or 0.0), one.node))
+    rows = [
+        word_cell(one.node, css="id")
+        + word_cell(one.mode, title=one.way)
+        + _cells(one, _ENVIRONMENT)
+        + word_cell(one.builder, css="id")
+        + word_cell(one.key[:12], css="id", title=one.key)
+        + word_cell(f"{one.reason}; not kept: {one.why_not}" if one.why_not else one.reason, css="text")
+        for one in ordered[:_MAX_ROWS]
+    ]
+    columns = _head("node", "way", _ENVIRONMENT, "built by", "snapshot", "why")
+    body = table(columns, rows, label="Environments by node", css="sortable")
+    note = "A restored environment is a mount of what the setup did when it ran the last time."
+    lines = environment_summary(report.environments)
+    return _section("environments", "How the environment came", lines, body, note, len(ordered))
+
+
+def checkpoints_section(report: Report) -> str:
+    """Lines that sum it up, the nodes, and what served them; empty when no node told of a checkpoint."""
+    # Those that had to fetch most come first.
+    ordered = sorted(report.checkpoints, key=lambda one: (-one.place_bytes, one.node))
+    rows = [
+        word_cell(one.node, css="id", title=one.uri)
+        + _cells(one, _CHECKPOINT)
+        + word_cell(one.fallback or one.reason, css="text")
+        for one in ordered[:_MAX_ROWS]
+    ]
+    body = table(_head("node", _CHECKPOINT, "why"), rows, label="Checkpoints by node", css="sortable")
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
+    for one in ordered:
+        for datanode in one.datanodes:
+            total = totals[datanode.name]
+            total[0] += datanode.bytes
+            total[1] += datanode.seconds or 0.0
+            total[2] += datanode.failures
+    rows = [
+        word_cell(name, css="id") + cell(total[0], size) + cell(total[1], seconds) + cell(int(total[2]), count)
+        for name, total in sorted(totals.items(), key=lambda item: -item[1][0])[:_MAX_ROWS]
+    ]
+    columns = head("DataNode", ">served", ">its reads took", ">failures")
+    body += table(columns, rows, label="DataNodes", css="sortable") if rows else ""
+    note = "What the kernel kept of a file is read again without being counted."
+    lines = checkpoint_summary(report.checkpoints)
+    return _section("checkpoints", "How the checkpoint was read", lines, body, note, len(ordered))
+
+
+def _head(*columns: str | tuple[Column, ...]) -> str:
+    names = [[column] if isinstance(column, str) else [name for name, _, _ in column] for column in columns]
+    return head(*[name for group in names for name in group])
+
+
+def _cells(one: Any, columns: tuple[Column, ...]) -> str:
+    return "".join(cell(getattr(one, field), form) for _, field, form in columns)
+
+
+def _section(ident: str, title: str, lines: Sequence[str], body: str, note: str, num_nodes: int) -> str:
+    if not num_nodes:
+        return ""
+    if num_nodes > _MAX_ROWS:
+        note += f" {_MAX_ROWS} nodes are shown; {num_nodes - _MAX_ROWS:,} more are in the JSON report."
+    return section(ident, title, f"<ul>{''.join(f'<li>{esc(line)}</li>' for line in lines)}</ul>{body}", note)

@@ -1,0 +1,197 @@
+"""Text for the HTML report: escaping, numbers with their raw value beside them, and the words that need explaining.
+
+Everything that a log may have said passes `esc` on its way into the page.
+Must not know: where on the page a text stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from html import escape
+
+from bootseer.report.render.fold import clean
+from bootseer.units import format_bytes, format_hours, format_money, format_seconds
+
+UNOBSERVED = "unobserved"
+
+GLOSSARY = {
+    "startup": (
+        "Startup",
+        "From the submission of one attempt of a job to the end of its first optimizer step. Kinds: full, hot_update "
+        "(same containers, new code: no image stage), restart (same node, new process).",
+    ),
+    "stage": (
+        "Stage",
+        "A named part of a startup; sub-stages are dotted. The scheduler phase is queue and allocation, the worker "
+        "phase image_loading, environment_setup and model_initialization; first_step ends it.",
+    ),
+    "job": ("Job-level overhead", "End of the first step minus submission. Time in the queue counts here."),
+    "node": (
+        "Node-level overhead",
+        "End of the first step minus the moment that this node was bound to the job. Work, wait and untracked time.",
+    ),
+    "work": ("Work", "Time in which a node was busy with its own startup."),
+    "wait": ("Wait", "Time in which a node was done and stood at a barrier until the last node came."),
+    "untracked": ("Untracked", "Time that no event covers: something ran that sent no events."),
+    "truncated": (
+        "Truncated",
+        "No end was seen: the process died or the log stops. Counted, and kept out of medians.",
+    ),
+    "barrier": ("Barrier", "A moment that no node passes before all have reached it: rendezvous, first step."),
+    "chain": (
+        "Critical chain",
+        "For each barrier the node that came last, and the stage in which it lost the time. Only time on this chain "
+        "makes the job begin later.",
+    ),
+    "straggler": (
+        "Straggler",
+        "A node whose work set a barrier later than the others' median, beyond clock error and noise.",
+    ),
+    "savings": (
+        "Savings",
+        "How much sooner the job would have begun without these nodes, computed from the barriers. One of several "
+        "stragglers, or groups of them, alone saves little: the next one is as late.",
+    ),
+    "ratio": ("Max/Median", "Slowest node over the median node in one stage. 1.0 means that all are equally fast."),
+    "gpuh": ("GPU-hours", "GPUs of a node times the hours that they were held during the startup."),
+    "coverage": ("Coverage", "Nodes seen over nodes expected. A node that is missing may be the straggler."),
+    "clock": (
+        "Clock offset",
+        "What a node's clock reads less the middle of all. Nodes are ordered after correction; durations come "
+        "from each node's monotonic clock and need none.",
+    ),
+    "unobserved": ("Unobserved", "Nothing in the input tells this number. It is not zero."),
+}
+
+
+def esc(text: object) -> str:
+    """`text` as HTML, safe in elements and in double-quoted attributes."""
+    return escape(clean(text), quote=True)
+
+
+def dotted(stage: str) -> str:
+    """A stage name as HTML that may break into lines behind its dots."""
+    return esc(stage).replace(".", ".<wbr>")
+
+
+def data_block(value: object) -> str:
+    """JSON for a script element: no character of it can end the element or begin a comment."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return clean(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def raw(value: float | None) -> str:
+    """The number as `Report.to_json` has it; `null` when there is none."""
+    if value is None or not math.isfinite(value):
+        return "null"
+    return json.dumps(round(value, 6) if isinstance(value, float) else value)
+
+
+def num(value: float | None, form: Callable[[float], str], key: str = "") -> str:
+    """A number for people, with the raw one in `data-value` and its place in the JSON in `data-key`."""
+    where = f' data-key="{esc(key)}" data-value="{raw(value)}"' if key else ""
+    if value is None or not math.isfinite(value):
+        return f'<span class="na"{where}>{UNOBSERVED}</span>'
+    return f"<span{where}>{esc(form(value))}</span>"
+
+
+def cell(value: float | None, form: Callable[[float], str], key: str = "") -> str:
+    """A table cell with a number; it sorts by the raw value."""
+    return f'<td class="r" data-sort="{raw(value)}">{num(value, form, key)}</td>'
+
+
+def word_cell(text: object, *, title: str = "", css: str = "") -> str:
+    """A table cell with a text that came from outside."""
+    return f"<td{_attr('class', css)}{_attr('title', title)}>{esc(text)}</td>"
+
+
+def rank_cell(rank: int) -> str:
+    """A rank; empty for a node as a whole."""
+    return f'<td class="r" data-sort="{rank}">{rank if rank >= 0 else ""}</td>'
+
+
+def _attr(name: str, value: str) -> str:
+    return f' {name}="{esc(value)}"' if value else ""
+
+
+def head(*columns: str) -> str:
+    """A table head. Columns are HTML; one that begins with `>` is aligned right, as its numbers are."""
+    cells = (
+        f'<th scope="col" class="r">{name[1:]}</th>' if name.startswith(">") else f'<th scope="col">{name}</th>'
+        for name in columns
+    )
+    return f"<thead><tr>{''.join(cells)}</tr></thead>"
+
+
+_CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
+_SAYS_NOTHING = re.compile(r'<td[^>]* data-sort="(null|0|0\.0)"|<td[^>]*></td>')
+
+
+def _telling(columns: str, rows: list[str]) -> tuple[str, list[str]]:
+    """The table without the columns in which each cell is empty, 0 or unobserved; the first one stays."""
+    cells = [_CELL.findall(row) for row in rows]
+    kept = [i for i in range(columns.count("<th ")) if not i or not all(_SAYS_NOTHING.match(row[i]) for row in cells)]
+    cut = [
+        row[: row.index("<td")] + "".join(own[i] for i in kept) + "</tr>" * row.startswith("<tr")
+        for row, own in zip(rows, cells, strict=True)
+    ]
+    heads = _CELL.findall(columns)
+    return f"<thead><tr>{''.join(heads[i] for i in kept)}</tr></thead>", cut
+
+
+def table(columns: str, rows: list[str], *, label: str, css: str = "") -> str:
+    """A table inside a box that scrolls by itself, so that the page never does sideways."""
+    if rows:
+        columns, rows = _telling(columns, rows)
+    body = "".join(f"<tr>{row}</tr>" if not row.startswith("<tr") else row for row in rows)
+    name = esc(label)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
+        f'<table{_attr("class", css)}><caption class="sr">{name}</caption>{columns}<tbody>{body}</tbody></table></div>'
+    )
+
+
+def term(key: str, text: str = "") -> str:
+    """A word that the glossary explains: a tooltip here, the whole entry at the foot of the page."""
+    title, meaning = GLOSSARY[key]
+    return f'<a class="term" href="#g-{key}" title="{esc(meaning)}">{esc(text or title)}</a>'
+
+
+def section(ident: str, title: str, body: str, note: str = "") -> str:
+    """One part of the page. `note` and `body` are HTML."""
+    below = f'<p class="note">{note}</p>' if note else ""
+    return f'<section id="{ident}" aria-labelledby="h-{ident}"><h2 id="h-{ident}">{title}</h2>{below}{body}</section>'
+
+
+def seconds(value: float) -> str:
+    return format_seconds(value) if math.isfinite(value) else UNOBSERVED
+
+
+def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
+    try:
+        return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return "at an unreadable time"
+
+
+hours, money = format_hours, format_money
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def size(value: float) -> str:
+    return format_bytes(value)

@@ -1,0 +1,232 @@
+"""The report as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
+
+Each node is a process with one thread of nested slices; work in the background is async, because it overlaps.
+Arrows lead from the node that came last at a barrier to nodes that waited for it. The format is old and has rules
+that viewers enforce by dropping events: slices of a thread nest, parents come before children, ts is in microseconds.
+A viewer gets slow with thousands of processes, so a big startup shows outliers and a sample of each band.
+ Must not know: how a number was computed (the analysis).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from bootseer.report.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
+from bootseer.report.render.fold import bands, clean, outliers, time_range
+
+MAX_NODES = 200
+"""From this many nodes on, only outliers and samples are written."""
+NUM_OUTLIERS = 60
+SAMPLE_PER_BAND = 10
+MAX_FLOWS_PER_BARRIER = 40
+_CHAIN_PID = 1
+_FIRST_NODE_PID = 2
+
+Event = dict[str, Any]
+
+
+def render(report: Report) -> str:
+    """The trace as JSON text."""
+    return json.dumps(trace(report), separators=(",", ":"), allow_nan=False)
+
+
+def trace(report: Report) -> dict[str, Any]:
+    """The trace as the dict that `render` writes: `traceEvents` in the order that viewers need."""
+    nodes = _shown(report)
+    clock = _Clock(time_range(report.nodes)[0])
+    events = _metadata(_CHAIN_PID, f"{clean(report.startup.job)}: critical chain", -1)
+    timed = _chain(report.critical_chain, clock)
+    for index, node in enumerate(nodes):
+        pid = _FIRST_NODE_PID + index
+        rank = f" rank {node.rank}" if node.rank >= 0 else ""
+        events += _metadata(pid, clean(node.node) + rank, index)
+        timed += _slices(node, pid, clock)
+        timed += _background(node, pid, clock)
+    timed += _flows(report.critical_chain, nodes, clock)
+    # Stable: at one moment a parent stays before its children, and an arrow behind the slice that it binds to.
+    timed.sort(key=lambda event: event["ts"])
+    return {"displayTimeUnit": "ms", "traceEvents": events + timed, "otherData": _about(report, nodes)}
+
+
+def _shown(report: Report) -> list[Node]:
+    if len(report.nodes) < MAX_NODES:
+        return sorted(report.nodes, key=lambda node: (node.rank < 0, node.rank, node.node))
+    chosen = {node.node: node for node in outliers(report, NUM_OUTLIERS)}
+    for band in bands(report.nodes):
+        stride = max(1, len(band.nodes) // SAMPLE_PER_BAND)
+        for node in band.nodes[::stride][:SAMPLE_PER_BAND]:
+            chosen.setdefault(node.node, node)
+    return list(chosen.values())
+
+
+def _about(report: Report, nodes: list[Node]) -> dict[str, Any]:
+    total = len(report.nodes)
+    shown = f"all {total} nodes"
+    if len(nodes) < total:
+        shown = (
+            f"{len(nodes)} of {total} nodes: critical chain, stragglers, slowest, and {SAMPLE_PER_BAND} "
+            "of each percentile band of own time"
+        )
+    startup = report.startup
+    return {
+        "job": clean(startup.job),
+        "attempt": startup.attempt,
+        "restart": startup.restart,
+        "kind": startup.kind,
+        "verdict": clean(report.verdict),
+        "nodes_shown": shown,
+        "zero_unix_ns": str(startup.zero_ns),
+        "clock_error": "unobserved" if report.clock.max_error_s is None else f"{report.clock.max_error_s:.6f} s",
+    }
+
+
+class _Clock:
+    """Seconds of the report to whole microseconds of the trace, which must not be negative."""
+
+    def __init__(self, low_s: float) -> None:
+        self._low_s = low_s
+
+    def us(self, moment_s: float) -> int:
+        return max(0, round((moment_s - self._low_s) * 1e6)) if math.isfinite(moment_s) else 0
+
+
+def _metadata(pid: int, name: str, order: int) -> list[Event]:
+    common = {"ph": "M", "pid": pid, "tid": pid, "ts": 0}
+    return [
+        {**common, "name": "process_name", "args": {"name": name}},
+        {**common, "name": "process_sort_index", "args": {"sort_index": order}},
+        {**common, "name": "thread_name", "args": {"name": "startup"}},
+    ]
+
+
+def _slice(name: str, category: str, span: tuple[int, int], pid: int, args: dict[str, Any]) -> Event:
+    # The thread's id is the process's: viewers take it for the main thread, and ids stay unique over all processes.
+    return {
+        "ph": "X",
+        "name": clean(name),
+        "cat": category,
+        "ts": span[0],
+        "dur": span[1] - span[0],
+        "pid": pid,
+        "tid": pid,
+        "args": args,
+    }
+
+
+def _slices(node: Node, pid: int, clock: _Clock) -> list[Event]:
+    """Nested slices: a run of segments that share the first parts of their names lies in one slice for these."""
+    leaves = []
+    at = 0
+    for seg in sorted(node.segments, key=lambda seg: seg.start_s):
+        start, end = max(clock.us(seg.start_s), at), clock.us(seg.end_s)
+        if end > start:
+            leaves.append((start, end, seg))
+            at = end
+    return _nested(leaves, 0, pid, node)
+
+
+def _nested(leaves: list[tuple[int, int, Segment]], depth: int, pid: int, node: Node) -> list[Event]:
+    events: list[Event] = []
+    first = 0
+    while first < len(leaves):
+        path = leaves[first][2].stage.split(".")
+        if depth >= len(path):
+            start, end, seg = leaves[first]
+            if seg.kind == WAIT:
+                events.append(_slice("wait", WAIT, (start, end), pid, _args(seg, node)))
+            first += 1
+            continue
+        prefix, last = path[: depth + 1], first
+        while (
+            last + 1 < len(leaves)
+            and leaves[last + 1][0] == leaves[last][1]
+            and leaves[last + 1][2].stage.split(".")[: depth + 1] == prefix
+        ):
+            last += 1
+        run = leaves[first : last + 1]
+        whole = run[0][2] if len(run) == 1 and len(path) == depth + 1 else None
+        kind = whole.kind if whole else WORK
+        category = UNTRACKED if UNTRACKED in prefix else kind
+        args = _args(whole, node) if whole else {"stage": clean(".".join(prefix))}
+        events.append(_slice(prefix[-1], category, (run[0][0], run[-1][1]), pid, args))
+        events += _nested(run, depth + 1, pid, node)
+        first = last + 1
+    return events
+
+
+def _args(seg: Segment, node: Node) -> dict[str, Any]:
+    args: dict[str, Any] = {"stage": clean(seg.stage), "kind": seg.kind}
+    if seg.outcome:
+        args["outcome"] = clean(seg.outcome)
+    prefix = seg.stage + "."
+    for key, value in node.attrs.items():
+        if key.startswith(prefix) and "." not in key[len(prefix) :]:
+            plain = isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
+            args[clean(key[len(prefix) :])] = value if plain else clean(value)
+    return args
+
+
+def _background(node: Node, pid: int, clock: _Clock) -> list[Event]:
+    events = []
+    for index, seg in enumerate(node.background):
+        common = {"name": clean(seg.stage), "cat": "background", "id": f"{pid}.{index}", "pid": pid, "tid": pid}
+        start = clock.us(seg.start_s)
+        events.append({**common, "ph": "b", "ts": start, "args": _args(seg, node)})
+        events.append({**common, "ph": "e", "ts": max(start, clock.us(seg.end_s))})
+    return events
+
+
+def _chain(links: list[Link], clock: _Clock) -> list[Event]:
+    """The critical chain as a thread of its own: which node held the others back, from barrier to barrier."""
+    events = []
+    at = 0
+    for link in links:
+        start, end = max(clock.us(link.from_s), at), clock.us(link.release_s)
+        if end > start:
+            args = {"barrier": clean(link.barrier), "stage": clean(link.stage), "stage_s": _number(link.stage_s)}
+            args |= {"excess_s": _number(link.excess_s), "waited_gpu_hours": _number(link.waited_gpu_hours)}
+            events.append(_slice(f"{link.node}: {link.stage}", "critical_chain", (start, end), _CHAIN_PID, args))
+            at = end
+        mark = {"ph": "i", "s": "g", "name": f"barrier {clean(link.barrier)}", "cat": "barrier"}
+        events.append({**mark, "ts": end, "pid": _CHAIN_PID, "tid": _CHAIN_PID})
+    return events
+
+
+def _number(value: float | None) -> float | str:
+    return "unobserved" if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _flows(links: list[Link], nodes: list[Node], clock: _Clock) -> list[Event]:
+    """Arrows "waited for node k": from the last node's arrival to the end of the waits that it ended.
+
+    An arrow binds to the slice that is open at its time, so both ends lie a little before the slice's end.
+    """
+    pids = {node.node: _FIRST_NODE_PID + index for index, node in enumerate(nodes)}
+    by_name = {node.node: node for node in nodes}
+    events = []
+    ident = 0
+    for link in links:
+        last = by_name.get(link.node)
+        busy = _covering(last, link.arrival_s) if last else None
+        if last is None or busy is None:
+            continue
+        start = max(clock.us(busy.start_s), clock.us(min(link.arrival_s, busy.end_s)) - 2)
+        others = ((node, _covering(node, link.arrival_s)) for node in nodes if node is not last)
+        waiting = [(node, seg) for node, seg in others if seg and seg.kind == WAIT]
+        for node, seg in waiting[:MAX_FLOWS_PER_BARRIER]:
+            end = clock.us(min(link.release_s, seg.end_s)) - 1
+            if end < max(start, clock.us(seg.start_s)):
+                continue
+            ident += 1
+            common = {"name": f"waited for {clean(link.node)}", "cat": "wait", "id": ident}
+            events.append({**common, "ph": "s", "ts": start, "pid": pids[last.node], "tid": pids[last.node]})
+            events.append({**common, "ph": "f", "bp": "e", "ts": end, "pid": pids[node.node], "tid": pids[node.node]})
+    return events
+
+
+def _covering(node: Node, moment: float) -> Segment | None:
+    """The segment that is under way just before `moment`."""
+    inside = (seg for seg in node.segments if seg.start_s < moment - 1e-6 and seg.end_s >= moment - 1e-3)
+    return next(inside, None)

@@ -1,0 +1,450 @@
+"""Find events, and what other programs said, in logs of any kind and size.
+
+Logs are searched as raw bytes, so that the lines of a job which say nothing of its startup are never split, decoded or
+matched. Around a hit the line is cut out, freed from what log collectors wrapped around it (docker's JSON, CRI's
+partial lines) and handed to the event decoder or to the parsers whose clue it holds.
+Nothing here raises on bad content: what cannot be read is counted by reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
+from itertools import pairwise
+
+from bootseer.errors import PermanentError, UsageError
+from bootseer.report import inputs
+from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
+from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.foreign.rules import Site
+from bootseer.report.foreign.times import other_unit, parse_prefix
+from bootseer.report.model import Fact, Input
+from bootseer.report.search import line_starts
+from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
+from bootseer.trace.sinks import SUFFIX
+
+_MAX_LINE = 1 << 20
+"""Bytes of a line without end that are kept while waiting for its newline."""
+_MAX_PARTS = 64
+_CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr)) ([PF])(?::\S*)? ")
+_PARTIAL = (b" stdout P ", b" stderr P ")
+_DOCKER = (b'{"log":"', b'{"log": "')
+_JSON_KEYS = ("log", "message", "MESSAGE", "msg")
+"""Where docker, fluentd, the journal and JSON loggers keep the line."""
+_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
+_MAX_TAG = 16
+_DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
+"""Their logs often have the node behind their own name: `slurmd.gpu-17.log`."""
+_SLOW_S = 10.0
+
+
+@dataclass(slots=True)
+class Scanned:
+    """What the logs held."""
+
+    events: list[Event] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    files: int = 0
+    bytes: int = 0
+    lines: int = 0
+
+    def input(self, duplicates: int = 0) -> Input:
+        """The counters, for the report."""
+        return Input(
+            self.files, self.bytes, self.lines, len(self.events), duplicates, dict(sorted(self.skipped.items()))
+        )
+
+
+Progress = Callable[[int], None]
+
+
+def scan(
+    sources: Iterable[inputs.Source],
+    *,
+    zone: tzinfo = UTC,
+    began_pattern: re.Pattern[bytes] | None = None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    progress: Progress | None = None,
+) -> Scanned:
+    """Everything that the sources tell. `zone` is that of times in foreign logs which name none.
+
+    The first line of each file that `began_pattern` matches tells the end of the first step there, if it has a time.
+    `patterns` are stages with patterns of the site's own lines (`foreign.rules.Site`).
+    `progress` is called with the bytes read so far.
+
+    Raises `PermanentError` when a file that the user named cannot be read; one in a folder is counted instead.
+    `UsageError` when a pattern takes seconds for a block.
+    """
+    result = Scanned()
+    for source in sources:
+        result.files += 1
+        reader = _reader(source, result, zone, began_pattern, patterns)
+        try:
+            for block in inputs.blocks(source):
+                reader.feed(block)
+                result.bytes += len(block)
+                if progress is not None:
+                    progress(result.bytes)
+        except inputs.Cut:
+            result.skipped["archive_cut"] += 1
+        except PermanentError:
+            if source.named:
+                raise
+            result.skipped["unreadable"] += 1
+        reader.finish()
+    _name_jobs(result)
+    return result
+
+
+def _reader(
+    source: inputs.Source,
+    result: Scanned,
+    zone: tzinfo,
+    began_pattern: re.Pattern[bytes] | None,
+    patterns: Sequence[tuple[str, re.Pattern[bytes]]],
+) -> _FileScan:
+    # A spool holds events and nothing else.
+    spool = source.name.endswith(SUFFIX)
+    sites = [] if spool else [Site(stage, pattern) for stage, pattern in patterns]
+    return _FileScan(source, result, [] if spool else parsers(), zone, began_pattern, sites)
+
+
+class Growing:
+    """Scans logs while they are written: each `look` reads what has come since the one before.
+
+    What foreign logs tell is known at the end, when the lines behind it are. Compressed files are read once.
+    """
+
+    def __init__(
+        self,
+        *,
+        zone: tzinfo = UTC,
+        began_pattern: re.Pattern[bytes] | None = None,
+        patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
+    ) -> None:
+        self.result = Scanned()
+        self.over = False
+        """Standard input has ended."""
+        self._zone = zone
+        self._began_pattern = began_pattern
+        self._patterns = patterns
+        self._files: dict[str, _FileScan] = {}
+        self._read: dict[str, tuple[int, float]] = {}
+        """Inode and bytes read of each file."""
+
+    def look(self, sources: Iterable[inputs.Source]) -> list[Event]:
+        """The events that came since the last call. Raises `PermanentError` as `scan` does."""
+        known = len(self.result.events)
+        for source in sources:
+            inode, size = inputs.state(source)
+            before, offset = self._read.get(source.name, (inode, 0))
+            if inode != before or size < offset < math.inf:  # rotated
+                self._files.pop(source.name).finish()
+                offset = 0
+            elif offset in (size, math.inf):
+                continue
+            reader = self._files.get(source.name)
+            if reader is None:
+                self.result.files += 1
+                reader = _reader(source, self.result, self._zone, self._began_pattern, self._patterns)
+                self._files[source.name] = reader
+            try:
+                archive = not offset and inputs.is_archive(source)
+                for block in inputs.blocks(source) if archive else inputs.new_blocks(source, int(offset)):
+                    reader.feed(block)
+                    self.result.bytes += len(block)
+                    offset += len(block)
+                    self.over |= not block
+                offset = math.inf if archive or self.over else offset
+            except inputs.Cut:
+                self.result.skipped["archive_cut"] += 1
+                offset = math.inf
+            except PermanentError:
+                if source.named:
+                    raise
+                self.result.skipped["unreadable"] += 1
+                offset = size
+            self._read[source.name] = (inode, offset)
+        return self.result.events[known:]
+
+    def finish(self) -> Scanned:
+        """All of it, as `scan` gives it."""
+        for reader in self._files.values():
+            reader.finish()
+        _name_jobs(self.result)
+        return self.result
+
+
+def _name_jobs(result: Scanned) -> None:
+    """Give events of foreign logs the job that they belong to, when there is just one; drop what BootSeer saw too."""
+    own = [event for event in result.events if not _foreign(event)]
+    # A scheduler's log tells of all jobs of a cluster, by numbers that the job's own name need not hold.
+    of_scheduler = {event.job for event in result.events if event.attrs.get(FOREIGN) == "slurm"}
+    jobs = {event.job for event in own or result.events} - {UNKNOWN_JOB}
+    jobs = jobs - of_scheduler or jobs
+    others = of_scheduler - jobs
+    if len(jobs) == 1 and others and (others != of_scheduler or len(others) > 1):
+        before = len(result.events)
+        result.events = [event for event in result.events if event.job not in others]
+        result.skipped["other_job"] += before - len(result.events)
+    if len(jobs) != 1 or len(own) == len(result.events):
+        return
+    job, stages = jobs.pop(), {event.stage for event in own}
+    # Foreign logs know a pod or a host by its bare name.
+    nodes = {event.node.partition("/")[0]: event.node for event in own}
+    attempt = max(event.attempt for event in result.events if event.job == job)
+    events = []
+    for event in result.events:
+        if not _foreign(event):
+            events.append(event)
+        # What the hook saw itself it saw better, but the user's own pattern is what he wants.
+        elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
+            node = (
+                next(iter(nodes.values()))
+                if len(nodes) == 1
+                else nodes.get(event.node, event.node if not nodes else "")
+            )
+            if node:
+                attrs = event.attrs
+                if own:  # which nodes the job has is known better than from the scheduler's list
+                    attrs = {key: value for key, value in attrs.items() if key != NODES}
+                events.append(event._replace(job=job, attempt=attempt, node=node, attrs=attrs))
+            else:  # an event list of a whole cluster tells of other jobs' pods
+                result.skipped["other_node"] += 1
+    result.events = events
+
+
+def _foreign(event: Event) -> bool:
+    """Made from a foreign log, whose lines have one clock. A user's own attribute of that name has two."""
+    return FOREIGN in event.attrs and event.wall_ns == event.mono_ns
+
+
+class _FileScan:
+    """One file's scan: keeps the unfinished last line between blocks."""
+
+    def __init__(
+        self,
+        source: inputs.Source,
+        result: Scanned,
+        file_parsers: Sequence[Parser],
+        zone: tzinfo,
+        began_pattern: re.Pattern[bytes] | None,
+        sites: Sequence[Site],
+    ) -> None:
+        self.source = source
+        self.zone = zone
+        self.began_pattern = began_pattern
+        self.result = result
+        self.parsers = file_parsers
+        self.sites = sites
+        self.rest = b""
+        self.lines = 0
+        # The usual layout of collected logs is one file, or one folder, for each node.
+        names = source.path.name.split(".") if source.path is not None else ["stdin"]
+        self.node = encodable(names[names[0] in _DAEMONS and len(names) > 2])
+        self.near_ns = source.modified_ns
+
+    def feed(self, block: bytes) -> None:
+        text = self.rest + block if self.rest else block
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) < _MAX_LINE:
+            self.rest = text
+            return
+        if not end:  # a line without end: progress bars of a day
+            end = len(text) - _MAX_TAG
+            last = text.rfind(TAG_STEM, max(len(text) - MAX_READ_BYTES, 1))
+            end = last if last > 0 else end  # an event must not be torn
+        end = _open_record(text, end)
+        self.rest = text[end:]
+        if end:
+            self._scan(text[:end])
+
+    def finish(self) -> None:
+        if self.rest:
+            self._scan(self.rest)
+            self.lines += not self.rest.endswith(b"\n")
+        self.rest = b""
+        self.result.lines += self.lines
+        readers: list[Reader] = [*self.parsers, *self.sites]
+        for parser in readers:
+            findings = parser.finish()
+            self.result.events += findings.events
+            self.result.facts += findings.facts
+
+    def _scan(self, text: bytes) -> None:
+        """All that a block of whole lines holds, in the order of its lines."""
+        if b"\x1b" in text:  # colours stand between words
+            text = _ANSI.sub(b"", text)
+        hits = self._wanted(text)
+        own = list(line_starts(text, TAG_STEM))
+        events = set(own)
+        # A container's log as the node keeps it has the collector's words on every line.
+        for needle in _PARTIAL if _CRI.match(text) else ():
+            events.update(begin for begin in line_starts(text, needle) if _ends_in_tag(text, begin))
+        began = -1
+        if self.began_pattern is not None:
+            with _in_time(self.began_pattern):
+                found = self.began_pattern.search(text)
+            if found is not None:
+                self.began_pattern = None
+                began = text.rfind(b"\n", 0, found.start()) + 1
+                hits.setdefault(began, [])
+        counted = 0
+        for begin in sorted(events | hits.keys()):
+            self.lines += text.count(b"\n", counted, begin)
+            counted = begin
+            raw = _unwrapped(text, begin)
+            if begin in events:
+                self._events(raw)
+            if begin == began:
+                self._training_began(self._line(raw))
+            wanted = hits.get(begin)
+            # What an event says of itself is no foreign log.
+            if wanted and TAG_STEM not in raw:
+                line = self._line(raw)
+                for parser in wanted:
+                    parser.feed(line)
+        self.lines += text.count(b"\n", counted)
+
+    def _wanted(self, text: bytes) -> dict[int, list[Reader]]:
+        """The lines that parsers and the site's patterns want, by their offsets."""
+        hits: dict[int, list[Reader]] = {}
+        clues, wanting = search(frozenset(index for index, parser in enumerate(self.parsers) if parser.done))
+        for place, number in clues.hits(text) if self.parsers else ():
+            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+            for index in wanting[number]:
+                if self.parsers[index] not in readers:
+                    readers.append(self.parsers[index])
+        for site in self.sites:
+            with _in_time(site.pattern):
+                for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:
+                    hits.setdefault(begin, []).append(site)
+        return hits
+
+    def _line(self, raw: bytes) -> Line:
+        text = raw.decode("utf-8", "replace")
+        wall_ns, _ = parse_prefix(text, reference_ns=self.near_ns, zone=self.zone)
+        return Line(text, self.source.name, self.lines + 1, wall_ns, self.node, self.zone)
+
+    def _training_began(self, line: Line) -> None:
+        if line.wall_ns is None:
+            self.result.skipped["began_without_time"] += 1
+            return
+        attrs = {"by": "pattern", FOREIGN: "pattern", "line": line.text[:200]}
+        place = f"{line.file}:{line.number}".encode("utf-8", "replace")
+        span = hashlib.blake2b(place, digest_size=8).hexdigest()
+        self.result.events.append(
+            Event(line.wall_ns, line.wall_ns, UNKNOWN_JOB, line.node, "training_began", INSTANT, span, attrs=attrs)
+        )
+
+    def _events(self, raw: bytes) -> None:
+        # A stem that is quoted in prose is no damaged event. No event holds a tag, so that each ends before the next.
+        places = [tag.start() for tag in _TAG.finditer(raw)]
+        for place, until in pairwise([*places, len(raw)]):
+            try:
+                event = decode(raw[place:until])[0]
+            except Malformed as error:
+                self.result.skipped[error.reason] += 1
+                continue
+            if other_unit(event.wall_ns, event.mono_ns):
+                self.result.skipped["unit"] += 1
+            else:
+                self.result.events.append(event)
+
+
+@contextlib.contextmanager
+def _in_time(pattern: re.Pattern[bytes]) -> Iterator[None]:
+    """Stop a user's pattern that backtracks without end: `re` looks for signals while it matches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        text = pattern.pattern.decode("utf-8", "replace")
+        raise UsageError(
+            f"pattern {text[:200]!r} took more than {_SLOW_S:.0f} s for 1 MB of log",
+            hint="write it simpler: no repetition within a repetition, and as few `.*` as can be",
+        )
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, _SLOW_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _open_record(text: bytes, end: int) -> int:
+    """Where the first CRI record begins that goes on behind `end`: it must not be torn. `end` when none does."""
+    first = begin = end
+    closed = set()
+    for _ in range(_MAX_PARTS):
+        if not begin:
+            break
+        begin = text.rfind(b"\n", 0, begin - 1) + 1
+        match = _CRI.match(text, begin)
+        if match is None:
+            break
+        stream = match[1].rpartition(b" ")[2]
+        if match[2] == b"F":
+            closed.add(stream)
+        elif stream not in closed:
+            first = begin
+    return first if end - first < _MAX_LINE else end
+
+
+def _ends_in_tag(text: bytes, begin: int) -> bool:
+    """Whether the line at `begin` ends within a tag, which the part behind it completes."""
+    end = text.find(b"\n", begin)
+    tail = text[begin : end if end >= 0 else len(text)][-_MAX_TAG:]
+    place = tail.rfind(b"@")
+    return place >= 0 and TAG_STEM.startswith(tail[place:])
+
+
+def _unwrapped(text: bytes, begin: int) -> bytes:
+    """The line at `begin` as the program wrote it, behind the time that the collector put to it."""
+    end = text.find(b"\n", begin)
+    line = text[begin : end if end >= 0 else len(text)].rstrip(b"\r")
+    if line.startswith(b'{"') and (line.startswith(_DOCKER) or TAG_STEM in line):
+        return _from_json(line)
+    match = _CRI.match(line)
+    if match is None or match[2] == b"F":
+        return line
+    parts = [line]
+    for _ in range(_MAX_PARTS):
+        if end < 0:
+            break
+        begin, end = end + 1, text.find(b"\n", end + 1)
+        part = text[begin : end if end >= 0 else len(text)]
+        more = _CRI.match(part)
+        if more is None or more[1].rpartition(b" ")[2] != match[1].rpartition(b" ")[2]:
+            continue
+        parts.append(part[more.end() :])
+        if more[2] == b"F":
+            break
+    return b"".join(parts)
+
+
+def _from_json(line: bytes) -> bytes:
+    """The line that a collector wrapped into JSON; as it is when this is no such thing."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    log = next((log for key in _JSON_KEYS if isinstance(log := record.get(key), str)), None)
+    if log is None:
+        return line
+    time = record.get("time")
+    return f"{time} {log}".encode("utf-8", "replace") if isinstance(time, str) else log.encode("utf-8", "replace")

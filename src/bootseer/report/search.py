@@ -1,0 +1,131 @@
+"""Find what is looked for in a block of log bytes: all clues of all parsers in one pass.
+
+A log that says nothing of startups costs this pass, and this pass is the speed of the whole scan. Where the C library
+PCRE2 is at hand, as nearly everywhere (grep and libselinux need it), its compiled code looks for all clues at once, at
+the same speed whether a log has none of their words or nothing but them. Without it each clue's literal is searched by
+`memmem`, and its pattern only in blocks that hold the literal. `make bench` (scan_foreign) measures the whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+Hits = Iterator[tuple[int, int]]
+"""Offsets of matches, each with the number of its clue."""
+
+
+class Clue(NamedTuple):
+    """What a line must hold to be of interest: a literal, and behind it a pattern without capturing groups.
+
+    The pattern is one for `re` and for PCRE2 alike. It is judged on the raw line, in which quotes may be escaped.
+    """
+
+    literal: bytes
+    then: bytes = b""
+
+    @property
+    def pattern(self) -> bytes:
+        """Both as one expression."""
+        return re.escape(self.literal) + self.then
+
+
+class Search:
+    """Looks for clues. Where two match at one place, one of them is told."""
+
+    def __init__(self, clues: Sequence[Clue]) -> None:
+        # By first bytes, so that the library rules out most places by one look at a table. Python numbers alike.
+        self._order = sorted(range(len(clues)), key=lambda index: clues[index].literal)
+        self._clues = [(clues[index].literal, re.compile(clues[index].pattern)) for index in self._order]
+        by_first: dict[bytes, list[bytes]] = {}
+        for index in self._order:
+            rest = re.escape(clues[index].literal[1:]) + clues[index].then
+            by_first.setdefault(re.escape(clues[index].literal[:1]), []).append(b"(" + rest + b")")
+        self._all = b"|".join(first + b"(?:" + b"|".join(rests) + b")" for first, rests in by_first.items())
+        self._compiled = _pcre2(self._all)
+
+    def hits(self, text: bytes) -> Hits:
+        """All matches of all clues, in no order."""
+        found = self._compiled(text) if self._compiled is not None else None
+        for place, number in self._python(text) if found is None else found:
+            yield place, self._order[number]
+
+    def _python(self, text: bytes) -> Hits:
+        for number, (literal, pattern) in enumerate(self._clues):
+            begin = fastest_find(text, literal, 0)
+            if begin >= 0:
+                yield from ((match.start(), number) for match in pattern.finditer(text, begin))
+
+
+def _pcre2(pattern: bytes) -> Callable[[bytes], list[tuple[int, int]] | None] | None:
+    """A function that gives all matches with the numbers of their groups, from 0; None where the library is missing.
+
+    The function gives None when the library gives up on a text.
+    """
+    try:
+        library = ctypes.CDLL("libpcre2-8.so.0")
+        word, size = ctypes.c_void_p, ctypes.c_size_t
+        _declare(library.pcre2_compile_8, word, ctypes.c_char_p, size, ctypes.c_uint32, word, word, word)
+        _declare(library.pcre2_jit_compile_8, ctypes.c_int, word, ctypes.c_uint32)
+        _declare(library.pcre2_match_data_create_from_pattern_8, word, word, word)
+        _declare(library.pcre2_get_ovector_pointer_8, ctypes.POINTER(size), word)
+        match = library.pcre2_match_8
+        _declare(match, ctypes.c_int, word, ctypes.c_char_p, size, size, ctypes.c_uint32, word, word)
+    except (OSError, AttributeError):
+        return None
+    code = library.pcre2_compile_8(
+        pattern, len(pattern), 0, ctypes.byref(ctypes.c_int()), ctypes.byref(ctypes.c_size_t()), None
+    )
+    if not code or library.pcre2_jit_compile_8(code, 1):  # without its compiler it is slower than what we have
+        return None
+    data = library.pcre2_match_data_create_from_pattern_8(code, None)
+    if not data:
+        return None
+    place = library.pcre2_get_ovector_pointer_8(data)
+
+    def all_matches(text: bytes) -> list[tuple[int, int]] | None:
+        found = []
+        begin = 0
+        while (answer := match(code, text, len(text), begin, 0, data, None)) > 0:
+            found.append((place[0], answer - 2))
+            begin = place[0] + 1  # another clue may begin within this match
+        return found if answer == -1 else None
+
+    return all_matches
+
+
+def _declare(function: Any, result: Any, *arguments: Any) -> None:
+    function.restype, function.argtypes = result, arguments
+
+
+def _memmem() -> Callable[[bytes, bytes, int], int]:
+    """`bytes.find`, or the C library's `memmem`, which is three times as fast."""
+    try:
+        memmem = ctypes.CDLL(None).memmem
+    except (OSError, AttributeError):
+        return bytes.find
+    _declare(memmem, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+
+    def find(text: bytes, needle: bytes, begin: int) -> int:
+        # The caller holds `text`, and nothing writes to bytes: the address stays good during the call.
+        base = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
+        found = memmem(base + begin, len(text) - begin, needle, len(needle)) if base is not None else None
+        return -1 if found is None or base is None else int(found) - base
+
+    return find
+
+
+fastest_find = _memmem()
+
+
+def line_starts(text: bytes, needle: bytes) -> Iterator[int]:
+    """Offsets of the lines that hold the needle, each once. `needle` must not be empty."""
+    place = fastest_find(text, needle, 0)
+    while place >= 0:
+        yield text.rfind(b"\n", 0, place) + 1
+        after = text.find(b"\n", place)
+        if after < 0:
+            return
+        place = fastest_find(text, needle, after)

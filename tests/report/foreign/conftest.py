@@ -1,0 +1,46 @@
+"""Feeds logs to the foreign parsers as the scan does: only lines that hold a clue, with their time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bootseer.report.foreign.parser import Findings, Line, Parser, plain
+from bootseer.report.foreign.programs import parsers
+from bootseer.report.foreign.times import parse_prefix
+
+REFERENCE_NS = 1_795_197_600 * 10**9  # 2026-11-20T18:00:00Z
+Read = Callable[..., dict[str, dict[str, Any]]]
+
+
+def _feed(parser: Parser, text: str, file: str, node: str) -> Findings:
+    for number, raw in enumerate(text.split("\n"), 1):
+        data = plain(raw).encode("utf-8", "replace")
+        if any(re.search(clue.pattern, data) for clue in parser.clues):
+            wall_ns = parse_prefix(raw, reference_ns=REFERENCE_NS).wall_ns
+            parser.feed(Line(raw, file, number, wall_ns, node))
+    return parser.finish()
+
+
+def _read(text: str, *, file: str = "job.log", node: str = "node-0") -> dict[str, dict[str, Any]]:
+    """What each parser found, as plain data; parsers that found nothing are left out."""
+    found = {}
+    for parser in parsers():
+        findings = _feed(parser, text, file, node)
+        if findings.events or findings.facts:
+            plain = {
+                "events": [event._asdict() for event in findings.events],
+                "facts": [dataclasses.asdict(fact) for fact in findings.facts],
+            }
+            found[parser.name] = json.loads(json.dumps(plain))
+    return found
+
+
+@pytest.fixture
+def read() -> Read:
+    return _read

@@ -1,0 +1,32 @@
+"""Every log under tests/golden gives exactly the findings in the JSON beside it.
+
+After a wanted change: `BOOTSEER_WRITE_GOLDEN=1 pytest tests/report/foreign`, then read the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.report.foreign.programs import PROGRAMS
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+LOGS = sorted(GOLDEN.glob("*/*.log"))
+
+
+def test_there_are_logs_of_each_kind() -> None:
+    known = {"containerd", "kubernetes", "nccl", "pip", "torchelastic", "uv"}
+    assert {log.parent.name for log in LOGS} == known | set(PROGRAMS)
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log.parent.name}/{log.stem}")
+def test_findings(log: Path, read: Any) -> None:
+    found = read(log.read_text(), file=log.name)
+    expected = log.with_suffix(".json")
+    if os.environ.get("BOOTSEER_WRITE_GOLDEN"):
+        expected.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(expected.read_text())

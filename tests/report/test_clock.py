@@ -1,0 +1,58 @@
+"""Offsets between nodes, against offsets that were put in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.report.analysis.spans import offsets, startups
+from startups import span
+
+
+def found(*parts):
+    (startup,) = startups([event for part in parts for event in part])
+    return offsets(startup.nodes)
+
+
+def barrier(node: str, arrive_s: float, left_s: float, clock_s: float, name: str = "b", **more):
+    return span(arrive_s, left_s, "a.barrier", node=node, clock_s=clock_s, attrs={"barrier": name}, **more)
+
+
+@given(st.lists(st.integers(-3_000_000, 3_000_000), min_size=3, max_size=9), st.integers(0, 8))
+def test_differences_between_nodes_are_exact(off_ms, last):
+    """The last to come stays 2 ms: nothing is known better than that, and offsets are known that well."""
+    last %= len(off_ms)
+    parts = [
+        barrier(f"n{i}", 9.998 if i == last else 1.0, 10.0, off / 1000, booted_s=-1e6 - i)
+        for i, off in enumerate(off_ms)
+    ]
+    clocks = found(*parts)
+    middle = sorted(off_ms)[len(off_ms) // 2] if len(off_ms) % 2 else None
+    for i, off in enumerate(off_ms):
+        for j, other in enumerate(off_ms):
+            told = (clocks[f"n{i}"].offset_ns - clocks[f"n{j}"].offset_ns) / 1e6
+            assert told == pytest.approx(off - other, abs=2 * 2.1)
+        assert clocks[f"n{i}"].error_ns >= 1_000_000
+        if middle is not None:
+            assert clocks[f"n{i}"].offset_ns / 1e6 == pytest.approx(off - middle, abs=2.1)
+
+
+def test_a_node_without_barrier_is_untied():
+    clocks = found(barrier("a", 1, 2, 0), barrier("b", 1.9, 2, 50), span(0, 1, "x", node="c", clock_s=9))
+    assert clocks["c"].error_ns is None
+    assert clocks["c"].offset_ns == 0
+    assert clocks["b"].offset_ns - clocks["a"].offset_ns == pytest.approx(50e9, rel=0.01)
+
+
+def test_a_barrier_that_failed_ties_nothing():
+    """A timeout ends when each node's own patience does: 30 s apart are no clocks."""
+    clocks = found(
+        barrier("a", 1, 30, 0, outcome="failed"), barrier("b", 1, 60, 0, outcome="failed"), barrier("c", 1, 90, 0)
+    )
+    assert {clock.offset_ns for clock in clocks.values()} == {0}
+
+
+def test_a_barrier_that_everybody_stays_long_at_says_how_little_it_knows():
+    clocks = found(barrier("a", 1, 11, 0), barrier("b", 1, 12, 0))
+    assert all(clock.error_ns >= 10 * 10**9 and clock.offset_ns == 0 for clock in clocks.values())

@@ -1,0 +1,262 @@
+"""What counts as a difference between two startups: the statistics against brute force, the verdicts against truth."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.report.analysis.diff import (
+    FASTER,
+    SAME,
+    SLOWER,
+    UNPROVEN,
+    Limits,
+    compare,
+    holm,
+    mann_whitney_p,
+    student_p,
+)
+from bootseer.trace.event import decode
+from fleet import BARRIERS, DEFAULT_WORK, INSTALL, Fleet
+from startups import began, report, span
+
+
+def of(fleet: Fleet):
+    return report([decode(line)[0] for line in fleet.lines()])
+
+
+def pair(a, b, limits=None):
+    return compare([a], [b], limits)
+
+
+def varied(attempt: int, sigma: float, num_nodes: int = 16, slow: float = 1.0):
+    """A run in which one factor, drawn log-normal, makes all stages of all nodes longer or shorter."""
+    rng = random.Random(attempt)
+    factor = rng.lognormvariate(0, sigma)
+    work = {
+        (node, stage): base_s * factor * rng.uniform(0.97, 1.03) * (slow if stage == INSTALL else 1.0)
+        for node in range(num_nodes)
+        for stage, base_s, _ in DEFAULT_WORK
+        if stage not in BARRIERS
+    }
+    return of(Fleet(num_nodes, work_of=work, attempt=attempt, begin_s=attempt * 1000))
+
+
+def work(install_s: float, num_nodes: int = 16, seed: int = 1) -> dict[tuple[int, str], float]:
+    rng = random.Random(seed)
+    return {(node, INSTALL): install_s + rng.uniform(-0.5, 0.5) for node in range(num_nodes)}
+
+
+def moved(difference, stage):
+    return next(row for row in difference.stages if row.stage == stage)
+
+
+def exact_p(a: list[int], b: list[int]) -> float:
+    """Two-sided p of the rank sum over all ways to deal the values to the two sides."""
+    values = sorted([*a, *b])
+    rank = {v: (values.index(v) + 1 + len(values) - values[::-1].index(v)) / 2 for v in values}
+    ranks = [rank[v] for v in (*a, *b)]
+    middle = sum(ranks) * len(a) / len(ranks)
+    far = abs(sum(ranks[: len(a)]) - middle)
+    sums = [abs(sum(pick) - middle) for pick in itertools.combinations(ranks, len(a))]
+    return sum(s >= far - 1e-9 for s in sums) / len(sums)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rank_test_agrees_with_all_permutations(seed):
+    rng = random.Random(seed)
+    a = [rng.randrange(40) for _ in range(8)]
+    b = [rng.randrange(40) + seed * 2 for _ in range(8)]
+    assert mann_whitney_p(a, b) == pytest.approx(exact_p(a, b), abs=0.02)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
+def test_the_rank_test_is_symmetric_and_a_probability(a, b):
+    p = mann_whitney_p(a, b)
+    assert 0 <= p <= 1
+    assert p == pytest.approx(mann_whitney_p(b, a))
+    assert mann_whitney_p(a, a) == 1
+
+
+def test_equal_values_are_no_difference():
+    assert mann_whitney_p([5.0] * 20, [5.0] * 20) == 1
+    assert mann_whitney_p([], [1.0]) == 1
+
+
+@given(st.dictionaries(st.integers(0, 99), st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_is_the_textbooks(raw):
+    names = {str(key): value for key, value in raw.items()}
+    corrected = holm(names)
+    ordered = sorted(names.values())
+    for name, p in names.items():
+        by_hand = max(min((len(ordered) - i) * q, 1) for i, q in enumerate(ordered) if q <= p)
+        assert corrected[name] == pytest.approx(by_hand)
+
+
+def test_a_slower_install_is_found_and_nothing_else():
+    a, b = of(Fleet(16, work_of=work(60))), of(Fleet(16, work_of=work(150), seed=9))
+    difference = pair(a, b)
+    assert difference.tested
+    assert moved(difference, INSTALL).verdict == SLOWER
+    assert moved(difference, INSTALL).delta_s == pytest.approx(90, abs=0.5)
+    assert {row.stage for row in difference.stages if row.verdict != SAME} == {"environment_setup", INSTALL}
+    assert difference.slower
+    assert not pair(b, a).slower
+    assert moved(pair(b, a), INSTALL).verdict == FASTER
+
+
+def test_eight_nodes_are_enough_for_a_pair():
+    """No more than eight nodes can say by their ranks, corrected for all stages, and the change is beyond all doubt."""
+    difference = pair(of(Fleet(8, work_of=work(60, 8))), of(Fleet(8, work_of=work(240, 8), seed=9)))
+    assert moved(difference, INSTALL).verdict == SLOWER
+
+
+def test_one_pair_proves_nothing_that_runs_do_to_each_other():
+    """A third more on all sixteen nodes: beyond doubt if runs never varied, and no proof where they vary by 15 %."""
+    a, b = of(Fleet(16, work_of=work(60))), of(Fleet(16, work_of=work(80), seed=9))
+    difference = pair(a, b)
+    assert not difference.slower
+    assert moved(difference, INSTALL).verdict == UNPROVEN
+    assert "environment_setup +20" in difference.verdict
+    assert "One pair does not prove" in difference.verdict
+    assert "vary by 15%: less than 2.09 times as long may be chance" in difference.verdict
+    assert moved(pair(a, b, Limits(run_variation=0)), INSTALL).verdict == SLOWER
+
+
+def test_equal_pairs_of_runs_that_vary_are_no_regression():
+    """Whole runs differ by 15 %, and their nodes by 3 %: nodes that agree on it prove nothing of the runs."""
+    differences = [pair(varied(seed, 0.15), varied(seed + 100, 0.15)) for seed in range(12)]
+    assert sum(UNPROVEN in {row.verdict for row in difference.stages} for difference in differences) >= 6
+    assert [row for difference in differences for row in difference.stages if row.verdict in (SLOWER, FASTER)] == []
+    assert {difference.overall.verdict for difference in differences} <= {SAME, UNPROVEN}
+
+
+def test_several_runs_show_how_much_runs_vary():
+    """Ten runs that vary by 4 % prove 40 % more in one stage; ten that vary by 15 % do not."""
+    baseline = [varied(seed, 0.04) for seed in range(10)]
+    difference = compare(baseline, [varied(20, 0.04, slow=1.4)])
+    assert {row.stage for row in difference.stages if row.verdict == SLOWER} == {"environment_setup", INSTALL}
+    assert (difference.a_runs, difference.b_runs, difference.a) == (10, 1, "fleet attempts 0 to 9")
+    assert 0.01 < difference.run_variation < 0.08
+    assert "10 runs against 1" in difference.verdict
+    row = moved(difference, INSTALL)
+    assert row.a_range_s[0] < row.a_s < row.a_range_s[1] < row.b_s
+    assert not compare(baseline, [varied(20, 0.04)]).slower
+    assert "less than 100 times" in compare(baseline[:2], [varied(20, 0.04)]).verdict
+    assert not compare([varied(seed, 0.15) for seed in range(10)], [varied(20, 0.15, slow=1.4)]).slower
+    assert compare(baseline[:5], [varied(seed, 0.04, slow=1.4) for seed in range(20, 23)]).slower
+
+
+def test_runs_that_prove_nothing_are_left_out():
+    """Those that ended before training, the same one twice, and B itself; a fact that one run of the baseline had."""
+    baseline = [varied(seed, 0.04) for seed in range(4)]
+    failed = of(Fleet(16, killed_in={4: INSTALL}, attempt=9, begin_s=9000))
+    difference = compare([*baseline, baseline[0], failed, varied(20, 0.04)], [varied(20, 0.04)])
+    assert difference.a_runs == 4
+    assert difference.headlines[0].startswith("3 of A's 7 runs are left out")
+    assert compare([*baseline, varied(5, 0.04, num_nodes=12)], [varied(20, 0.04)]).changed == []
+    assert [c.fact for c in compare(baseline, [varied(20, 0.04, num_nodes=12)]).changed] == ["num_gpus", "num_nodes"][
+        ::-1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [(1, 63.657), (2, 9.925), (3, 5.841), (4, 4.604), (9, 3.250), (14, 2.977), (30, 2.750), (120, 2.617)],
+)
+def test_students_p_is_that_of_the_tables(freedom, t):
+    assert student_p(t, freedom) == pytest.approx(0.01, rel=0.002)
+    assert student_p(-t, freedom) == student_p(t, freedom)
+    assert (student_p(0.0, freedom), student_p(1e9, freedom)) == (1.0, pytest.approx(0.0, abs=1e-8))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_difference(seed):
+    difference = pair(of(Fleet(16, seed=seed)), of(Fleet(16, seed=seed + 50)))
+    assert [row.verdict for row in (*difference.stages, difference.overall)] == [SAME] * (len(difference.stages) + 1)
+    assert "No difference" in difference.verdict
+
+
+def test_few_nodes_need_a_large_change():
+    a = of(Fleet(2, work_of=work(60, 2)))
+    assert not pair(a, of(Fleet(2, work_of=work(120, 2)))).slower
+    assert pair(a, of(Fleet(2, work_of=work(200, 2)))).slower
+
+
+@pytest.mark.parametrize(("read_s", "verdict"), [(20, SAME), (75, SAME), (110, UNPROVEN), (220, SLOWER)])
+def test_the_whole_startup_is_judged_by_its_size(read_s, verdict):
+    """One node of sixteen is slow: no median moves, and the job is later by 55 s, 90 s or 200 s of 137 s."""
+    slow = {(3, "model_initialization.checkpoint_read"): float(read_s)}
+    difference = pair(of(Fleet(16)), of(Fleet(16, work_of=slow)))
+    assert difference.overall.verdict == verdict
+    assert all(row.verdict == SAME for row in difference.stages)
+
+
+def test_a_startup_that_failed_early_is_not_faster():
+    whole = of(Fleet(16))
+    failed = of(Fleet(16, killed_in={4: INSTALL}))
+    difference = pair(whole, failed)
+    assert difference.overall.verdict == SAME
+    assert difference.verdict.startswith("The whole cannot be compared, B did not reach training")
+    assert any(line.startswith("B is an abandoned startup") for line in difference.headlines)
+    assert FASTER not in {row.verdict for row in difference.stages}
+
+
+def test_limits_of_the_user_count():
+    a, b = of(Fleet(16, work_of=work(60))), of(Fleet(16, work_of=work(150)))
+    assert pair(a, b).slower
+    assert not pair(a, b, Limits(min_s=95)).slower
+    assert not pair(a, b, Limits(min_share=1.6)).slower
+    assert not pair(a, b, Limits(run_variation=0.5)).slower
+
+
+def test_a_stage_of_one_side_is_no_change_from_zero():
+    a = report(span(0, 5, "image_loading"), span(5, 8, "first_step"), began(8))
+    b = report(span(0, 3, "first_step"), began(3))
+    row = moved(pair(a, b), "image_loading")
+    assert (row.a_s, row.b_s, row.delta_s, row.verdict) == (5, None, None, SAME)
+
+
+def test_a_part_of_a_stage_stands_behind_it_when_one_side_alone_has_it():
+    a = report(span(0, 5, "image_loading"), span(5, 8, "first_step"), began(8))
+    b = report(span(0, 3, "image_loading.mount"), span(3, 6, "first_step"), began(6))
+    assert [row.stage for row in pair(a, b).stages] == ["image_loading", "image_loading.mount", "first_step"]
+
+
+def test_changed_facts_are_told():
+    a = report(span(0, 5, INSTALL, attrs={"packages": 7}), began(6))
+    b = report(span(0, 5, INSTALL, attrs={"packages": 9}), began(6), gpus_per_node=4)
+    told = {change.fact: (change.a, change.b) for change in pair(a, b).changed}
+    assert told == {f"{INSTALL}.packages": ("7", "9"), "num_gpus": ("unobserved", "4")}
+
+
+def test_a_stage_named_like_the_whole_is_a_stage():
+    a = report(span(0, 5, "startup"), span(5, 8, "first_step"), began(8))
+    difference = pair(a, report(span(0, 6, "startup"), span(6, 9, "first_step"), began(9)))
+    assert [(row.stage, row.a_s, row.b_s) for row in difference.stages] == [("startup", 5, 6), ("first_step", 3, 3)]
+    assert (difference.overall.stage, difference.overall.a_s, difference.overall.b_s) == ("startup", 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "slow", "advice"),
+    [
+        (4, 2.0, r"To prove environment_setup \+\d+\.\d\d s takes about 6 runs of each side\."),
+        (4, 1.0, r"With 10 runs as --baseline, 2\.\d\d times as long would be proven\."),
+        (1, 1.3, r"To prove environment_setup \+\d+\.\d\d s takes about \d+ runs of "),
+    ],
+)
+def test_too_few_runs_are_told_how_many_it_takes(num_runs, slow, advice):
+    verdict = compare([varied(i, 0.15) for i in range(num_runs)], [varied(99, 0.15, slow=slow)]).verdict
+    assert re.search(advice, verdict), verdict
+
+
+def test_the_number_of_runs_that_is_advised_proves_the_change():
+    """Without noise of the advice's own: runs that vary by 15 % and a change of a known size."""
+    few = compare([varied(i, 0.15) for i in range(4)], [varied(99, 0.15, slow=2.0)])
+    assert not few.slower
+    assert compare([varied(i, 0.15) for i in range(6)], [varied(99 + i, 0.15, slow=2.0) for i in range(6)]).slower

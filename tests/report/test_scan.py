@@ -1,0 +1,237 @@
+"""Events are found in whatever collectors make of a log, and damage costs the damaged event alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import UsageError
+from bootseer.report import inputs
+from bootseer.report import scan as scanning
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
+from bootseer.report.foreign.programs import parsers, search
+from bootseer.report.scan import Scanned, scan
+from bootseer.trace.event import decode, encode
+from fleet import Fleet
+
+LINES = Fleet(2).lines()
+EVENTS = [decode(line)[0] for line in LINES]
+ONE = LINES[3]
+
+
+@pytest.fixture
+def found(tmp_path):
+    def scan_bytes(log: bytes, name: str = "job.log", **options: object) -> Scanned:
+        path = tmp_path / name
+        path.write_bytes(log)
+        return scan(inputs.sources([str(path)]), **options)  # type: ignore[arg-type]
+
+    return scan_bytes
+
+
+def docker(line: bytes) -> bytes:
+    record = {"log": line.decode(), "stream": "stderr", "time": "2026-11-20T10:00:00.123456789Z"}
+    return json.dumps(record).encode() + b"\n"
+
+
+def journal(line: bytes) -> bytes:
+    return json.dumps({"_PID": "7", "MESSAGE": line.decode().rstrip(), "PRIORITY": "6"}).encode() + b"\n"
+
+
+WRAPPED = {
+    "plain": lambda line: line,
+    "crlf": lambda line: line.rstrip() + b"\r\n",
+    "rank": lambda line: b"[rank0]: " + line,
+    "srun": lambda line: b"0: " + line,
+    "torchrun": lambda line: b"[default0]:" + line,
+    "kubectl": lambda line: b"[pod/moe-0/train] " + line,
+    "syslog": lambda line: b"Nov 20 10:00:00 gpu-1 slurmstepd[77]: " + line,
+    "cri": lambda line: b"2026-11-20T10:00:00.123456789Z stderr F " + line,
+    "cri tags": lambda line: b"2026-11-20T10:00:00.123456789Z stderr F:x " + line,
+    "docker": docker,
+    "journal": journal,
+    "tqdm": lambda line: b"\r 10%|#   | 1/10\r 20%|##  | 2/10" + line,
+    "colour": lambda line: b"\x1b[32m" + line.rstrip() + b"\x1b[0m\n",
+    "nul": lambda line: b"\0\0" + line,
+    "not utf-8": lambda line: b"\xff\xfe " + line,
+    "behind json": lambda line: b'{"not": "ours"} ' + line,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())
+def test_collectors_do_no_harm(found, wrap):
+    result = found(b"".join(wrap(line) for line in LINES))
+    assert result.events == EVENTS
+    assert not result.skipped
+    assert result.lines == len(LINES)
+
+
+def test_the_last_line_needs_no_newline(found):
+    result = found(b"".join(LINES).rstrip())
+    assert (result.events, result.lines) == (EVENTS, len(LINES))
+
+
+@pytest.mark.parametrize("stream", [b"stdout", b"stderr"])
+def test_cri_parts_are_joined_wherever_the_line_is_split(found, stream):
+    """At each place of the event, even within its tag, and with the other stream's lines between."""
+    head, other = (
+        b"2026-11-20T10:00:00Z " + stream,
+        b"2026-11-20T10:00:00Z " + (b"stderr" if stream == b"stdout" else b"stdout"),
+    )
+    line = b"words before " + ONE.rstrip()
+    for place in range(1, len(line)):
+        log = head + b" P " + line[:place] + b"\n" + other + b" F noise\n" + head + b" F " + line[place:] + b"\n"
+        assert found(log).events == [EVENTS[3]], place
+
+
+def test_no_block_border_loses_an_event(found, monkeypatch):
+    """Every offset of the border within an event, plain and in three CRI parts."""
+    head = b"2026-11-20T10:00:00Z stdout "
+    cri = head + b"P " + ONE[:40] + b"\n" + head + b"P " + ONE[40:90] + b"\n" + head + b"F " + ONE[90:]
+    other = b"2026-11-20T10:00:00Z stderr F noise\n"
+    mixed = head + b"P " + ONE[:40] + b"\n" + other + head + b"F " + ONE[40:]
+    for log in (b"x\n" + ONE + b"y\n", b"2026-11-20T10:00:00Z stdout F x\n" + cri + mixed + other):
+        whole = found(log)
+        for size in range(4, len(log) + 1, 3):
+            monkeypatch.setattr(inputs, "_READ_BYTES", size)
+            result = found(log)
+            assert result.events == whole.events, size
+            assert (result.lines, result.skipped) == (whole.lines, whole.skipped)
+
+
+def test_a_line_without_end_keeps_its_events(found, monkeypatch):
+    """A day of progress bars in one line, with events in it, wherever the reader has to cut."""
+    bar = b"\r 42%|####      | 420/1000 [00:42<00:58]"
+    log = b"".join(bar * 700 + line.rstrip() for line in LINES) + bar * 30_000
+    assert found(log).events == EVENTS
+    monkeypatch.setattr(inputs, "_READ_BYTES", 100_003)
+    assert found(log).events == EVENTS
+
+
+def test_events_of_interleaved_writers_in_one_line(found):
+    torn = ONE[:50] + LINES[4].rstrip() + ONE[50:]
+    result = found(torn + LINES[5])
+    assert result.events == [EVENTS[4], EVENTS[5]]
+    assert sum(result.skipped.values()) == 1
+
+
+def test_stems_and_open_events_without_end_take_linear_time(found):
+    """Quadratic reading would need minutes here."""
+    result = found(b"@bootseer" * 400_000 + b'@bootseer1 {"a' * 100_000 + b"\n" + ONE)
+    assert result.events == [EVENTS[3]]
+    assert sum(result.skipped.values()) == 100_000
+
+
+def test_newer_versions_and_the_old_one(found):
+    newer = ONE.replace(b"@bootseer1 ", b"@bootseer7 ")
+    assert found(newer + ONE).skipped == {"version": 1}
+    old = b'@bootseer0 {"t":5,"m":3,"job":"j","node":"n","st":"run","ev":"B","id":"1"}\n'
+    (event,) = found(old).events
+    assert (event.wall_ns, event.stage, event.phase) == (5, "run", "begin")
+
+
+def test_an_event_of_ten_megabytes_is_counted_and_costs_no_other(found):
+    huge = ONE.rstrip()[:-1] + b',"x":"' + b"y" * 10_000_000 + b'"}\n'
+    result = found(huge + ONE)
+    assert (result.events, result.skipped) == ([EVENTS[3]], {"oversized": 1})
+
+
+def test_a_pattern_outranks_what_the_hook_concluded(found):
+    """The user says by `--began-pattern` what counts; the spool's own mark must not hide it."""
+    spool = b"".join(line for line in Fleet(1).lines())
+    own = [event for event in (decode(line)[0] for line in Fleet(1).lines()) if event.stage == "training_began"]
+    log = b"2026-09-21T14:30:00Z iteration 1 done\n"
+    result = found(spool + log, began_pattern=re.compile(rb"iteration 1\b"))
+    marks = [event for event in result.events if event.stage == "training_began"]
+    assert [mark.attrs["by"] for mark in marks] == ["optimizer_step", "pattern"]
+    assert {(mark.job, mark.node) for mark in marks} == {(own[0].job, own[0].node)}
+
+
+def test_a_pattern_in_a_line_without_time_is_counted(found):
+    assert found(b"iteration 1\n", began_pattern=re.compile(b"iteration 1")).skipped == {"began_without_time": 1}
+
+
+def test_words_of_every_day_wake_no_parser():
+    """Each was a word that the scan stopped at: 8 MB/s on lines that hold one, where others are read at 360."""
+    words = (b"Successfully saved shard 3", b"12 packages left", b" nranks 8 ", b"Collecting garbage", b"elastic.net")
+    words += (
+        b"PullImage later",
+        b"the image \\ mask",
+        b"torch/distributed/ folder",
+        b"Installed it",
+        b"Init of rank 3",
+    )
+    searching, _ = search()
+    assert list(searching.hits(b"".join(b"2026-03-01 08:00:00,123 " + word + b" of rank 7\n" for word in words))) == []
+
+
+@pytest.mark.parametrize("more", ["", "1", "1 in gpu on ", ' "x"', '"a",', "{", "2026-01-01"])
+def test_lines_of_nothing_but_one_clue_take_linear_time(found, more):
+    """Quadratic matching would need minutes here."""
+    clues = {clue.literal + more.encode() for parser in parsers() for clue in parser.clues}
+    assert found(b"".join(clue * (200_000 // len(clue)) + b"\n" for clue in clues)).lines == len(clues)
+
+
+@pytest.mark.parametrize("option", ["began_pattern", "patterns"])
+def test_a_pattern_that_backtracks_without_end_is_an_error(found, monkeypatch, option):
+    monkeypatch.setattr(scanning, "_SLOW_S", 0.1)
+    endless = re.compile(rb"(?P<begin>(?:a+)+$)")
+    value = endless if option == "began_pattern" else [("queue", endless)]
+    with pytest.raises(UsageError, match=r"took more than 0 s for 1 MB of log"):
+        found(b"a" * 60 + b"b\n", **{option: value})
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_of_a_schedulers_log_the_jobs_own_lines_are_kept(found, tmp_path):
+    """The job has a name of its own, so that a log of one job tells of it, and one of several does not say which."""
+    own = [line for line in Fleet(1).lines() if decode(line)[0].stage != "queue"]  # what was seen itself is better
+    spool, (job, node) = b"".join(own), (decode(own[0])[0].job, decode(own[0])[0].node)
+    lines = (
+        "[2026-09-21T14:29:0{second}.000] _slurm_rpc_submit_batch_job: JobId={job} InitPrio=1 usec=3\n"
+        "[2026-09-21T14:29:3{second}.000] sched: Allocate JobId={job} NodeList={node}[01-04] #CPUs=8 Partition=gpu\n"
+    )
+    other = lines.format(second=1, job=7, node=node)
+    for text, queues in ((other, 1), (other + lines.format(second=2, job=8, node=node), 0)):
+        result = found(spool + text.replace("[01-04]", "").encode())
+        told = [event for event in result.events if event.attrs.get("parsed_from") == "slurm"]
+        assert len(told) == 2 * queues
+        assert {(event.job, event.node) for event in told} <= {(job, node)}
+        assert result.skipped["other_job"] == (0 if queues else 4)
+
+
+def test_docker_lines_give_foreign_logs_their_time(found):
+    lines = Path("tests/golden/uv/plain.log").read_bytes().splitlines(keepends=True)
+    plain, stamped = found(b"".join(lines)), found(b"".join(docker(line) for line in lines))
+    assert not plain.events
+    assert {event.stage for event in stamped.events} == {fact.stage for fact in plain.facts}
+    assert all(event.wall_ns // 10**9 in range(1_795_168_700, 1_795_168_801) for event in stamped.events)
+
+
+def test_quoted_events_stay_one_event(found):
+    event = EVENTS[3]._replace(attrs={"text": ONE.decode()})
+    assert found(encode(event)).events == [event]
+
+
+@pytest.mark.parametrize("unit", [10**3, 10**6, 10**9], ids=["us", "ms", "s"])
+@pytest.mark.parametrize("uptime", [True, False])
+def test_times_in_another_unit_are_refused_and_not_taken_for_1970(found, unit, uptime):
+    """Writers that take time.time() * 1e6, or a date that knows no %N; with a monotonic clock or without one."""
+    strange = [
+        e._replace(wall_ns=e.wall_ns // unit, mono_ns=(e.mono_ns if uptime else e.wall_ns) // unit) for e in EVENTS
+    ]
+    result = found(b"".join(map(encode, strange)) + ONE)
+    assert (len(result.events), result.skipped) == (1, {"unit": len(EVENTS)})
+    unset = [e._replace(wall_ns=e.mono_ns + 3_000_000) for e in EVENTS]  # 1970, the uptime is that of a ms writer
+    assert not found(b"".join(map(encode, unset))).skipped
+
+
+def test_a_log_of_another_unit_alone_says_so(found):
+    result = found(encode(EVENTS[0]._replace(wall_ns=EVENTS[0].wall_ns // 1000, mono_ns=EVENTS[0].wall_ns // 1000)))
+    with pytest.raises(UsageError) as refused:
+        analyse(result.events, Options(), read=result.input())
+    assert "in s, ms or µs" in refused.value.hint
