@@ -106,7 +106,7 @@ class Start:
 
     @property
     def fetched(self) -> str:
-        """What was fetched until training began, in a sentence; empty when nobody counted."""
+        """What was fetched until training began, in a sentence; empty when it was not counted."""
         if self.image is None:
             return ""
         hot, demand = self.image["hot_bytes"], self.image["demand_bytes"]
@@ -121,7 +121,7 @@ class Start:
 
     @property
     def resumed(self) -> str:
-        """How the checkpoint came, in a sentence; empty when nobody knows."""
+        """How the checkpoint came, in a sentence; empty when it is not known."""
         if self.checkpoint is None:
             return ""
         place, cache, nodes = (self.checkpoint[key] for key in ("place_bytes", "cache_bytes", "datanodes"))
@@ -131,7 +131,7 @@ class Start:
 
     @property
     def installed(self) -> str:
-        """What the environment took, in a sentence; empty when nobody knows."""
+        """What the environment took, in a sentence; empty when it is not known."""
         if self.environment is None:
             return ""
         mode, parts = self.environment["mode"], self.parts
@@ -142,9 +142,9 @@ class Start:
                 f"{self.environment['seconds']:.1f} s."
             )
         known = (("pip", "install"), ("bytecode", "compile"), ("making a layer of what they wrote", "capture"))
-        told = [f"{words} {parts[part]:.1f} s" for words, part in known if part in parts]
+        shown = [f"{words} {parts[part]:.1f} s" for words, part in known if part in parts]
         kept = "; a snapshot was kept while the job ran" if self.environment["published"] else ""
-        return f"The environment: {', '.join(told)}{kept}."
+        return f"The environment: {', '.join(shown)}{kept}."
 
 
 def read(folder: Path, name: str) -> Start:
@@ -224,10 +224,10 @@ def picture(starts: list[Start]) -> str:
         parts.append(f'<text x="20" y="{y}">{name}: {start.total_s:.1f} s{faster(start, starts[0])}</text>')
         for stage, seconds in start.stages.items():
             width = 860 * seconds / scale_s
-            told = f"{seconds:.1f} s" if width > 44 else ""
+            label = f"{seconds:.1f} s" if width > 44 else ""
             parts.append(f'<g><title>{stage}: {seconds:.2f} s</title><rect x="{20 + x:.1f}" y="{y + 8}" height="26" '
                          f'width="{width:.1f}" fill="{STAGES[stage][1]}"/><text x="{26 + x:.1f}" y="{y + 26}" '
-                         f'font-size="13" fill="#fff">{told}</text></g>')  # fmt: skip
+                         f'font-size="13" fill="#fff">{label}</text></g>')  # fmt: skip
             x += width
         y += 66
     x = 20

@@ -1,4 +1,4 @@
-"""Copy a folder from HDFS as one plain client does: file after file, each in one stream. Called by full_pull.sh.
+"""Copy a folder from HDFS as one plain client does: file after file, each in one stream.
 
 plain_copy.py hdfs://host:port/folder FOLDER
 """

@@ -8,7 +8,7 @@
 # IMAGE is a name that skopeo knows, as oci:DIR:TAG; OPTIONs go to `bootseer run`. With REQUIREMENTS (a file here),
 # IN_IMAGE (the same file in the image) and WHEELS (a folder) in the environment every start also has to install these
 # packages; BootSeer keeps what that did as a snapshot, in the image's repository. With CHECKPOINT_PLAIN and
-# CHECKPOINT_STRIPED, folders in HDFS, the command finds these checkpoints in FOLDER/checkpoints. Called by demo.sh. Needs
+# CHECKPOINT_STRIPED, folders in HDFS, the command finds these checkpoints in FOLDER/checkpoints. Needs
 # root. The nodes are this machine: caches and page cache are emptied in front of each of the three starts. All that it
 # starts and mounts ends with it, also when it is interrupted.
 set -euo pipefail

@@ -7,7 +7,7 @@
 # folder: `latest`, and the step that it names. COMMAND gets two variables: CHECKPOINT_PLAIN, a folder in HDFS with the
 # files as they are, and CHECKPOINT_STRIPED, with the same in four stripes; CHECKPOINT_DISKS is where the DataNodes keep
 # them. Where no such HDFS can be had (it takes root, Java, network namespaces) a line says so, and COMMAND runs without. All that is started ends with it, also when it
-# is interrupted. Called by demo.sh.
+# is interrupted.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${here%/*}"

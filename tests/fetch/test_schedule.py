@@ -426,6 +426,17 @@ def test_what_an_origin_does_not_give_is_asked_from_the_next_one_at_once(error: 
     assert [fetch.origin for _, fetch in w.launched] == [0, 1]
 
 
+def test_an_origin_that_does_not_have_a_block_is_as_well_as_before() -> None:
+    w = from_two(
+        lambda fetch, earlier: NotFoundError("not here") if (fetch.origin, fetch.blocks[0]) == (0, 7) else None
+    )
+    for block in (7, 50):
+        w.read(0, [block], Answers())
+        w.run(until=w.now + 0.05)
+    assert [(fetch.blocks[0], fetch.origin) for _, fetch in w.launched] == [(7, 0), (7, 1), (50, 0)]
+    assert w.scheduler.counts.failures == 0
+
+
 def test_prefetched_and_cold_blocks_go_on_to_the_next_origin_too() -> None:
     w = from_two(lambda fetch, earlier: NotFoundError("not here") if fetch.origin == 0 else None)
     w.prefetch((0, block) for block in range(0, 50, 2))

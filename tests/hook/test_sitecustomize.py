@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
+from bootseer.hook import marks
 from conftest_launch import stages
 
 
@@ -42,3 +45,11 @@ def test_pythonpath_of_the_user_stays_behind_ours(run, tmp_path):
     (tmp_path / "mine.py").write_text("value = 42\n")
     done = run("run", "--", sys.executable, "-c", "import mine; print(mine.value)", more={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "42\n"
+
+
+def test_every_marked_package_begins_the_watch():
+    """Some import torch themselves, before what is marked in them."""
+    source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()
+    (named,) = (line for line in source.splitlines() if line.startswith("FRAMEWORKS = "))
+    packages = {name.partition(".")[0] for name in marks.after_import_of()}
+    assert packages - {"deepspeed", "megatron"} == set(ast.literal_eval(named.partition(" = ")[2]))

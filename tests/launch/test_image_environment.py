@@ -37,7 +37,7 @@ def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
 
     def make(mode: Mode) -> ImageEnvironment:
         wanted = EnvironmentWanted(tmp_path / "cache", tmp_path / "runtime", mode=mode)
-        start = EnvironmentStart(Task.made("setup.sh", [], wanted, {}), ["true"])
+        start = EnvironmentStart(Task("setup.sh", [], wanted, {}), ["true"])
         start.shown = Shown("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
         start.shown.undo.callback((tmp_path / "undone").touch)
         request = Request(

@@ -61,7 +61,7 @@ def writable(tmp_path: Path) -> Iterator[Path]:
 
 def keeping(writable: Path, mount: Mounts) -> tuple[Keeping, EnvironmentStart]:
     wanted = EnvironmentWanted(writable.parent / "cache", writable.parent / "runtime")
-    task = Task.made("setup.sh", [], wanted, {})
+    task = Task("setup.sh", [], wanted, {})
     start = EnvironmentStart(task, ["true"])
     mounted = mount(writable, ())
     (writable / UPPER / "tool").write_text("what the setup wrote")

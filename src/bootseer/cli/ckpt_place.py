@@ -42,7 +42,7 @@ def split(uri: str) -> tuple[str, str]:
 
 @contextmanager
 def files_at(uri: str) -> Iterator[Files]:
-    """The files of a place, which is a folder or not there yet. Whoever waits for it sees why."""
+    """The files of a place, which is a folder or not there yet. A wait for it is shown, with the reason."""
     from bootseer.checkpoint.files import Files
     from bootseer.places import open_place
     from bootseer.places.place import NotFolderError

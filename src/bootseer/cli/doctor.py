@@ -68,7 +68,7 @@ def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> No
 
 
 def show(checks: Sequence[Check], console: Console) -> None:
-    """The checks as a table; whatever is not `ok` says why, what to do and what that would open."""
+    """The checks as a table; whatever is not `ok` says why, what to do and what it is needed for."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -87,9 +87,9 @@ def _story(check: Check) -> Text:
         lines = [
             check.why,
             check.install and f"to do: {check.install}",
-            check.opens and f"opens: {', '.join(check.opens)}",
+            check.opens and f"needed for: {', '.join(check.opens)}",
         ]
         for line in lines:
             if line:
-                text.append(("\n" if text else "") + line, style="dim" if line.startswith("opens") else "")
+                text.append(("\n" if text else "") + line, style="dim" if line.startswith("needed for") else "")
     return text

@@ -282,7 +282,7 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
         "mode": state.details.get("mode", ""),
         "state": health,
         "daemon_pid": state.daemon.pid if state.daemon is not None else None,
-        # Of what the daemon serves; without one all of it is here, and of a dead one nobody knows.
+        # Of what the daemon serves; without one all of it is here, and of a dead one it is not known.
         "here": 1.0 if state.daemon is None else share_here(status),
         "mounted_at": state.made_s,
         "log": runtime.log(state) or None,

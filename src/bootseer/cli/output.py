@@ -111,13 +111,13 @@ def _standard_output() -> Iterator[TextIO]:
 
 _EVERY_S = 0.1
 _LONG_S = 2.5
-"""From here on somebody wonders. Longer than an unmount waits for those that let go of their files in a moment."""
+"""From here on progress is shown. Longer than an unmount waits for those that let go of their files in a moment."""
 _BAR_WIDTH = 24
 _COLUMNS = 80
 
 
 class Progress:
-    """A context manager; what shows may be called from any thread, as often as anybody likes.
+    """A context manager; what shows may be called from any thread, as often as wanted.
 
     `line`: without a terminal one line is written once it takes long, otherwise nothing is.
     """
@@ -143,7 +143,7 @@ class Progress:
         self._show(done, total, f"{format_bytes(done)}{of}", note)
 
     def wait(self) -> None:
-        """It goes on, nobody knows how long: shown once it takes long."""
+        """It goes on for an unknown time: shown once it takes long."""
         waited_s = time.monotonic() - self._began_s
         if waited_s >= _LONG_S:
             self._show(0, 0, f"for {waited_s:.0f} s", "")
@@ -171,7 +171,7 @@ class Progress:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody can read it: what is shown goes on
+    with suppress(OSError, ValueError):  # it cannot be read: the work goes on
         sys.stderr.write(text)
         sys.stderr.flush()
 

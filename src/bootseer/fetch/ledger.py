@@ -218,7 +218,7 @@ class Wanted:
         return not (self.requests or self.elsewhere or self.later)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Origin:
     """One place that blocks come from: its pace, what waits for its turn by purpose, and what runs.
 

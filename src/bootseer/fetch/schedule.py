@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from bootseer.errors import BootseerError, CorruptError, PermanentError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
 from bootseer.fetch.hotset import HotSetTrust
 from bootseer.fetch.ledger import Fetch, Key, Ledger, Origin, Request, Wanted
 from bootseer.fetch.settings import FetchSettings, Purpose
@@ -152,10 +152,13 @@ class Scheduler(Ledger):
     def finished(self, number: int, now: float, error: BootseerError | None = None) -> None:
         """A request has ended, `error` says why when it broke off. Blocks that it did not bring are tried again."""
         request = self._end(number)
+        # An origin before the last one need not have all blocks.
+        others = self.files[request.fetch.file].origins[:-1]
+        is_absent = isinstance(error, NotFoundError) and request.origin in others
         pace = request.origin.pace
         if request.cancelled:
             pass  # it broke off because we wanted it to
-        elif error is None:
+        elif error is None or is_absent:
             pace.succeeded(request.origin.num_running + 1)
         else:
             self.counts.failures += 1

@@ -36,7 +36,7 @@ def replace(module: ModuleType | type | None, name: str, make: Callable[[Any], A
 
 
 class Picklable:
-    """A function's stand-in that pickles under the function's name, however long somebody keeps it.
+    """A function's stand-in that pickles under the function's name, however long it is kept.
 
     Data sets keep `torch.load` as their reader. A plain wrapper could not be sent to a worker any more once the
     original is back in its place.

@@ -87,7 +87,7 @@ def parse_reference(text: str) -> Reference:
 def store_uri(reference: Reference, given: str | None) -> str | None:
     """The store of an image: what the user says, else the image's own repository.
 
-    None for images that do not come from a registry: they are converted on the node, if nobody names a store.
+    None for images that do not come from a registry: they are converted on the node, if no store is named.
     """
     if not given and reference.place is Place.REGISTRY:
         return f"oci://{reference.host}/{reference.repository}"

@@ -24,7 +24,10 @@ def after_fork(call: Callable[[], None]) -> None:
     """Have `call` called in every child that this process forks. A method does not keep its object alive."""
     number = next(_numbers)
     if isinstance(call, MethodType):
-        _calls[number] = weakref.WeakMethod(call, lambda _: _calls.pop(number, None))
+        # No `WeakMethod`: its own callback fails where an object is collected together with its class.
+        owner = weakref.ref(call.__self__, lambda _, calls=_calls: calls.pop(number, None))  # type: ignore[misc]
+        name = call.__name__
+        _calls[number] = lambda: None if (found := owner()) is None else getattr(found, name)
     else:
         _calls[number] = lambda: call
 

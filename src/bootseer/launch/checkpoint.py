@@ -5,8 +5,7 @@ given to the command as it lies on a local disk.
     checkpoint_start                          training began, or the command ended: what was read until then, from where
     checkpoint_datanode                       what one node of the file system served of it
 
-What the job itself does with it, `model_initialization.checkpoint_read`, is marked by the hook. Imported by
-`launch.run` and `launch.image_stage` only when there is a checkpoint.
+What the job itself does with it, `model_initialization.checkpoint_read`, is marked by the hook.
 """
 
 from __future__ import annotations

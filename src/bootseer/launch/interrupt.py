@@ -2,10 +2,9 @@
 
 `launch.run` holds signals back until there is a command to pass them on to. While `interruptible` lasts, those that ask
 a process to end raise `Interrupted` instead, so that what was begun is undone on the way out.
-Called by `launch.image_stage` and the verbs of `cli` that take long.
 
-What undoes things may wait for servers that do not answer, whereas who presses Ctrl-C does not: a verb whose rests
-others clear away says how long it may take (`patience_s`).
+What undoes things may wait for servers that do not answer, whereas a user who presses Ctrl-C does not: a verb whose
+leftovers others clear away says how long it may take (`patience_s`).
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ def _ended_after(
     def watch() -> None:
         number = 0
         while number not in numbers:
-            told = os.read(heard_of, 1)
-            if not told:
+            byte = os.read(heard_of, 1)
+            if not byte:
                 return
-            number = told[0]
+            number = byte[0]
         until_s = time.monotonic() + patience_s
         while not ended.wait(min(_NUDGE_S, max(until_s - time.monotonic(), 0))):
             if time.monotonic() >= until_s:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from bootseer.launch.session import Session
 
 
-class Beside:
-    """Threads that are told by `ended` that the command is over."""
+class Observers:
+    """Threads beside the command; the event `ended` tells them that it is over."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -84,7 +84,7 @@ class StartEnd:
         """`record` keeps what is known of the start; it gets what ended it: `TRAINING_BEGAN` or `ENDED`."""
         self._session = session
         self._record = record
-        self._told = threading.Lock()  # held by whoever tells of the start: it is told once
+        self._told = threading.Lock()  # taken once: the start is told of once
 
     def watch(self, ended: threading.Event) -> None:
         """Look for the hook's word that training has begun, until the command has ended."""

@@ -1,7 +1,7 @@
 """Watch the command's output for a pattern, for frameworks whose first step only a log line tells.
 
 Only used when the user asks for it (`--began-pattern`): the command then writes into a pipe, or into a pseudo terminal
-where it had a terminal, and every byte is passed on at once and unchanged. Called by `launch.run`.
+where it had a terminal, and every byte is passed on at once and unchanged.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Relay:
                 line = self._match(line + data)
 
     def _write(self, data: bytes) -> bool:
-        """Pass data on; false when nobody can read it any more. What a full disk does not take is lost."""
+        """Pass data on; false when its reader is gone. What a full disk does not take is lost."""
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._target, view) :]
-            except BlockingIOError:  # somebody who shares the descriptor has made it so
+            except BlockingIOError:  # a process that shares the descriptor has made it so
                 # For as long as the reader does not read: so long the command itself would be held up without us.
                 select.select([], [self._target], [])
             except OSError as error:

@@ -2,8 +2,8 @@
 
 Slurm tells by `sacct`, by `scontrol` where no accounting runs, or the start alone by its environment. Only the job's
 first task asks: a thousand nodes asking in the same second would be a load on the controller. Kubernetes tells when its
-node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that whoever submits
-may put it into `BOOTSEER_SUBMITTED`. What nobody tells stays unobserved.
+node saw the pod by an annotation that the downward API shows; the submission it does not tell, so that the submitting
+program may put it into `BOOTSEER_SUBMITTED`. What is not told stays unobserved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CONFIG_SEEN = re.compile(r'^kubernetes\.io/config\.seen="([^"]+)"', re.MULTILIN
 
 
 class Times(NamedTuple):
-    """Moments of the scheduler, unix ns, and who told them; None is unobserved."""
+    """Moments of the scheduler, unix ns, and their sources; None is unobserved."""
 
     submitted_ns: int | None = None
     started_ns: int | None = None

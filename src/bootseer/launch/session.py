@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import threading
 
     from bootseer.launch.command import Options
-    from bootseer.launch.observers import Beside
+    from bootseer.launch.observers import Observers
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
@@ -91,7 +91,7 @@ class Session:
         self.tracer.parent = self.span
         who = f"{identity.job}, attempt {attempt}, node {identity.node}"
         log(__name__, "%s (by %s): events in %s (%s)", who, identity.source, self.folder, self.sinks)
-        self._beside: Beside | None = None
+        self._observers: Observers | None = None
         self._more: list[Callable[[threading.Event], None]] = []
 
     def child_env(self, env: Mapping[str, str], *, hook: bool) -> dict[str, str]:
@@ -127,15 +127,15 @@ class Session:
         )
         if self.otlp is None and not scheduled and not self._more:
             return
-        from bootseer.launch.observers import Beside
+        from bootseer.launch.observers import Observers
 
-        self._beside = Beside()
+        self._observers = Observers()
         for work in self._more:
-            self._beside.start(work)
+            self._observers.start(work)
         if self.otlp is not None:
-            self._beside.start(self._export)
+            self._observers.start(self._export)
         if scheduled:
-            self._beside.start(lambda ended: self._scheduler_times(env, ended))
+            self._observers.start(lambda ended: self._scheduler_times(env, ended))
 
     def _scheduler_times(self, env: Mapping[str, str], ended: threading.Event) -> None:
         from bootseer.launch import scheduler
@@ -173,8 +173,8 @@ class Session:
         lost = self.tracer.sink.lost
         attrs: dict[str, int] = {"exit_code": code, **({"events_lost": lost} if lost else {})}
         self.tracer.emit("run", END, span=self.span, parent="", outcome=OK if code == 0 else FAILED, attrs=attrs)
-        if self._beside is not None:
-            self._beside.finish(EXIT_FLUSH_S)
+        if self._observers is not None:
+            self._observers.finish(EXIT_FLUSH_S)
         if lost:
             say(f"{lost} events could not be written to {self.folder}; the report will miss them")
         elif not self.quiet and "spool" in self.sinks:

@@ -3,8 +3,9 @@
 The command gets its arguments, environment, standard streams and terminal untouched. Signals that we receive are passed
 on once; its exit code is ours, 128+N when signal N killed it. As PID 1 we reap what the job orphans.
 
-Two cases decide who gets signals. In the foreground of a terminal the command stays in our process group, so that
-Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is passed on.
+Two cases decide which processes get signals. In the foreground of a terminal the command stays in our process group, so
+that Ctrl-C and Ctrl-Z reach it from the terminal just as they would without us; only what was sent to us alone is
+passed on.
 Everywhere else it leads its own group, and the whole group gets what we get.
 
 SIGKILL cannot be passed on: the kernel is asked to kill the command when we die, so that `timeout -k` leaves no job
@@ -64,7 +65,7 @@ _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def say(message: str) -> None:
-    """One line for the user, on standard error: standard output belongs to the job. Lost when nobody can read it."""
+    """One line for the user, on standard error: standard output belongs to the job. Lost when it cannot be written."""
     if "://" in message:
         from bootseer.store.addresses import without_credentials
 
@@ -270,7 +271,7 @@ def wait(
     began_s = time.monotonic()
     awaited = {*FORWARDED, signal.SIGCHLD}
     if own_group:
-        # Nobody else stops a group of its own together with us.
+        # A group of its own is not stopped together with us.
         awaited.add(signal.SIGTSTP)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
     while (code := _reap(pid)) is None:
@@ -302,7 +303,7 @@ def _reap(pid: int) -> int | None:
         try:
             ended, status = os.waitpid(-1 if os.getpid() == 1 else pid, os.WNOHANG)
         except ChildProcessError:
-            return 1  # somebody else took its status: nothing better is known
+            return 1  # its status was taken already: nothing better is known
         if ended == 0:
             return None
         if ended == pid:

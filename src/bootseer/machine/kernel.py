@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.logs import logger
 from bootseer.machine import child
 from bootseer.machine.check import KERNEL, Check
 
@@ -23,6 +24,7 @@ OLDEST = (5, 11)
 """Unprivileged overlay mounts begin here; older kernels measure, and do little else."""
 FILE_BACKED_EROFS = (6, 12)
 
+_LOG = logger(__name__)
 _SCRIPT = Path(__file__).with_name("sandbox.py")
 DEADLINE_S = 5.0
 _AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
@@ -55,6 +57,7 @@ def attempt(trial: str, *arguments: str) -> Trial:
     ended = child.run([sys.executable, "-I", "-S", str(_SCRIPT), trial, *arguments], deadline_s=DEADLINE_S)
     if ended.code is None:
         return Trial(False, error=ended.error)
+    _LOG.debug("trial %s: %s", trial, ended.output or ended.error)
     try:
         answer = json.loads(ended.output)
         step, number = str(answer["step"]), int(answer["errno"])

@@ -26,7 +26,7 @@ TORCH_DEADLINE_S = 20.0
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 
 # The version comes first and by itself: it is known even when the import then hangs.
-# Not from the working folder, where anybody may have put a `torch.py`: the doctor is often root.
+# Not from the working folder, where any user may have put a `torch.py`: the doctor is often root.
 _ASK_TORCH = """
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
@@ -75,7 +75,7 @@ def check_runtimes() -> Check:
 
 def check_mkfs_erofs() -> Check:
     # Versions before 1.6 answer an unknown option with their help, which ends in the version too.
-    opens = ("the trial of EROFS",)
+    opens = ("trying EROFS, which also works without it",)
     pattern = r"mkfs\.erofs (?:\(erofs-utils\) )?v?(\d+\.\d[\w.+-]*)"
     install = "apt-get install erofs-utils"
     return _version("mkfs.erofs", ("mkfs.erofs", "--version"), pattern=pattern, install=install, opens=opens)

@@ -90,7 +90,7 @@ def try_fuse() -> None:
         raise StepError("open /dev/fuse", error.errno or 0) from None
     target = scratch() / "point"
     target.mkdir()
-    # The mount waits for no answer of a server; it ends with this namespace, which nobody else is in.
+    # The mount waits for no answer of a server; it ends with this namespace, which no other process is in.
     mount("fuse", "bootseer", str(target), f"fd={device},rootmode=40000,user_id=0,group_id=0")
     check("umount", _libc.umount2(os.fsencode(target), 2))
 

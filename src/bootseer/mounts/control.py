@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError
+from bootseer.mounts.process import json_lines
 
 NAME = "control"
 _MAX_LINE = 65_536
-_TICK_S = 0.5
 _PATIENCE_S = 2.0
 """How long the daemon waits for a whole question, and for its answer to be taken: it answers one at a time."""
 Answer = dict[str, object]
@@ -59,8 +58,8 @@ def serve_one(listener: socket.socket, answer: Callable[[str], Answer]) -> None:
     with link:
         until = time.monotonic() + _PATIENCE_S
         try:
-            question = str(json.loads(_line(link, until))["do"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            question = str(next(json_lines(link.fileno(), until, max_bytes=_MAX_LINE))["do"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):
             line = _encoded({"error": "malformed request"})
         else:
             line = _answered(answer, question)
@@ -95,32 +94,13 @@ def ask(folder: Path, what: str, *, timeout_s: float = 5.0, waiting: Callable[[]
             with _short(folder) as path:
                 link.connect(path)
             link.sendall(_encoded({"do": what}))
-            said = json.loads(_line(link, until, waiting))
+            said = next(json_lines(link.fileno(), until, waiting))
         except TimeoutError as error:
             raise TransientError(f"the mount daemon of {folder} did not answer in {timeout_s:g} s") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StopIteration) as error:
             raise NotFoundError(f"the mount daemon of {folder} does not run") from error
     if not isinstance(said, dict):
         raise PermanentError(f"the mount daemon of {folder} sent a malformed response")
     if "error" in said:
         raise PermanentError(str(said["error"]))
     return said
-
-
-def _line(link: socket.socket, until: float, waiting: Callable[[], None] = lambda: None) -> bytes:
-    """A line that comes until a moment of the monotonic clock, however slowly. Raises `TimeoutError`."""
-    data = b""
-    poll = select.poll()
-    poll.register(link, select.POLLIN)
-    while not data.endswith(b"\n"):
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        if not poll.poll(1000 * min(_TICK_S, left_s)):
-            waiting()
-            continue
-        piece = link.recv(_MAX_LINE)
-        if not piece or len(data) + len(piece) > _MAX_LINE:
-            raise ValueError("no line")
-        data += piece
-    return data

@@ -8,9 +8,7 @@ descriptors of its parent behind, and tells through a pipe that it serves, or wh
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -21,17 +19,15 @@ from typing import NoReturn
 from bootseer.errors import NotFoundError, PermanentError, TransientError, error_named
 from bootseer.logs import logger
 from bootseer.mounts import control
-from bootseer.mounts.process import ProcessId, end_child
+from bootseer.mounts.process import ProcessId, end_child, json_lines
 from bootseer.mounts.serve import FILES, LOG, DaemonSpec, report_error, serve, tell
 
 _LOG = logger(__name__)
 _NAME = "bootseer-mount"
 """What `ps` and `top` show, so that the daemon is not taken for the program that started it."""
-_MAX_REPORT = 65_536
 _GRACE_S = 1.0
 _LET_GO_S = 2.0
 _END_S = 20.0
-_TICK_S = 0.5
 
 Waiting = Callable[[], None]
 """Called twice a second while a daemon is waited for; what it raises ends the wait."""
@@ -131,55 +127,27 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
     with os.fdopen(ready, "rb", buffering=0) as pipe:
         # The middle process ends at once, and takes the daemon's parenthood with it: no process must wait for zombies.
         end_child(middle, deadline_s, kill=False)
-        birth = _Birth(spec, pipe.fileno())
+        process: ProcessId | None = None
         try:
-            daemon = birth.hear(deadline_s, waiting)
-            _LOG.info("mount daemon %d serves %s", daemon.process.pid, spec.at or daemon.files)
-            return daemon
-        except BaseException:
-            birth.end()
-            raise
-
-
-class _Birth:
-    """A daemon that does not serve yet, and the pipe on which it says how far it is."""
-
-    def __init__(self, spec: DaemonSpec, pipe: int) -> None:
-        self._spec = spec
-        self._pipe = pipe
-        self._process: ProcessId | None = None
-
-    def hear(self, deadline_s: float, waiting: Waiting) -> Daemon:
-        spec, data = self._spec, b""
-        deadline = time.monotonic() + deadline_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if not select.select([self._pipe], [], [], min(left_s, _TICK_S))[0]:
-                waiting()
-                continue
-            piece = os.read(self._pipe, _MAX_REPORT)
-            data += piece
-            *lines, data = data.split(b"\n")
-            for line in lines:
-                said = json.loads(line)
+            for said in json_lines(pipe.fileno(), time.monotonic() + deadline_s, waiting):
                 if "pid" in said:
-                    self._process = ProcessId.of(said["pid"])
+                    process = ProcessId.of(said["pid"])
                 elif "error" in said:
                     raise error_named(said["kind"], said["error"])
-                elif self._process is not None:
-                    return Daemon(spec.folder, self._process)
-            if not piece:
-                raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
-        raise TransientError(f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}")
-
-    def end(self) -> None:
-        """It is not waited for any more."""
-        process = self._process
-        if process is None:  # one that has not told its number yet finds the pipe closed, and ends
-            return
-        process.signal(signal.SIGKILL)
-        until = time.monotonic() + _GRACE_S
-        while process.alive and time.monotonic() < until:
-            time.sleep(0.01)
+                elif process is not None:
+                    _LOG.info("mount daemon %d serves %s", process.pid, spec.at or spec.folder / FILES)
+                    return Daemon(spec.folder, process)
+            raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
+        except BaseException as error:
+            if process is not None:  # one that has not told its number yet finds the pipe closed, and ends
+                process.signal(signal.SIGKILL)
+                until = time.monotonic() + _GRACE_S
+                while process.alive and time.monotonic() < until:
+                    time.sleep(0.01)
+            if isinstance(error, TimeoutError):
+                message = f"the mount daemon did not serve within {deadline_s:g} s; see {spec.folder / LOG}"
+                raise TransientError(message) from None
+            raise
 
 
 def _leave(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:

@@ -14,9 +14,8 @@ import fcntl
 import functools
 import json
 import os
-import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +26,9 @@ from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.process import die_with, end_child
+from bootseer.mounts.process import die_with, end_child, json_lines
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
-_MAX_REPORT = 1 << 20
 _MAPPED, _NOT_MAPPED = b"y", b"n"
 
 
@@ -73,12 +71,11 @@ class Namespace:
             os.close(tell)
             os.close(stay)
         try:
-            deadline = time.monotonic() + deadline_s
+            lines = json_lines(answer, time.monotonic() + deadline_s)
             if user:
-                _hear(answer, deadline)
+                _next(lines)
                 os.write(release, _MAPPED if user_namespace.map_all(helper) else _NOT_MAPPED)
-            said = _hear(answer, deadline)
-            return cls._of(helper, said, user=user)
+            return cls._of(helper, _next(lines), user=user)
         finally:
             os.close(answer)
             os.close(release)
@@ -217,17 +214,14 @@ def _write(pipe: int, said: Mapping[str, Any]) -> None:
             data = data[os.write(pipe, data) :]
 
 
-def _hear(pipe: int, deadline: float) -> Mapping[str, Any]:
+def _next(lines: Iterator[Any]) -> Mapping[str, Any]:
     """One line of the helper. Its error is raised."""
-    data = b""
-    while not data.endswith(b"\n"):
-        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TransientError("the mounts of a namespace were not made in time")
-        piece = os.read(pipe, 65_536)
-        data += piece
-        if not piece or len(data) > _MAX_REPORT:
-            raise PermanentError("the process that makes the mounts of a namespace died")
-    said: Mapping[str, Any] = json.loads(data)
+    try:
+        said: Mapping[str, Any] = next(lines)
+    except TimeoutError:
+        raise TransientError("the mounts of a namespace were not made in time") from None
+    except (StopIteration, ValueError):
+        raise PermanentError("the process that makes the mounts of a namespace died") from None
     if "error" in said:
         cause = OSError(said["number"], os.strerror(said["number"])) if said["number"] else None
         raise error_named(said["kind"], said["error"]) from cause

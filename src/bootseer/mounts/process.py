@@ -1,21 +1,28 @@
 """A process that can be recognised later: its number alone may belong to another one by then.
 
-And the other way round: a process that ends with the one that started it, and children whose end is waited for.
+And the other way round: a process that ends with the one that started it, children whose end is waited for, and what
+other processes write into pipes and sockets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bootseer.fuse.syscalls import libc
 
 _PR_SET_PDEATHSIG = 1
+_TICK_S = 0.5
+_MAX_LINE = 1 << 20
 
 
 def end_child(pid: int, timeout_s: float = 1.0, *, kill: bool = True) -> int | None:
@@ -47,6 +54,30 @@ def die_with(parent: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it was faster
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def json_lines(
+    fd: int, until: float, waiting: Callable[[], None] = lambda: None, max_bytes: int = _MAX_LINE
+) -> Iterator[Any]:
+    """What another process writes into a pipe or socket, one JSON value per line, until it closes its end.
+
+    `waiting` is called twice a second. Raises `TimeoutError` after `until` (of the monotonic clock), however slowly a
+    line comes, `ValueError` for a malformed or longer line, `OSError`, and what `waiting` raises.
+    """
+    data, poll = b"", select.poll()
+    poll.register(fd, select.POLLIN)
+    while (left_s := until - time.monotonic()) > 0:
+        if not poll.poll(1000 * min(_TICK_S, left_s)):
+            waiting()
+            continue
+        piece = os.read(fd, max_bytes)
+        *lines, data = (data + piece).split(b"\n")
+        yield from map(json.loads, lines)
+        if len(data) >= max_bytes:
+            raise ValueError("a line is too long")
+        if not piece:
+            return
+    raise TimeoutError
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,10 @@ from urllib3.util import parse_url
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.io.fork import in_each_process
+from bootseer.logs import logger
 from bootseer.store.store import PIECE_BYTES
+
+_LOG = logger(__name__)
 
 
 class _TotalTimeout(socket.socket):
@@ -239,6 +242,8 @@ class Transport:
             if authorization is not None and origin == own:
                 sent["Authorization"] = authorization
             answer = self._once(method, url, origin, sent, body, until)
+            # Queries are left out: those of signed addresses open what they name.
+            _LOG.debug("%s %s %s: %d", method, url.partition("?")[0], sent.get("Range", ""), answer.status)
             if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
                 return answer
             answer.finish()

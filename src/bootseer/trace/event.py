@@ -178,7 +178,7 @@ def _plain(value: object) -> object:
         return value
     try:
         return str(value)
-    except Exception:  # somebody's __str__ must not end a job
+    except Exception:  # a __str__ of the user's must not end a job
         return f"<{type(value).__name__}>"
 
 

@@ -41,7 +41,7 @@ _INT64 = 2**63
 _STATUS = {OK: StatusCode.OK, FAILED: StatusCode.ERROR}
 _SCOPE = InstrumentationScope("bootseer")
 
-# Without a handler of its own the library's warnings would appear on the stderr of somebody's training job.
+# Without a handler of its own the library's warnings would appear on the stderr of the training job.
 logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
 
 

@@ -197,10 +197,3 @@ def test_settings_are_read_below_another_root(uv, job_env, python, tmp_path):
     (tmp_path / "root" / "requirements.txt").write_text("app\n")
     installation = _choose("/requirements.txt", job_env, python, tmp_path, root=str(tmp_path / "root"))
     assert installation.why_pip == "pip's setting target (/etc/pip.conf) has no counterpart in uv"
-
-
-def test_further_constraints_reach_both_installers(uv, job_env, python, tmp_path):
-    (tmp_path / "pins.txt").write_text("app==1.0\n")
-    pins = str(tmp_path / "pins.txt")
-    installation = _choose(_requirements(tmp_path, "app\n"), job_env, python, tmp_path, constraints=[pins])
-    assert all(command.argv[-2:] == ("-c", pins) for command in installation.commands)

@@ -51,7 +51,7 @@ def test_packages_that_were_removed_do_not_count() -> None:
         b"Package: a\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1-2\nDescription: x\n y\n\n"
         b"Package: b\nStatus: deinstall ok config-files\nArchitecture: all\nVersion: 1\n\nPackage: half\n"
     )
-    assert list(node.packages(status)) == ["a:amd64 1-2"]
+    assert list(node.dpkg_packages(status)) == ["a:amd64 1-2"]
 
 
 def test_an_interpreter_tells_about_itself_and_is_asked_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,22 +47,22 @@ def new_mark() -> str:
     return secrets.token_hex(8)
 
 
-def processes(mark: str, namespace: int | None, *, but: Collection[int] = ()) -> dict[int, str]:
+def processes(mark: str, namespace: int | None) -> dict[int, str]:
     """Names of the processes that are the setup's, by process id. `namespace`: the inode of its mount namespace."""
     needle = f"{MARK}={mark}".encode()
     found = {}
     for pid in _pids():
-        if pid != os.getpid() and pid not in but and _is_of_setup(pid, needle, namespace):
+        if pid != os.getpid() and _is_of_setup(pid, needle, namespace):
             name = _process_name(pid)
             if name and name not in _HARMLESS:
                 found[pid] = name
     return found
 
 
-def left_running(mark: str, namespace: int | None, *, but: Collection[int] = (), grace_s: float = 1.0) -> list[str]:
+def left_running(mark: str, namespace: int | None, *, grace_s: float = 1.0) -> list[str]:
     """What the setup left running, for people. Processes that are just ending are waited for, at most `grace_s`."""
     end = time.monotonic() + grace_s
-    while (found := processes(mark, namespace, but=but)) and time.monotonic() < end:
+    while (found := processes(mark, namespace)) and time.monotonic() < end:
         time.sleep(_POLL_S)
     named = [f"it left a process running: {name} ({pid})" for pid, name in sorted(found.items())]
     if len(named) > _MAX_NAMED:
@@ -244,23 +244,21 @@ class Effects:
         reads: Reads,
         *,
         mentions: Sequence[str] = (),
-        exclusions: Exclusions | None = None,
-        ours: Collection[int] = (),
         grace_s: float = 1.0,
     ) -> SideEffects:
         """Look once the setup has ended. `reads` is what `Watch.end` gave; `mentions` are texts that tell what the job
-        will use (see `leftovers`); `ours` processes in the namespace that are not the setup's. Forks like `before`.
+        will use (see `leftovers`). Forks like `before`.
 
         Waits up to `grace_s` seconds for processes that are just ending.
         """
         namespace = self._inside.get("namespace") if self._enter is not None else None
-        unsafe = left_running(self._mark, namespace, but=ours, grace_s=grace_s)
+        unsafe = left_running(self._mark, namespace, grace_s=grace_s)
         inside = _look(self._enter)
         unsafe += self._mounted(inside)
         unsafe += KernelState.now().changes(self._kernel)
         if reads.complete:
             unsafe += left_in_scratch(reads.outside_writes, mentions)
-            unsafe += left_elsewhere(reads.outside_writes, exclusions or Exclusions())
+            unsafe += left_elsewhere(reads.outside_writes, Exclusions())
         else:
             unsafe += self._new_in_scratch(inside, mentions)
         notes = [

@@ -2,8 +2,7 @@
 
 pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode is what pip would have
 written: it names time and size of its source, so that Python sees when somebody edits a package. A snapshot settles the
-times (ADR 16). Files that do not compile (for another Python, templates) are left out, as pip does. Called by the
-launcher behind an installation.
+times (ADR 16). Files that do not compile (for another Python, templates) are left out, as pip does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 uv is an order of magnitude faster and resolves to the same versions for all that was tried (docs/adr/0019). It is
 taken when it is at hand and each of pip's settings in force can be told to it; when it fails, pip has the last word.
 Neither makes bytecode: `bytecode_compile` does, on all cores. Other files than pip's are for uv alone, or for conda.
-Called by the launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
-"""The first one that knows all the names that `uv_settings` uses; an older one would overlook an index."""
+"""The first one that knows all the names that `settings` uses; an older one would overlook an index."""
 _OLDEST_FOR_LOCKS = (0, 7, 0)
 """The first one that reads and writes `pylock.toml`."""
 _OLDEST_PIP = (20, 3)
@@ -71,17 +70,16 @@ def choose(
     run: Run,
     *,
     cwd: str,
-    constraints: Sequence[str] = (),
     root: str = "/",
     at: Callable[[str], Path] | None = None,
     kind: FileKind = "requirements",
     own_uv: str = "",
 ) -> Installation:
-    """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where pip
+    """How to install these files for this Python. `kind` says what they are (`keys.requirement.grouped`); where pip
     cannot, `own_uv` is one more place where uv may be.
 
-    `constraints` are further constraint files. `root` is where the job's `/` can be read, `cwd` its working folder,
-    `run` asks uv for its version. `at` tells where a path of the job can be read, if that is not always below `root`.
+    `root` is where the job's `/` can be read, `cwd` its working folder, `run` asks uv for its version. `at` tells where
+    a path of the job can be read, if that is not always below `root`.
     """
     at = at or (lambda path: _below(root, path))
     files = [word for path in requirements for word in ("-r", path)]
@@ -104,11 +102,10 @@ def choose(
         if kind == "uv.lock":
             words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
         return Installation((Command("uv", words, told),))
-    files += [word for path in constraints for word in ("-c", path)]
     names = {setting.name for setting in found}
     quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
-    translation = _translated((*requirements, *constraints), env, python, cwd, root, at, found, read)
+    translation = _translated(requirements, env, python, cwd, root, at, found, read)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:

@@ -1,7 +1,6 @@
 """Which packages are installed, read from their records on disk without starting anything.
 
-Python distributions by their `.dist-info` and `.egg-info`, Debian packages by dpkg's status file. Called by the
-launcher before and after a setup, by `validate` and by `verifying.oracle`.
+Python distributions by their `.dist-info` and `.egg-info`, Debian packages by dpkg's status file.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from bootseer.env.keys.node import dpkg_packages
+from bootseer.env.keys.requirement import normalised
 
 _DPKG_STATUS = "var/lib/dpkg/status"
 _MAX_STATUS_BYTES = 256 << 20
@@ -87,11 +89,6 @@ def published_files(paths: Iterable[str], read: Callable[[str], bytes]) -> dict[
     return found
 
 
-def normalised(name: str) -> str:
-    """A distribution's name in the one spelling that all others are equal to."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def _order(each: Distribution) -> tuple[str, str, str]:
     return each.name, each.version, each.record
 
@@ -141,13 +138,8 @@ def _told(record: Path) -> tuple[str, str] | None:
 
 def _system_packages(root: str) -> dict[str, str]:
     try:
-        with _below(root, _DPKG_STATUS).open(encoding="utf-8", errors="replace") as file:
-            text = file.read(_MAX_STATUS_BYTES)
+        with _below(root, _DPKG_STATUS).open("rb") as file:
+            data = file.read(_MAX_STATUS_BYTES)
     except OSError:
         return {}
-    found = {}
-    for paragraph in text.split("\n\n"):
-        fields = dict(re.findall(r"^(Package|Version|Architecture|Status): (.*)$", paragraph, re.MULTILINE))
-        if fields.get("Status", "").endswith(" installed") and "Package" in fields:
-            found[f"{fields['Package']}:{fields.get('Architecture', '')}"] = fields.get("Version", "")
-    return found
+    return dict(row.split(" ", 1) for row in dpkg_packages(data))

@@ -2,8 +2,7 @@
 
 Code that new distributions list and that is missing, imports that the user asked for; and, as some users install
 against what packages require, by itself: conflicts of versions that were not there before. The exit code of the setup
-is the launcher's to judge. Called by the launcher before a snapshot is published, with a `run` that sees what a
-restored start would see.
+is the launcher's to judge. `run` sees what a restored start would see.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bootseer.env.installing.interpreter import SAFE_PATH, TIMED_OUT, Interpreter, Ran, Run, module_command
-from bootseer.env.installing.packages import Installed, normalised
+from bootseer.env.installing.packages import Installed
+from bootseer.env.keys.requirement import normalised
 
 _RECORDS_DEADLINE_S = 60.0
 _CHECK_DEADLINE_S = 60.0

@@ -43,7 +43,6 @@ def resolve(
     *,
     env: Mapping[str, str],
     uv: str | None = None,
-    deadline_s: float = DEADLINE_S,
 ) -> Path:
     """Write the lock of the requirement files for `python` to `out` and return it.
 
@@ -70,7 +69,7 @@ def resolve(
         trial.unlink()  # uv takes versions over from a file that is there
         words = [program, "pip", "compile", "--generate-hashes", "--quiet", "--no-header", "--output-file", str(trial)]
         words += ["--python", python] if python is not None else []
-        ended = child.run([*words, "--", *requirements], deadline_s=deadline_s, env={**env, "NO_COLOR": "1"})
+        ended = child.run([*words, "--", *requirements], deadline_s=DEADLINE_S, env={**env, "NO_COLOR": "1"})
         if ended.code is None:
             raise TransientError(f"uv pip compile: {ended.error}")
         if ended.code != 0:

@@ -116,10 +116,10 @@ def _dpkg() -> Sequence[str]:
         raise PermanentError(f"{_DPKG}: {os.strerror(error.errno or 0)}") from error
     if len(data) > _MAX_DATABASE_BYTES:
         raise PermanentError(f"{_DPKG}: too large to be a list of packages")
-    return sorted(packages(data))
+    return sorted(dpkg_packages(data))
 
 
-def packages(data: bytes) -> Iterator[str]:
+def dpkg_packages(data: bytes) -> Iterator[str]:
     """`name:architecture version` of each package that a status file of dpkg calls installed."""
     for stanza in data.split(b"\n\n"):
         found = {name: value.decode("utf-8", "replace") for name, value in _FIELD.findall(stanza)}

@@ -22,6 +22,8 @@ import hashlib
 import itertools
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +35,7 @@ from bootseer.env.changes import Change
 from bootseer.env.installing.packages import published_files
 from bootseer.env.keys.settings import looks_secret
 from bootseer.errors import PermanentError, UsageError
+from bootseer.logs import logger
 
 if TYPE_CHECKING:
     from kingfisher_sdk import Scanner
@@ -53,6 +56,7 @@ _MAX_WORDS = 800
 # Addresses with a user in them are judged by `secrets`, which knows examples.
 _NOT_THEIRS = frozenset({"betterleaks.generic-credential-uri"})
 _PRIVATE_KEY = "betterleaks.private-key"
+_log = logger(__name__)
 
 
 class SecretCheck:
@@ -70,8 +74,13 @@ class SecretCheck:
         """`variables` is the environment of the setup, `rules` are files with further rules, `cache` is a folder of
         this user where compiled rules are kept. Raises `UsageError` for rules that cannot be read, and `PermanentError`
         where nothing can be judged."""
+        self.seconds = 0.0
+        """What looking into files took so far, all threads together."""
+        self._counting = threading.Lock()
         self._exclusions = exclusions
+        began = time.monotonic()
         self._scanner = _scanner(tuple(rules), cache)
+        _log.info("rules of the secret check were ready after %.2f s", time.monotonic() - began)
         self._published: Mapping[str, tuple[int, str]] = {}
         self._copies: dict[str, str] = {}
         self._words: dict[bytes, str] = {}
@@ -101,6 +110,14 @@ class SecretCheck:
 
     def content(self, path: str, data: bytes, *, size: int | None = None) -> str:
         """Judge a file's content, or a piece of one with `size` bytes in all."""
+        began = time.monotonic()
+        try:
+            return self._content(path, data, size)
+        finally:
+            with self._counting:
+                self.seconds += time.monotonic() - began
+
+    def _content(self, path: str, data: bytes, size: int | None) -> str:
         if self._exclusions.keeps(path) or self._is_published(path, data, len(data) if size is None else size):
             return ""
         if size is None and (copy := self._copies.get(hashlib.sha256(data).hexdigest())):
@@ -180,6 +197,7 @@ class SecretCheck:
 def refuse(found: Sequence[str]) -> None:
     """Raise `PermanentError` when something was found."""
     if found:
+        _log.warning("refused: %d places look secret, the first %s", len(found), found[0])
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise PermanentError(
             f"it would hold what looks secret: {', '.join(found[:_MAX_NAMED])}{more}; "

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bootseer.blocks.block_file import BlockFile
-from bootseer.blocks.codec import DEFAULT_LEVEL
-from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
+from bootseer.blocks.writer import BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Action, Change
 from bootseer.env.restoring.roots import is_checked
@@ -30,6 +30,7 @@ from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.tree import ROOT
 from bootseer.erofs.writer import ErofsWriter, Extent
 from bootseer.errors import PermanentError
+from bootseer.logs import logger
 from bootseer.store.retry import retrying
 from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
@@ -120,6 +121,7 @@ def store_manifest(store: Store, manifest: Manifest) -> Stored:
 MAX_BYTES = 256 << 30
 """Holes count, too: a sparse file of a terabyte takes minutes to digest."""
 _ALONE = (0, 0)
+_log = logger(__name__)
 _ATTEMPTS = 3
 _DEADLINE_S = 3600.0
 Progress = Callable[[int, int], None]
@@ -153,11 +155,7 @@ def write_snapshot(
     ended_s: float | None = None,
     root: str = "/",
     is_loose: Callable[[str], bool] = lambda _: False,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    num_stripes: int = 1,
-    level: int = DEFAULT_LEVEL,
     threads: int | None = None,
-    max_bytes: int = MAX_BYTES,
     progress: Progress = lambda _done, _total: None,
 ) -> Written:
     """Store the snapshot of these changes.
@@ -170,21 +168,22 @@ def write_snapshot(
     Raises `PermanentError` for what cannot be read, was changed since, is secret or too much, and what the store
     raises. What is raised leaves nothing behind that a reader could take for a snapshot.
     """
+    began = time.monotonic()
     items, left_out = look(changes, ended_s)
+    for line in left_out:
+        _log.info("not in the snapshot: %s", line)
     items = [item for item in items if not (item.python_source and is_loose(item.change.path))]
     size_bytes = sum(item.size for item in items)
-    if size_bytes > max_bytes or len(items) > MAX_ENTRIES:
+    if size_bytes > MAX_BYTES or len(items) > MAX_ENTRIES:
         raise PermanentError(
             f"the setup left {format_bytes(size_bytes)} in {len(items)} paths; a snapshot holds at most "
-            f"{format_bytes(max_bytes)} in {MAX_ENTRIES}"
+            f"{format_bytes(MAX_BYTES)} in {MAX_ENTRIES}"
         )
     _check_names(items, check)
     threads = threads or min(len(os.sched_getaffinity(0)), 8)
 
     def once(_left_s: float) -> tuple[BlockFile, _Run]:
-        with BlockWriter(
-            store, block_size=block_size, num_stripes=num_stripes, level=level, head_bytes=BLOCK, threads=threads
-        ) as blocks:
+        with BlockWriter(store, head_bytes=BLOCK, threads=threads) as blocks:
             run = _Run(ErofsWriter(blocks), items, began_s, root, is_loose, progress, check)
             return blocks.finish(run.write(threads)), run
 
@@ -192,6 +191,10 @@ def write_snapshot(
     file, run = retrying(once, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
     manifest = Manifest(tuple(run.entries))
     loose = _loose_part(manifest.entries, is_loose)
+    _log.info(
+        "snapshot written in %.1f s: %d files, %s; the secret check took %.1f s of its threads",
+        *(time.monotonic() - began, run.num_files, format_bytes(run.size_bytes), check.seconds),
+    )
     return Written(
         file,
         store_manifest(store, manifest),
@@ -317,7 +320,7 @@ class _Run:
         return entry
 
     def _source_of(self, item: Item) -> Source | None:
-        """The source of a file in `__pycache__`, in the snapshot or below it. Called by the threads that read."""
+        """The source of a file in `__pycache__`, in the snapshot or below it."""
         known = self._files.get(path_bytes(item.python_source))
         if known is None:
             return _source_below(self._root + item.python_source)

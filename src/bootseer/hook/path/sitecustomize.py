@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import sys
 
+FRAMEWORKS = ("torch", "jax", "safetensors")
+"""The packages of `hook.marks.after_import_of`, without those that import one of these themselves."""
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -31,7 +34,7 @@ def _watch_imports() -> None:
 
         @classmethod
         def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-            if name not in ("torch", "jax", "safetensors"):
+            if name not in FRAMEWORKS:
                 return None
             try:
                 sys.meta_path.remove(cls)  # another thread may have come first: its import watches for both

@@ -25,8 +25,11 @@ from bootseer.image.containers.limits import Limits, make_cgroups, remove_cgroup
 from bootseer.image.containers.process import Process, Words, process_of
 from bootseer.image.containers.rootfs import User, is_executable
 from bootseer.image.containers.runtime_config import Bind, is_renamed, node_binds, runtime_config, without_root
+from bootseer.logs import logger
 from bootseer.machine.surroundings import CDI_FOLDERS
 from bootseer.mounts.user_namespace import is_host, num_owners
+
+_LOG = logger(__name__)
 
 Runtime = Literal["auto", "runc", "crun"]
 _INSTALL = "apt-get install runc, or put the static program of a release of runc or crun into a folder of PATH"
@@ -77,6 +80,7 @@ class Container:
             raise UsageError("--group-add needs root: without it there are no other groups", hint="leave it out")
         renamed = not is_host() and is_renamed(self.process.user, num_owners())
         self.runtime = _runtime(options.runtime, self.process.user, renamed=renamed)
+        _LOG.info("container %s: %s starts %s", folder.name, self.runtime, self.process.args[0])
         self._own_pids = options.own_pids
         _check_program(self.process, root, [*(bind.target for bind in options.binds), *_targets(edits.mounts)])
         _check_places(root)

@@ -47,7 +47,7 @@ class Words:
     groups: tuple[str, ...] = ()
     """Further ones, by the image's names or numbers."""
     unset: tuple[str, ...] = ()
-    """Variables that the process is not to have, whoever set them."""
+    """Variables that the process is not to have, wherever they come from."""
     prepend: Mapping[str, str] = field(default_factory=dict)
     """Put in front of variables that hold lists of folders (PYTHONPATH)."""
 

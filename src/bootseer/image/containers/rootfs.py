@@ -44,7 +44,7 @@ def read_in_root(root: Path, path: str, max_bytes: int) -> bytes | None:
 
 
 def is_executable(root: Path, path: str) -> bool | None:
-    """Whether the plain file at `path` below `root` may be executed by anybody; None when there is no such file."""
+    """Whether the plain file at `path` below `root` has an execute bit; None when there is no such file."""
     try:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

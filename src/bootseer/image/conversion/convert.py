@@ -99,7 +99,7 @@ class _Conversion:
         self._readers_lock = threading.Lock()
 
     def run(self, jobs: int) -> list[ConvertedLayer]:
-        # Layers start in their order, so that whoever waits for lower ones waits for threads that run.
+        # Layers start in their order, so that a thread that waits for lower layers waits for threads that run.
         with Tasks("bootseer-convert", jobs) as pool:
             try:
                 for number in range(len(self._source.layers)):

@@ -1,4 +1,4 @@
-"""Convert one layer, or find out that somebody did it before.
+"""Convert one layer, or find out that it was converted before.
 
 Runs in a thread of `convert`. Nothing becomes visible under the layer's name before both digests of its source were
 verified and all its blocks are stored.
@@ -30,12 +30,14 @@ from bootseer.image.conversion.layer_document import (
 from bootseer.image.conversion.layer_tree import Lower, ask
 from bootseer.image.merged import MergedTree
 from bootseer.image.sources.source import SourceLayer, check_content, check_stored, read_resumed
+from bootseer.logs import logger
 from bootseer.store.retry import read_all, retrying
 from bootseer.store.store import Store, Stored
 
 _ATTEMPTS = 3
 _LAYER_DEADLINE_S = 24 * 3600.0
 _PUBLISH_S = 120.0
+_LOG = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class LayerJob:
             questions = found
             found = self._find(ask(self._below(), questions))
         if isinstance(found, ConvertedLayer):
+            _LOG.info("%s: converted before", self.where)
             self.progress(self.layer.size_bytes)
             return found
         # An upload cannot be taken up again in the middle; the whole layer can.
@@ -114,6 +117,13 @@ class LayerJob:
             )
             file = blocks.finish(writer.finish())
         converted = ConvertedLayer(file, facts.root, facts.opaque)
+        _LOG.info(
+            "%s: converted, %d bytes stored as %d, %d questions to lower layers",
+            self.where,
+            file.size_bytes,
+            file.stored_bytes,
+            len(facts.asked),
+        )
         self._remember(converted, questions, tuple(facts.asked))
         return converted
 

@@ -97,7 +97,7 @@ class Machine:
         self._enter = enter
 
     def ask(self, argv: Sequence[str], env: Mapping[str, str], *, deadline_s: float) -> Ran:
-        """A short question to a program of the setup's: `installing.running.Run`."""
+        """A short question to a program of the setup's: `installing.interpreter.Run`."""
         return runner(self._enter)(argv, env, deadline_s=deadline_s)
 
     def spawn(self, argv: Sequence[str], more: Mapping[str, str]) -> int:

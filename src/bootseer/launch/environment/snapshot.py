@@ -40,8 +40,8 @@ class Made:
     """What became of it."""
 
     key: str
-    published: bool
-    was_there: bool
+    published: bool = False
+    was_there: bool = False
     """A snapshot that can be used was there already."""
     code: int = 0
     """Of the setup; 130 and the like when it was interrupted."""
@@ -57,7 +57,7 @@ def make_snapshot(
 ) -> Made:
     """Run the setup in a capture and keep what it did; nothing happens when there is a snapshot."""
     supervise.block_signals()
-    task = Task.made(setup, requirements, wanted, env)
+    task = Task(setup, requirements, wanted, env)
     start = EnvironmentStart(task, ())
     code = 1
     try:
@@ -66,7 +66,7 @@ def make_snapshot(
         return made
     except Interrupted as interrupted:
         say(f"interrupted by {interrupted}; no snapshot was kept")
-        return Made("", published=False, was_there=False, code=interrupted.exit_code, why_not="interrupted")
+        return Made("", code=interrupted.exit_code, why_not="interrupted")
     finally:
         start.end(code)
         start.close()
@@ -77,13 +77,13 @@ def _make(task: Task, start: EnvironmentStart) -> Made:
     key, decision = start.look()
     digest = key.digest if key is not None else ""
     if decision.action is Action.RESTORE:
-        return Made(digest, published=False, was_there=True, why_not=f"nothing was done: {decision.words}")
+        return Made(digest, was_there=True, why_not=f"nothing was done: {decision.words}")
     if decision.action is not Action.BUILD or key is None:
-        return Made(digest, published=False, was_there=False, why_not=decision.words)
+        return Made(digest, why_not=decision.words)
     try:
         captured = capture(task, key, decision, ())
     except NotShown as error:
-        return Made(digest, published=False, was_there=False, why_not=str(error))
+        return Made(digest, why_not=str(error))
     start.shown = captured.shown
     if captured.publishing is not None:
         start.finish(captured.publishing)
@@ -91,7 +91,6 @@ def _make(task: Task, start: EnvironmentStart) -> Made:
     return Made(
         digest,
         published=bool(outcome.get("published")),
-        was_there=False,
         code=captured.code,
         why_not=str(outcome.get("why_not") or ("the setup failed" if captured.code else "")),
         seconds=float(outcome.get("seconds", 0.0)) + captured.setup_s,
@@ -189,7 +188,7 @@ class SavedSnapshot:
         wanted = EnvironmentWanted(
             self.cache, runtime, store=self.uri, plain_http=self.plain_http, signatures=self.signatures
         )
-        task = Task.made(setup, requirements, wanted, self.env)
+        task = Task(setup, requirements, wanted, self.env)
         try:
             yield task
         finally:

@@ -64,7 +64,7 @@ def run_in_environment(
     wanted = options.environment
     assert wanted is not None  # noqa: S101 - for the type checker: `launch.run` looked
     try:
-        task = Task.made(
+        task = Task(
             options.setup,
             options.requirements,
             wanted,
@@ -178,11 +178,12 @@ class EnvironmentStart:
 
         task = self.task
         mode = task.wanted.mode
+        own_env = task.env if task.own_env is None else task.own_env
         try:
             with interruptible():
                 with task.stage("key") as facts:
                     key = request_key(
-                        ask_for(task.setup, task.requirements, task.wanted, task.own_env, base=base and base()),
+                        ask_for(task.setup, task.requirements, task.wanted, own_env, base=base and base()),
                         facts_folder=facts_folder_of(task.wanted.cache),
                     )
                     facts["key"] = key.digest

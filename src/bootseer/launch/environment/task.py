@@ -76,54 +76,31 @@ def own_store(cache: Path) -> str:
     return str(environments_folder(cache) / "store")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """One start's environment."""
+    """One start's environment, with a folder of its own, which is to be removed.
+
+    Raises `PermanentError` when the cache takes none. What is not said is that of a start without a job.
+    """
 
     setup: str | None
-    requirements: tuple[str, ...]
+    requirements: Sequence[str]
     wanted: EnvironmentWanted
     env: Mapping[str, str]
     """The environment that the job and its setup get."""
-    own_env: Mapping[str, str]
-    """The same without what we add: what the request key may depend on."""
-    session: Session | None
-    own_group: bool
+    own_env: Mapping[str, str] | None = None
+    """The same without what we add, if that is another: what the request key may depend on."""
+    session: Session | None = None
+    own_group: bool = field(default_factory=lambda: not in_foreground())
     """Whether what is started leads a process group of its own (`supervise`)."""
-    folder: OwnedFolder
     show: Show = no_progress
     """Shows people what is waited for."""
     outcome: dict[str, Any] = field(default_factory=dict)
-    """What became of the snapshot, once that is known (`environment_publish.tell`)."""
+    """What became of the snapshot, once that is known (`publish.tell`)."""
+    folder: OwnedFolder = field(init=False)
 
-    @classmethod
-    def made(
-        cls,
-        setup: str | None,
-        requirements: Sequence[str],
-        wanted: EnvironmentWanted,
-        env: Mapping[str, str],
-        *,
-        own_env: Mapping[str, str] | None = None,
-        session: Session | None = None,
-        own_group: bool | None = None,
-        show: Show = no_progress,
-    ) -> Task:
-        """With a folder of its own, which is to be removed. Raises `PermanentError` when the cache takes none.
-
-        What is not said is that of a start without a job.
-        """
-        return cls(
-            setup=setup,
-            requirements=tuple(requirements),
-            wanted=wanted,
-            env=env,
-            own_env=env if own_env is None else own_env,
-            session=session,
-            own_group=not in_foreground() if own_group is None else own_group,
-            folder=OwnedFolder.made(environments_folder(wanted.cache) / "runs", "run-"),
-            show=show,
-        )
+    def __post_init__(self) -> None:
+        self.folder = OwnedFolder.made(environments_folder(self.wanted.cache) / "runs", "run-")
 
     @cached_property
     def cwd(self) -> str:

@@ -172,11 +172,10 @@ def show(task: Task, view: Capture, changes: Sequence[Change], division: Divisio
     try:
         if view.way != "scan":
             _show(task, view, changes, division, shown)
-    except (BootseerError, OSError) as error:
+    except BaseException as error:
         shown.undo.close()
-        raise NotShown("failed", f"what the setup did cannot be shown: {error}") from error
-    except BaseException:
-        shown.undo.close()
+        if isinstance(error, BootseerError | OSError):
+            raise NotShown("failed", f"what the setup did cannot be shown: {error}") from error
         raise
 
 

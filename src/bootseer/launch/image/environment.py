@@ -86,7 +86,7 @@ def environment_in_image(
         say(f"the setup could not be read: {error}")
     wanted = replace(wanted, place=place_of(cwd, container.binds))
     make = partial(
-        Task.made,
+        Task,
         options.setup,
         options.requirements,
         env=env,
