@@ -80,7 +80,9 @@ class Image:
 
     def request(self, **changes: object) -> Request:
         reference = parse_reference(self.reference)
-        plain = Request(reference, self.store, self.folder / "cache", self.folder / "runtime", loading="lazy")
+        plain = Request(
+            reference, self.store, cache=self.folder / "cache", runtime=self.folder / "runtime", loading="lazy"
+        )
         return replace(plain, **changes)  # type: ignore[arg-type]
 
     @property

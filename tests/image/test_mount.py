@@ -50,7 +50,9 @@ def store_of(node: Node) -> str:
 
 
 def request(node: Node, **changes: object) -> Request:
-    plain = Request(parse_reference(node.reference), store_of(node), node.cache, node.runtime, loading="lazy")
+    plain = Request(
+        parse_reference(node.reference), store_of(node), cache=node.cache, runtime=node.runtime, loading="lazy"
+    )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 

@@ -36,7 +36,7 @@ def store_of(node: Node) -> str:
 
 
 def request(node: Node, reference: str, **changes: Any) -> Request:
-    given = Request(parse_reference(reference), store_of(node), node.cache, node.runtime, loading="lazy")
+    given = Request(parse_reference(reference), store_of(node), cache=node.cache, runtime=node.runtime, loading="lazy")
     return replace(given, **changes)
 
 

@@ -40,7 +40,9 @@ def restored(tmp_path: Path) -> Callable[[Mode], ImageEnvironment]:
         start = EnvironmentStart(Task("setup.sh", [], wanted, {}), ["true"])
         start.shown = Shown("restored", Decision(Action.RESTORE, "hit", "", mode=mode), {})
         start.shown.undo.callback((tmp_path / "undone").touch)
-        request = Request(parse_reference("registry.example/a:1"), None, tmp_path / "cache", tmp_path / "runtime")
+        request = Request(
+            parse_reference("registry.example/a:1"), None, cache=tmp_path / "cache", runtime=tmp_path / "runtime"
+        )
         return ImageEnvironment(start, request, Options())
 
     return make

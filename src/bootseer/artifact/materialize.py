@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bootseer.artifact.child import breaks_forks
 from bootseer.artifact.hotsets import KEPT, HotSets, HotSetUpdater
 from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
-from bootseer.artifact.mount_handle import failures
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.room import Room
 from bootseer.artifact.signatures import UNSIGNED, Signatures
@@ -35,6 +35,23 @@ RECORD = "record"
 """The file in a mount's folder that tells what its start needed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountOptions:
+    """How block files are to come to this node."""
+
+    cache: Path
+    """The node's cache."""
+    runtime: Path
+    """Where the state of mounts lies."""
+    plain_http: bool = False
+    loading: Loading = "auto"
+    workload: str = ""
+    """Which hot set; empty: none is used, and none is recorded."""
+    publish: bool = True
+    """Whether what was recorded goes to the store."""
+    signatures: Signatures = UNSIGNED
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """Whose block files they are, and where they come from."""
@@ -45,20 +62,11 @@ class Subject:
     """Whose hot sets are used and kept."""
     store: Store
     store_uri: str
-    is_shared: bool
+    options: MountOptions
+    is_shared: bool = True
     """Whether other nodes see the store."""
-    plain_http: bool
-    cache: Path
-    """The node's cache."""
-    loading: Loading = "auto"
-    workload: str = ""
-    """Which hot set; empty: none is used, and nothing is recorded."""
-    publish: bool = True
-    """Whether what was recorded goes to the store."""
     fallback: str = ""
     """Why this is a fallback already, however the files come."""
-    signatures: Signatures = UNSIGNED
-    """About hot sets: who reads the document has looked at its signature."""
 
 
 @dataclass(slots=True)
@@ -146,7 +154,7 @@ class Materializer:
         if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
             self.room.clean_up()
         plan = self._hot_set()
-        prediction = choose_loading(self.subject.loading, missing, plan)
+        prediction = choose_loading(self.subject.options.loading, missing, plan)
         self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
@@ -183,13 +191,13 @@ class Materializer:
                 layer.file.sync()
 
     def _hot_set(self) -> list[Block] | None:
-        if not self.subject.workload:
+        subject, options = self.subject, self.subject.options
+        if not options.workload:
             return None
         # A store that must be asked by another process was: what it knew is on this node now.
-        store = None if breaks_forks(self.subject.store_uri) else self.subject.store
-        subject = self.subject
-        sets = HotSets(subject.cache, subject.digest, store, self.say, subject.signatures)
-        hot_set = sets.load(subject.workload)
+        store = None if breaks_forks(subject.store_uri) else subject.store
+        sets = HotSets(options.cache, subject.digest, store, self.say, options.signatures)
+        hot_set = sets.load(options.workload)
         return hot_set.plan() if hot_set is not None and not hot_set.stale else None
 
     def _start_daemon(
@@ -200,23 +208,23 @@ class Materializer:
         make_tree: MakeTree = LazyFiles,
         at: Path | None = None,
     ) -> Daemon:
-        subject = self.subject
+        subject, options = self.subject, self.subject.options
         update = HotSetUpdater(
-            store=subject.store_uri if subject.publish and subject.is_shared else None,
-            plain_http=subject.plain_http,
-            cache_root=subject.cache,
+            store=subject.store_uri if options.publish and subject.is_shared else None,
+            plain_http=options.plain_http,
+            cache_root=options.cache,
             digest=subject.digest,
-            workload=subject.workload,
-            signatures=subject.signatures,
+            workload=options.workload,
+            signatures=options.signatures,
             plan=plan,
         )
         files = [
-            FetchedFile(layer.index.identity, layer.index, subject.store_uri, subject.plain_http) for layer in served
+            FetchedFile(layer.index.identity, layer.index, subject.store_uri, options.plain_http) for layer in served
         ]
         opened = Fetched(
             files=tuple(files),
             cache_root=self.cache.root,
-            record=self.folder / RECORD if subject.workload else None,
+            record=self.folder / RECORD if options.workload else None,
             hand_over=update,
             hot=None if plan is None else lambda: plan,
             make_tree=make_tree,
@@ -242,7 +250,7 @@ class Materializer:
 
         with self.stage("pull") as facts:
             facts["reason"] = self.reason
-            origin = open_store(self.subject.store_uri, plain_http=self.subject.plain_http)
+            origin = open_store(self.subject.store_uri, plain_http=self.subject.options.plain_http)
             fetcher = Fetcher(on_problem=self.say)
             try:
                 for layer in self.stack:
@@ -256,3 +264,13 @@ class Materializer:
         self._trust()
         if not all(layer.file.trusted for layer in self.stack):
             raise PermanentError(f"{self.cache.root}: what was fetched does not stay there; is the disk sound?")
+
+
+def failures(daemon: Daemon) -> Mapping[str, Any]:
+    """What a daemon says of its reads: `failed_reads`, `first_failure`, `first_corrupt`. Nothing if it does not
+    answer."""
+    with contextlib.suppress(BootseerError):
+        fetch = daemon.status().get("fetch")
+        if isinstance(fetch, dict):
+            return fetch
+    return {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.restoring.host import HostView, show_on_host
-from bootseer.env.restoring.layer import Bring, Layer, bring_layer
+from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.errors import PermanentError
 from bootseer.fuse.syscalls import MS_NOSUID
 from bootseer.mounts import kernel
@@ -56,8 +56,8 @@ def venv(setup: Setup, tmp_path: Path) -> Path:
 
 def bring(setup: Setup, tmp_path: Path, *roots: Path) -> Layer:
     changes = [change for root in roots for change in setup.changes(root)]
-    wanted = Bring(tmp_path / "cache", tmp_path / "runtime")
-    return bring_layer(setup.document(changes, roots), setup.store, wanted)
+    wanted = LayerOptions(cache=tmp_path / "cache", runtime=tmp_path / "runtime")
+    return mount_layer(setup.document(changes, roots), setup.store, wanted)
 
 
 def test_a_job_finds_the_environment_where_it_was_and_nobody_else_does(
@@ -81,8 +81,8 @@ def test_a_root_that_was_there_shows_both_and_deletions(setup: Setup, tmp_path: 
     setup.write(root / "lib" / "new.py", "new")
     setup.write(root / "replaced" / "fresh", "")
     changes = setup.changes(root, deleted=[root / "lib" / "gone.py"], opaque=[root / "replaced"])
-    wanted = Bring(tmp_path / "cache", tmp_path / "runtime")
-    with closing(bring_layer(setup.document(changes, [root]), setup.store, wanted)) as layer:
+    wanted = LayerOptions(cache=tmp_path / "cache", runtime=tmp_path / "runtime")
+    with closing(mount_layer(setup.document(changes, [root]), setup.store, wanted)) as layer:
         view = show(layer.at, root)
         assert run_in(view.enter, f"cd {root}; find . -type f | sort").split() == [
             "./lib/new.py",
@@ -283,9 +283,9 @@ def test_the_systems_own_folders_can_be_shown(setup: Setup, show: Show) -> None:
 
 def test_a_cache_on_an_overlay_is_no_hindrance(setup: Setup, tmp_path: Path, venv: Path, show: Show) -> None:
     merged = overlay(tmp_path)
-    wanted = Bring(merged / "cache", tmp_path / "runtime", loading="pull")
+    wanted = LayerOptions(cache=merged / "cache", runtime=tmp_path / "runtime", loading="pull")
     document = setup.document(setup.changes(venv), [venv])
-    with closing(bring_layer(document, setup.store, wanted)) as layer:
+    with closing(mount_layer(document, setup.store, wanted)) as layer:
         view = show(layer.at, venv)
         assert run_in(view.enter, f"{venv}/bin/tool") == "tool\n"
         view.close()

@@ -18,7 +18,7 @@ from bootseer.artifact.room import release
 from bootseer.artifact.unpacked import release_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.restoring.layer import Bring, Layer, bring_layer, in_use
+from bootseer.env.restoring.layer import Layer, LayerOptions, in_use, mount_layer
 from bootseer.errors import BootseerError
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
@@ -56,8 +56,8 @@ def bring(
     with ExitStack() as opened:
 
         def call(store: FileStore | None = None, **changes: object) -> Layer:
-            plain = Bring(tmp_path / "cache", tmp_path / "runtime", loading="lazy")
-            layer = bring_layer(
+            plain = LayerOptions(cache=tmp_path / "cache", runtime=tmp_path / "runtime", loading="lazy")
+            layer = mount_layer(
                 document,
                 store or setup.store,  # type: ignore[arg-type]
                 replace(plain, **changes),  # type: ignore[arg-type]
@@ -149,7 +149,9 @@ def test_what_a_killed_start_had_mounted_is_taken_away_by_the_next(
 ) -> None:
     pid = os.fork()
     if pid == 0:
-        bring_layer(document, setup.store, Bring(tmp_path / "cache", tmp_path / "runtime", loading="lazy"))
+        mount_layer(
+            document, setup.store, LayerOptions(cache=tmp_path / "cache", runtime=tmp_path / "runtime", loading="lazy")
+        )
         os._exit(0)  # as after a kill: nothing is closed
     assert os.waitpid(pid, 0)[1] == 0
     runtime = Runtime(tmp_path / "runtime")

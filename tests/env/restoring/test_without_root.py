@@ -20,14 +20,14 @@ import json, os, subprocess, sys
 from pathlib import Path
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.layer import Bring, bring_layer
+from bootseer.env.restoring.layer import LayerOptions, mount_layer
 from bootseer.store.file import FileStore
 
 folder = Path(sys.argv[1])
 document = EnvironmentDocument.parse((folder / "document").read_bytes())
 said = []
-bring = Bring(folder / "home/cache", folder / "home/runtime", loading="lazy", workload="w")
-layer = bring_layer(document, FileStore(folder / "store"), bring, say=said.append)
+bring = LayerOptions(cache=folder / "home/cache", runtime=folder / "home/runtime", loading="lazy", workload="w")
+layer = mount_layer(document, FileStore(folder / "store"), bring, say=said.append)
 view = show_on_host(layer.at, document.roots, changes=folder / "home/changes", user=True, say=said.append)
 ran = subprocess.run(["sh", "-ec", sys.argv[2]], preexec_fn=view.enter, capture_output=True, text=True)
 numbers = layer.began()

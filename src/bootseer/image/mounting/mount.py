@@ -13,33 +13,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from bootseer.artifact.child import breaks_forks, run_in_child
-from bootseer.artifact.hotsets import HotSets
-from bootseer.artifact.loading import CachedLayer
-from bootseer.artifact.materialize import Materializer, Subject
-from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.materialize import Subject
+from bootseer.artifact.mounting import LazyMount
 from bootseer.artifact.progress import Say, Show, Stage, no_progress
-from bootseer.artifact.room import Room, release_unused
 from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
-from bootseer.cache.cache import Cache
+from bootseer.blocks.index import Index
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
 from bootseer.image.mounting import show, ways
-from bootseer.image.mounting.found import Found, find
+from bootseer.image.mounting.found import find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.mounts import user_namespace
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.serve import FILES
-from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.state import MountState
 
 
 def mount_image(
@@ -71,113 +65,88 @@ def mount_image(
     if suid and not lifeline and not user_namespace.may_mount():
         raise UsageError("a mount with set-uid programs needs root", hint="leave out --suid")
     attributes = MS_NODEV if suid else MS_NODEV | MS_NOSUID
-    runtime = Runtime(request.runtime)
-    cache = Cache(blocks_folder(request.cache))
-    room = Room(cache, say)
-    release_unused(runtime, room, request.cache)
-    if breaks_forks(request.store):
-        with stage("store"):
-            run_in_child(lambda: _learn(request, say))
-    found = find(request, stage=stage, say=say, show=show)
-    folder = runtime.new_folder()
-    with contextlib.ExitStack() as opened:
-        try:
-            stack = []
-            for index in found.indexes:
-                file = room.open(index)
-                opened.callback(file.close)
-                stack.append(CachedLayer(index, file))
-            bringing = Materializer(_subject(request, found), cache, folder, stack, lifeline, stage, say, show, room)
-            return _Mounting(request, found, bringing, runtime, target, writable, attributes, tuple(above)).mount(facts)
-        except BaseException as error:
-            with contextlib.suppress(BootseerError, OSError):
-                runtime.clear(folder)
-            if isinstance(error, OSError):
-                raise PermanentError(f"{error.filename or target}: {error.strerror or error}") from error
-            raise
-
-
-def _subject(request: Request, found: Found) -> Subject:
-    return Subject(
-        name=str(request.reference),
-        digest=found.document.digest,
-        store=found.store,
-        store_uri=found.store_uri,
-        is_shared=found.is_shared,
-        plain_http=request.plain_http,
-        cache=request.cache,
-        loading=request.loading,
-        workload=request.workload,
-        publish=request.publish,
-        fallback=found.fallback,
-        signatures=request.signatures,
+    mount = _ImageMount(
+        request, target, writable, tuple(above), attributes, facts, lifeline=lifeline, stage=stage, say=say, show=show
     )
+    state, known = mount.run(request.store)
+    return mount.handle(state, known)
 
 
-def _learn(request: Request, say: Say) -> None:
-    """In a child: get all that must be known before the mount from the store to this node."""
-    found = find(request, say=say)
-    if request.workload:
-        sets = HotSets(request.cache, found.document.digest, found.store, say, request.signatures)
-        sets.fetch(request.workload)
-
-
-@dataclass(slots=True)
-class _Mounting:
+class _ImageMount(LazyMount):
     """One mount in the making."""
 
-    request: Request
-    found: Found
-    layers: Materializer
-    runtime: Runtime
-    target: Path
-    writable: Path | None
-    attributes: int
-    above: tuple[Path, ...]
-    details: dict[str, str] = field(default_factory=dict)
+    choice: Choice
 
-    def mount(self, what_works: Facts) -> MountedImage:
-        """Choose the way, and go it."""
-        layers = self.layers
-        request, document = self.request, self.found.document
-        local_bytes = sum(layer.stored_bytes - layer.missing_bytes for layer in layers.stack)
-        try:
-            choice = self._go(what_works)
-            state = self._state()
-            self.runtime.write(state)
-        except BaseException:
-            show.undo(layers.folder, self.target)
-            layers.stop_daemon()
-            raise
-        facts = {
-            "image": str(request.reference),
-            "digest": document.digest,
-            "workload": request.workload,
-            "mode": layers.mode,
-            "reason": layers.reason,
-            "way": choice.way.value,
-            "refused_ways": "; ".join(f"{way.value}: {why}" for way, why in choice.refused),
+    def __init__(
+        self,
+        request: Request,
+        target: Path,
+        writable: Path | None,
+        above: tuple[Path, ...],
+        attributes: int,
+        facts: Facts,
+        *,
+        lifeline: bool,
+        stage: Stage,
+        say: Say,
+        show: Show,
+    ) -> None:
+        super().__init__(request, lifeline=lifeline, stage=stage, say=say, show=show)
+        self._request = request
+        self.target = self._target = target
+        self._writable = writable
+        self._above = above
+        self._attributes = attributes
+        self._facts = facts
+
+    def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
+        request = self._request
+        found = (
+            find(request, say=self.say) if in_child else find(request, stage=self.stage, say=self.say, show=self.show)
+        )
+        self._found = found
+        self.details["workload"] = request.workload
+        if self._writable is not None:
+            self.details[CHANGES] = os.path.abspath(self._writable)  # noqa: PTH100 - resolving links could leave the name
+        name, digest = str(request.reference), found.document.digest
+        subject = Subject(
+            name, digest, found.store, found.store_uri, request, is_shared=found.is_shared, fallback=found.fallback
+        )
+        return subject, found.indexes
+
+    def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
+        """The image as it is mounted."""
+        document, layers = self._found.document, self.layers
+        facts |= {
+            "image": str(self._request.reference),
+            "refused_ways": "; ".join(f"{way.value}: {why}" for way, why in self.choice.refused),
             "layers": len(layers.stack),
             "stored_bytes": document.stored_bytes,
-            "local_bytes": local_bytes,
         }
         return MountedImage(
-            self.target,
+            self._target,
             document.config,
             facts,
             self.runtime,
             state,
             layers.daemon,
-            layers.say,
-            request.cache,
-            lifeline=layers.lifeline,
+            self.say,
+            self.options.cache,
+            lifeline=self.lifeline,
         )
 
-    def _go(self, facts: Facts) -> Choice:
-        """Go the best way; when it turns out to lead nowhere, the next one. Returns the one that led to the mount."""
+    def undo(self) -> None:
+        show.undo(self.layers.folder, self._target)
+
+    def owner(self) -> ProcessId | None:
+        return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
+
+    def show_files(self) -> tuple[Way, Path]:
+        """Go the best way; when it fails, the next one."""
+        facts = self._facts
         private = self.layers.lifeline
         while True:
-            choice = ways.pick(facts, private=private, writable=self.writable is not None)
+            choice = ways.pick(facts, private=private, writable=self._writable is not None)
             if why := ways.told(choice):
                 self.layers.say(f"the image is shown {why}")
             try:
@@ -187,9 +156,10 @@ class _Mounting:
                     self._show_tree()
                 else:
                     self._show_layers(loop=choice.way is Way.EROFS_LOOP)
-                return choice
+                self.choice = choice
+                return choice.way, self._target
             except _WayFailed as error:
-                show.undo(self.layers.folder, self.target)
+                self.undo()
                 self.layers.check_origin()
                 self.layers.stop_daemon()
                 facts = ways.after_failure(facts, choice.way, str(error), private=private)
@@ -202,14 +172,14 @@ class _Mounting:
         def mount() -> None:
             with layers.stage("mount"):
                 lowers = show.mount_layers(self.runtime, layers.folder, layers.stack, loop=loop)
-                show.mount_tree(lowers, self.above, self.target, self.writable, self.attributes)
+                show.mount_tree(lowers, self._above, self._target, self._writable, self._attributes)
 
         if layers.daemon is not None:
             try:
                 mount()
                 return
             except BootseerError as error:
-                show.undo(layers.folder, self.target)
+                self.undo()
                 if not loop and number_of(error) == errno.ENOTBLK:
                     # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
                     raise _WayFailed(str(error)) from error
@@ -231,12 +201,12 @@ class _Mounting:
             if user_namespace.may_mount():
                 layers.as_tree(MergedTree, None)
                 with layers.stage("mount"):
-                    show.mount_over(layers.folder / FILES, self.above, self.target, self.writable, self.attributes)
+                    show.mount_over(layers.folder / FILES, self._above, self._target, self._writable, self._attributes)
             else:
-                if self.above:
+                if self._above:
                     raise PermanentError("without the right to mount, nothing can lie on top of the image")
-                self.target.mkdir(parents=True, exist_ok=True)
-                layers.as_tree(MergedTree, self.target)
+                self._target.mkdir(parents=True, exist_ok=True)
+                layers.as_tree(MergedTree, self._target)
 
     def _unpack(self, why: str) -> None:
         """The files are written out, and shown with an overlay for changes, or as a copy that may be changed."""
@@ -249,40 +219,23 @@ class _Mounting:
             unpack_layers(layers.stack, folder)
 
         with layers.stage("unpack"):
-            tree = keep_unpacked(self.request.cache, [layer.index.identity for layer in layers.stack], write)
+            tree = keep_unpacked(self.options.cache, [layer.index.identity for layer in layers.stack], write)
         if layers.lifeline:
             user_namespace.enter()
         try:
             with layers.stage("mount"):
-                show.mount_over(tree, self.above, self.target, self.writable, self.attributes)
+                show.mount_over(tree, self._above, self._target, self._writable, self._attributes)
             self.details[UNPACKED] = tree.name
         except BootseerError as error:
-            if self.writable is None or self.above:
+            if self._writable is None or self._above:
                 raise
             layers.say(f"no overlay: {error}; this container gets a copy of its own")
-            show.undo(layers.folder, self.target)
+            self.undo()
             with layers.stage("unpack"):
-                show.mount_copy(write, self.target, self.writable, self.attributes)
-
-    def _state(self) -> MountState:
-        layers = self.layers
-        details = {"digest": self.found.document.digest, "mode": layers.mode, "workload": self.request.workload}
-        if self.writable is not None:
-            details[CHANGES] = os.path.abspath(self.writable)  # noqa: PTH100 - resolving links could leave the name
-        return MountState(
-            id=layers.folder.name,
-            target=os.path.abspath(self.target),  # noqa: PTH100 - as `Runtime.find` compares
-            what=str(self.request.reference),
-            boot=self.runtime.boot,
-            layers=tuple(layer.index.identity for layer in layers.stack),
-            daemon=layers.daemon.process if layers.daemon is not None else None,
-            owner=ProcessId.of(os.getpid()) if layers.lifeline and not user_namespace.is_host() else None,
-            made_s=time.time(),
-            details={**details, **self.details},
-        )
+                show.mount_copy(write, self._target, self._writable, self._attributes)
 
 
-class _WayFailed(Exception):  # noqa: N818 - it is no end: the next way is gone
+class _WayFailed(Exception):  # noqa: N818 - not an end: the next way is tried
     """A way to show an image does not work here; its text says why."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.artifact.mount_handle import MountHandle
+from bootseer.artifact.mounting import MountHandle
 from bootseer.artifact.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
@@ -40,13 +40,9 @@ class MountedImage(MountHandle):
         *,
         lifeline: bool = False,
     ) -> None:
-        """`lifeline`: it serves one command, and is of no use when that has ended."""
-        super().__init__("the image", facts, daemon, say)
+        super().__init__("the image", facts, runtime, state, daemon, say, lifeline=lifeline)
         self.root = root
-        self._lifeline = lifeline
         self.config = config
-        self._runtime = runtime
-        self._state = state
         self._cache = cache
 
     def undo_command(self) -> list[str]:

@@ -25,7 +25,7 @@ from bootseer.env.life.local import Local
 from bootseer.env.life.quarantine import Quarantine
 from bootseer.env.restoring import loose, place
 from bootseer.env.restoring.host import show_on_host
-from bootseer.env.restoring.layer import Bring, bring_layer
+from bootseer.env.restoring.layer import LayerOptions, mount_layer
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
@@ -121,7 +121,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
     if on_host and listed is not None:
         data = Local(wanted.cache, say).object(listed, store)
         entries = Manifest.parse(data).entries
-    bring = Bring(
+    bring = LayerOptions(
         cache=wanted.cache,
         runtime=wanted.runtime,
         workload=workload_key(command, role=task.env.get("ROLE_NAME", "")),
@@ -131,7 +131,7 @@ def _restore(task: Task, document: EnvironmentDocument, command: Sequence[str], 
         loading=wanted.loading,
         unpack=written_out,
     )
-    layer = bring_layer(
+    layer = mount_layer(
         document, store, bring, stage=lambda name: task.stage(f"restore.{name}"), say=say, show=task.show
     )
     shown.undo.enter_context(harmless("the environment was not unmounted"))

@@ -16,7 +16,7 @@ from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.decide import Action, Decision
 from bootseer.env.life.local import Local
 from bootseer.env.restoring import loose, place
-from bootseer.env.restoring.layer import Bring, Layer, bring_layer
+from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
 from bootseer.env.snapshot import verify
 from bootseer.env.snapshot.manifest import Entry, Manifest
 from bootseer.env.snapshot.oracle import fresh_install_differs
@@ -202,8 +202,8 @@ class SavedSnapshot:
             store = open_store(self.uri, plain_http=self.plain_http)
             opened.callback(store.close)
             runtime = runtime_root(self.env, os.getuid())
-            bring = Bring(self.cache, runtime, plain_http=self.plain_http, publish=False)
-            layer = bring_layer(self.document, store, bring, say=say)
+            bring = LayerOptions(cache=self.cache, runtime=runtime, plain_http=self.plain_http, publish=False)
+            layer = mount_layer(self.document, store, bring, say=say)
             opened.callback(layer.close)
             yield layer, Manifest.parse(Local(self.cache, say).object(self.document.manifest, store)).entries
 
