@@ -112,12 +112,12 @@ def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
     if options.job is None and len(names) > 1:
         raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
     job = options.job or names[0]
-    return [
-        event._replace(node=node)
-        for event in events
-        if event.job == job
-        for node in (hosts_of(event.attrs[NODES]) if FOREIGN in event.attrs and NODES in event.attrs else (event.node,))
-    ]
+    found: list[Event] = []
+    for event in events:
+        if event.job == job:
+            listed = NODES in event.attrs and FOREIGN in event.attrs
+            found += [event._replace(node=node) for node in hosts_of(event.attrs[NODES])] if listed else (event,)
+    return found
 
 
 def _printable(name: str) -> str:
