@@ -11,5 +11,5 @@ Without a `bootseer run` around the process both cost nothing and do nothing.
 
 from bootseer.trace.tracer import stage, training_began
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "stage", "training_began"]
