@@ -19,12 +19,12 @@ from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.report import analyse
 from conftest_launch import BOOTSEER
 
+pytestmark = pytest.mark.slow
+
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
 # Counts signals for as long as it is told, then says which came.
 COUNT_SIGNALS = """
 import os, signal, sys, time
-
-pytestmark = pytest.mark.slow
 got = []
 for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "CONT"):
     signal.signal(getattr(signal, "SIG" + name), lambda n, f: got.append(n))

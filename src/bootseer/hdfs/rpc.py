@@ -180,7 +180,8 @@ class RpcConnection:
                 raise TransientError(f"{self._peer}: no answer in time") from error
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if not self._has_answered:
-                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {said}") from error
+                hint = "if it wants Kerberos, HADOOP_CONF_DIR must name its configuration"
+                raise UnreachableError(f"{self._peer} does not answer as a NameNode: {said}; {hint}") from error
             raise TransientError(f"{self._peer}: {said}") from error
         except BaseException:
             self.close()

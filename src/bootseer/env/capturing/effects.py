@@ -214,6 +214,10 @@ class SideEffects:
     """What comes back with the files, and is worth telling."""
 
 
+Mounted = tuple[str, str, str, str]
+"""Path, kind of file system, device and root of a mount."""
+
+
 class Effects:
     """The state before a setup, to compare with."""
 
@@ -253,8 +257,10 @@ class Effects:
         """
         namespace = self._inside.get("namespace") if self._enter is not None else None
         unsafe = left_running(self._mark, namespace, grace_s=grace_s)
+        # What the host mounts or unmounts meanwhile shows up inside too: it is looked at before and after.
+        host = set(_mounts()) if self._enter is not None else set()
         inside = _look(self._enter)
-        unsafe += self._mounted(inside)
+        unsafe += self._mounted(inside, host, set(_mounts()) if self._enter is not None else set())
         unsafe += KernelState.now().changes(self._kernel)
         if reads.complete:
             unsafe += left_in_scratch(reads.outside_writes, mentions)
@@ -268,12 +274,10 @@ class Effects:
         ]
         return SideEffects(tuple(unsafe), tuple(notes))
 
-    def _mounted(self, inside: Mapping[str, Any]) -> list[str]:
+    def _mounted(self, inside: Mapping[str, Any], host: set[Mounted], host_later: set[Mounted]) -> list[str]:
         before, after = ({tuple(row) for row in look.get("mounts", ())} for look in (self._inside, inside))
-        # What the host mounts or unmounts meanwhile shows up inside too.
-        host = {tuple(row) for row in _mounts()} if self._enter is not None else set()
-        made = [f"it mounted {kind} on {path}" for path, kind, *_ in sorted(after - before - host)]
-        gone = [f"it unmounted {path}" for path, *_ in sorted((before - after) & host)] if after else []
+        made = [f"it mounted {kind} on {path}" for path, kind, *_ in sorted(after - before - host - host_later)]
+        gone = [f"it unmounted {path}" for path, *_ in sorted((before - after) & host & host_later)] if after else []
         return made + gone
 
     def _new_in_scratch(self, inside: Mapping[str, Any], mentions: Sequence[str]) -> list[str]:
@@ -340,7 +344,7 @@ def _namespace() -> int:
     return Path("/proc/self/ns/mnt").stat().st_ino
 
 
-def _mounts() -> list[tuple[str, str, str, str]]:
+def _mounts() -> list[Mounted]:
     return [(row.path, row.kind, row.device, row.root) for row in mount_table()]
 
 
