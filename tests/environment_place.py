@@ -147,11 +147,14 @@ class Place:
         """The documents in the store."""
         return [json.loads(path.read_text()) for path in sorted(self.store.glob("environments/*/document"))]
 
-    def leftovers(self) -> list[str]:
-        """What starts that have ended must not leave on the node."""
+    def leftovers(self, *, after_next: bool = False) -> list[str]:
+        """What starts that have ended must not leave on the node.
+
+        `after_next`: as the next start would find it, which deletes what a foreign mount namespace held for a moment.
+        """
         runs = self.root / self.cache / "environments" / "runs"
-        # Mount namespaces of tests beside this one may hold a mount for a moment; the next start deletes such a folder.
-        delete_abandoned(runs, "run-")
+        if after_next:
+            delete_abandoned(runs, "run-")
         return [str(path) for path in runs.glob("*")] if runs.exists() else []
 
     def mounts(self) -> list[str]:
