@@ -11,9 +11,9 @@ from typing import Any
 
 from checkpoint_child import PIECE, Job, buffer, main
 
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import mount_checkpoint
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull, MissingBlocks
+from bootseer.cache.disk import CacheFull, MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.store.memory import MemoryStore
 

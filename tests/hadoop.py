@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FETCHED = Path(__file__).parents[1] / ".hadoop" / "3.3.6"
@@ -15,6 +17,7 @@ _SERVER = "org.apache.hadoop.hdfs.server"
 _JAVA_OPTIONS = ("-Xmx512m", "-Djava.net.preferIPv4Stack=true")
 _BRIEF_OPTIONS = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 """For servers that live for seconds: compiling well is half of what they cost, and they never earn it."""
+ARCHIVE = "classes.jsa"
 _LOG = """\
 log4j.rootLogger=INFO,console
 log4j.appender.console=org.apache.log4j.ConsoleAppender
@@ -37,18 +40,38 @@ def missing() -> str:
 
 
 def class_path() -> list[str]:
-    """Where the classes are; the virtual machine expands the stars itself."""
+    """Where the classes are; the virtual machine expands the stars itself. Folders come last: an archive of classes is
+    taken only where the class path begins with the jars that it was made from."""
     if home := os.environ.get("HADOOP_HOME"):
         share = Path(home) / "share/hadoop"
         # The folder of hdfs holds the pages of its web server, which must be found as classes are.
         return [f"{share}/{part}" for part in ("common/*", "common/lib/*", "hdfs", "hdfs/*", "hdfs/lib/*")]
-    return [str(FETCHED), f"{FETCHED}/lib/*"]
+    return [f"{FETCHED}/lib/*", str(FETCHED)]
 
 
-def java(conf: Path, server: str, *arguments: str, is_brief: bool = True) -> list[str]:
-    """The command of a server class, as `namenode.NameNode`; arguments are Hadoop's own. `is_brief`: it starts in half
-    the CPU time, and is slower later."""
-    return _java(conf, f"{_SERVER}.{server}", *arguments, is_brief=is_brief)
+def prepared_folder() -> Path | None:
+    """Where `hdfs_cluster` keeps what makes starts cheap: the archive of loaded classes and a formatted NameNode. An
+    archive serves one virtual machine and one path of the jars; None with an installed Hadoop."""
+    if os.environ.get("HADOOP_HOME") or not (java := shutil.which("java")) or not FETCHED.exists():
+        return None
+    program = Path(java).resolve()
+    key = hashlib.sha256(f"{program} {program.stat().st_mtime_ns} {FETCHED} {(FETCHED / 'stamp').read_text()}".encode())
+    return FETCHED.parent / f"prepared-{key.hexdigest()[:16]}"
+
+
+def archive_classes(names: Sequence[str], archive: Path) -> None:
+    """Archive the classes of this name, verified and linked: servers that map it start in 60 % of the CPU time."""
+    listed = archive.with_suffix(".names")
+    listed.write_text("".join(f"{name}\n" for name in names))
+    options = ("-Xshare:dump", f"-XX:SharedClassListFile={listed}", f"-XX:SharedArchiveFile={archive}")
+    command = ["java", *_BRIEF_OPTIONS, *options, "-cp", f"{FETCHED}/lib/*"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def java(conf: Path, server: str, *arguments: str, is_brief: bool = True, options: Sequence[str] = ()) -> list[str]:
+    """The command of a server class, as `namenode.NameNode`; arguments are Hadoop's own, options those of the virtual
+    machine. `is_brief`: it starts in a third of the CPU time, and is slower later."""
+    return _java(conf, f"{_SERVER}.{server}", *arguments, is_brief=is_brief, options=options)
 
 
 def tool(conf: Path, name: str, *arguments: str) -> list[str]:
@@ -56,9 +79,11 @@ def tool(conf: Path, name: str, *arguments: str) -> list[str]:
     return _java(conf, f"org.apache.hadoop.{name}", *arguments, is_brief=True)
 
 
-def _java(conf: Path, name: str, *arguments: str, is_brief: bool) -> list[str]:
-    options = [*_JAVA_OPTIONS, *(_BRIEF_OPTIONS if is_brief else ())]
-    return ["java", *options, "-cp", ":".join([str(conf), *class_path()]), name, *arguments]
+def _java(conf: Path, name: str, *arguments: str, is_brief: bool, options: Sequence[str] = ()) -> list[str]:
+    used = [*_JAVA_OPTIONS, *options, *(_BRIEF_OPTIONS if is_brief else ())]
+    if not options and (folder := prepared_folder()) is not None and folder.exists():
+        used.append(f"-XX:SharedArchiveFile={folder / ARCHIVE}")
+    return ["java", *used, "-cp", ":".join([*class_path(), str(conf)]), name, *arguments]
 
 
 def write_conf(conf: Path, files: Mapping[str, Mapping[str, str]]) -> None:
@@ -70,3 +95,5 @@ def write_conf(conf: Path, files: Mapping[str, Mapping[str, str]]) -> None:
         )
         (conf / file).write_text(f"<configuration>\n{rows}</configuration>\n")
     (conf / "log4j.properties").write_text(_LOG)
+    # For so long /jmx tells old figures, by default for 10 s.
+    (conf / "hadoop-metrics2.properties").write_text("*.periodMillis=100\n")

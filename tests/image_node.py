@@ -19,8 +19,8 @@ import pytest
 
 from bootseer.image.sources.source import this_platform
 from bootseer.mounts import kernel
-from bootseer.store.blob_upload import BlobUpload
 from bootseer.store.open import open_registry
+from bootseer.store.registry import BlobUpload
 from busybox import CONFIG, make_tree
 from oci_images import write_layout
 from registry import Registry

@@ -149,7 +149,7 @@ def test_standard_input_may_be_closed_or_bring_its_bytes_one_by_one(monkeypatch)
 LOCKED = """
 import os, sys
 from bootseer.analysis.inputs import sources
-from bootseer.launch.environment_setup import steps
+from bootseer.launch.environment.plain import steps
 from bootseer.errors import UsageError
 if os.geteuid() == 0:
     os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)

@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from bootseer.cache.cache import Cache, CacheSettings
-from bootseer.cache.errors import MissingBlocks
+from bootseer.cache.disk import MissingBlocks
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
 from cached import BLOCK, BOOT, Child, content, fetch, hold, index_of, put
 

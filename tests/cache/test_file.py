@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bootseer.blocks.block_file import read_index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import MissingBlocks
+from bootseer.cache.disk import MissingBlocks
 from bootseer.errors import PermanentError, UsageError
 from bootseer.store.memory import MemoryStore
 from cached import BLOCK, BOOT, SCRATCH, Child, before, block_of, content, fetch, hold, index_of, limited, put

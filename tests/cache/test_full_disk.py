@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from cached import BLOCK, BOOT, block_of, content, fetch, index_of, put
 
 pytestmark = pytest.mark.root

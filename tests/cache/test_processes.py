@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import MissingBlocks
+from bootseer.cache.disk import MissingBlocks
 from cached import BOOT, FILE, Child, churn, content, fetch, index_of, kill_everywhere, share
 
 INDEX = index_of(FILE)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.cache.states import CLAIMED, MISSING, READY, Durable, LiveMap, StatIdentity, durable_bytes
+from bootseer.cache.states import CLAIMED, MISSING, READY, SYNC, Durable, LiveMap, StatIdentity, durable_bytes
+from bootseer.io import locks
 
 WHOLE = StatIdentity(1, 2, -3, 4)
 
@@ -65,6 +66,37 @@ def test_two_that_have_a_live_map_open_see_each_others_changes(index, tmp_path):
     assert one.get_all() == states_of(index, 1)
     os.close(one.fd)
     os.close(two.fd)
+
+
+@pytest.fixture
+def two_maps(index, tmp_path):
+    LiveMap.create(tmp_path, index, "boot", states_of(index))
+    maps = [LiveMap.open(tmp_path, index, "boot") for _ in range(2)]
+    yield maps
+    for live in maps:
+        os.close(live.fd)
+
+
+def test_each_block_is_claimed_for_itself(two_maps):
+    one, two = two_maps
+    assert one.try_claim(5)
+    assert not two.try_claim(5)
+    assert two.try_claim(6)
+    assert two.try_claim(1 << 40)
+    assert two.try_claim(SYNC)
+    one.release_claim(5)
+    assert two.try_claim(5)
+
+
+def test_claims_and_whole_file_locks_do_not_see_each_other(two_maps):
+    assert locks.try_flock(two_maps[0].fd)
+    assert two_maps[1].try_claim(0)
+
+
+def test_claims_stay_when_another_descriptor_of_the_file_is_closed(two_maps, tmp_path):
+    assert two_maps[0].try_claim(5)
+    os.close(os.open(tmp_path / "live", os.O_RDONLY))
+    assert not two_maps[1].try_claim(5)
 
 
 def test_there_is_no_live_map_where_there_is_no_file(index, tmp_path):

@@ -13,8 +13,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace

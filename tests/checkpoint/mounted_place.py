@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import Place
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError
 from bootseer.fuse.writable_session import WritableSession, mount_writable

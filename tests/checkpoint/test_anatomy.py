@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.anatomy import anatomy
+from bootseer.checkpoint.catalog import anatomy
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError

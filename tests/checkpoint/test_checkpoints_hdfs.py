@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.checkpoint.anatomy import anatomy
 from bootseer.checkpoint.attempts import collect
-from bootseer.checkpoint.catalog import checkpoints, missing_parts, newest_whole, remove
+from bootseer.checkpoint.catalog import anatomy, checkpoints, missing_parts, newest_whole, remove
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import Place, TakenError
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings

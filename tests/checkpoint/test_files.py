@@ -10,9 +10,9 @@ import pytest
 
 from bootseer.checkpoint.files import Files, OtherFolderError
 from bootseer.checkpoint.head import encode_head, parts_folder
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError, NotEmptyError, NotFolderError
-from bootseer.checkpoint.policy import Policy
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from checkpoint.heads import some_head
 from checkpoint.striped_files import content_of, part_paths, put_striped

@@ -12,8 +12,8 @@ import pytest
 from blake3 import blake3
 
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from checkpoint.striped_files import content_of
 

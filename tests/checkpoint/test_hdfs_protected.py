@@ -14,9 +14,9 @@ import pytest
 
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import Place
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify

@@ -24,10 +24,10 @@ from bootseer.checkpoint.catalog import checkpoints
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import NoSpaceError, Place
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify

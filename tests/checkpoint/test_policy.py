@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.policy import Policy, encode_policy, parse_policy
+from bootseer.checkpoint.layout import Policy, encode_policy, parse_policy
 from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
 
 _MIB = 1 << 20

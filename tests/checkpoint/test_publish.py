@@ -18,9 +18,9 @@ from bootseer.checkpoint.catalog import checkpoints, remove, walk
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import read_latest, set_latest
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError, TakenError
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import Put, PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify

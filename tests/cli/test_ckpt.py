@@ -296,7 +296,7 @@ def test_a_fallback_is_told_once_and_returned(capfd: pytest.CaptureFixture[str])
 
 def test_verbs_import_no_library_of_hdfs(env: dict[str, str], tmp_path: Path) -> None:
     code = (
-        "import sys; from bootseer.cli import ckpt, ckpt_put, ckpt_get, ckpt_list, ckpt_stat, ckpt_verify; "
+        "import sys; from bootseer.cli import ckpt, ckpt_jobs, ckpt_mount; "
         "from bootseer.checkpoint import publish, catalog, verify; "
         "sys.exit(any(name in sys.modules for name in ('hdfs_native', 'numpy', 'torch', 'fsspec')))"
     )

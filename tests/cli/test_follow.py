@@ -106,7 +106,7 @@ def test_a_terminal_shows_it_in_place_and_is_left_as_it_was(follow, tmp_path, al
 
 def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm):
     events = started()
-    with follow("moe") as process:
+    with follow("--wait", "moe") as process:
         assert process.stdout.readline() == "no node was seen yet\n"
         folder = Path(env["BOOTSEER_SPOOL"], "moe", "attempt-0")
         folder.mkdir(parents=True)
@@ -119,6 +119,24 @@ def test_a_job_that_begins_later_and_standard_input(follow, env, tmp_path, alarm
     assert process.returncode == 0
 
 
+def test_a_name_that_no_job_has_is_an_error_at_once(follow, env, alarm):
+    for words, said in (
+        (("moe",), "moe: no such file"),
+        ((), "no job has run under `bootseer run` on this machine yet"),
+    ):
+        with follow(*words) as process:
+            out, errors = process.communicate()
+        assert (process.returncode, out) == (2, "")
+        assert said in errors
+    for job in ("moe", "dense"):
+        Path(env["BOOTSEER_SPOOL"], job, "attempt-0").mkdir(parents=True)
+    for word, near in (("meo", "moe, ...; "), ("xyz", "dense, moe; ")):
+        with follow(word) as process:
+            out, errors = process.communicate()
+        assert (process.returncode, out) == (2, "")
+        assert f"hint: jobs here: {near}`--follow --wait` waits for one" in errors
+
+
 def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
     (tmp_path / "late.py").write_text(
         "import os, time, torch.distributed as dist\n"
@@ -127,7 +145,7 @@ def test_a_real_job_whose_rank_comes_late(follow, run, tmp_path, alarm):
         "import bootseer; bootseer.training_began()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "late.py"]
-    with follow("late") as process:
+    with follow("--wait", "late") as process:
         assert run("run", "-q", "--job", "late", "--", *torchrun).returncode == 0
         out, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")

@@ -33,7 +33,7 @@ VALUES = [
 
 def by_click(arguments: list[str]) -> dict[str, object] | None:
     try:
-        context = run_verb.command.make_context("run", [*arguments, "--", "true"])
+        context = run_verb.run_command.make_context("run", [*arguments, "--", "true"])
     except click.ClickException:
         return None
     return dict(context.params)

@@ -190,6 +190,45 @@ def test_torchrun_logs_without_bootseer(run, name):
     assert "unobserved: queue, allocation, image_loading, environment_setup" in result.stdout.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("job", "nodes"),
+    [
+        (1, ["node1", "node2", "node3", "node4"]),
+        (2, ["gpu001", "gpu002", "node1", "node2", "node3", "node4", "node7"]),
+        (5, ["gpu001", "node7"]),
+        (4, ["gpu001"]),
+    ],
+)
+def test_each_node_of_a_slurm_job_is_told(run, job, nodes):
+    result = run("report", str(GOLDEN / "slurm" / "node_lists.log"), "--job", str(job), "--json")
+    told = json.loads(result.stdout)
+    assert [node["node"] for node in told["nodes"]] == nodes
+    assert told["coverage"]["nodes_heard"] == len(nodes)
+    assert told["critical_chain"] == []
+
+
+def test_logs_of_daemons_are_of_the_node_in_their_name(run, tmp_path):
+    (tmp_path / "slurmctld.log").write_bytes((GOLDEN / "slurm" / "node_lists.log").read_bytes())
+    for node, lag in (("node1", 0), ("node2", 40)):
+        line = (
+            f"[2026-11-22T18:25:50.{390 + lag}] launch task StepId=1.0 request from UID:0 GID:0 HOST:127.0.0.1 PORT:1\n"
+        )
+        (tmp_path / f"slurmd.{node}.log").write_text(line)
+    told = json.loads(run("report", str(tmp_path), "--job", "1", "--json").stdout)
+    assert {node["node"]: node["start_s"] > 0.365 for node in told["nodes"]} == {
+        "node1": True,
+        "node2": True,
+        "node3": False,
+        "node4": False,
+    }
+
+
+def test_the_first_step_of_megatron_ends_its_start(run):
+    told = json.loads(run("report", str(GOLDEN / "steps" / "megatron.log"), "--json").stdout)
+    assert (told["startup"]["outcome"], told["startup"]["ended_by"]) == ("training_began", "first_step")
+    assert told["nodes"][0]["end_s"] == 30.0
+
+
 def test_a_failed_worker_is_a_headline(run):
     text = " ".join(run("report", str(GOLDEN / "torchelastic" / "failure.log")).stdout.split())
     assert "worker failed on failure at 2.0 s (exit code 3, local rank 1)" in text

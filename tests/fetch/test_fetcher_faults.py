@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings

@@ -22,7 +22,7 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 from bootseer.checkpoint.places.hdfs import HdfsPlace
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.native import NativeSettings
 

@@ -17,8 +17,8 @@ pytest.importorskip("hdfs_native", reason="extra hdfs")
 
 import hadoop
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.native import NativeSettings
+from bootseer.hdfs.placing import LongWriter
 from bootseer.store.hdfs import HdfsStore
 from hdfs.whole_files import read_all
 

@@ -16,7 +16,7 @@ from bootseer.errors import CorruptError, PermanentError
 from bootseer.image.sources.decompress import decompressed
 
 DATA = random.Random(1).randbytes(300_000) + bytes(5_000_000)
-GZIP = gzip.compress(DATA)
+GZIP = gzip.compress(DATA, mtime=0)
 ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
 XZ = lzma.compress(DATA)
 BZIP2 = bz2.compress(DATA)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.hotsets import HotSets
-from bootseer.bring.places import blocks_folder
-from bootseer.bring.release import release
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.hotsets import HotSets
+from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.room import release
 from bootseer.cache.cache import Cache
 from bootseer.errors import AccessError, BootseerError, TransientError, UsageError
 from bootseer.image.conversion.convert import convert
@@ -395,16 +395,16 @@ def test_where_the_kernel_cannot_mount_it_the_files_are_written_out(converted: N
 
 def test_a_store_whose_client_a_fork_would_break_is_asked_by_a_child(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
-    do_apart(lambda: pids.write_text(str(os.getpid())))
+    run_in_child(lambda: pids.write_text(str(os.getpid())))
     assert int(pids.read_text()) != os.getpid()
 
     def refused() -> None:
         raise AccessError("the store refuses")
 
     with pytest.raises(AccessError, match="the store refuses"):
-        do_apart(refused)
+        run_in_child(refused)
     with pytest.raises(TransientError, match="ZeroDivisionError"):
-        do_apart(lambda: 1 // 0)
+        run_in_child(lambda: 1 // 0)
     assert [breaks_forks(uri) for uri in ("s3://b", "hdfs://h/d", "oci://h/r", "/folder", None)] == [True, True] + [
         False
     ] * 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.errors import CorruptError, PermanentError, SignatureError, UsageError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer_job import ConvertOptions

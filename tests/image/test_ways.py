@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.places import unpacked_folder
-from bootseer.bring.unpacked import name_of, release_unpacked
+from bootseer.artifact.places import unpacked_folder
+from bootseer.artifact.unpacked import name_of, release_unpacked
 from bootseer.errors import UsageError
 from bootseer.image.mounting import ways
 from bootseer.image.mounting.metadata import read_document
 from bootseer.image.mounting.mount import mount_image
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.ladder import Facts, Way
-from bootseer.mounts.table import mount_table
 from bootseer.store.open import open_store
 from oci_images import (
     device,

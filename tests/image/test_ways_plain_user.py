@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.analysis.inputs import sources
 from bootseer.analysis.scan import scan
-from bootseer.bring.places import unpacked_folder
+from bootseer.artifact.places import unpacked_folder
 from bootseer.image.mounting import ways
 from bootseer.mounts.ladder import Way
 from busybox import running

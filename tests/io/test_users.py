@@ -10,22 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer import bounded
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.attempts import Attempt
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import Part
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
+from bootseer.checkpoint.reading.context import LazyPart
 from bootseer.checkpoint.reading.node_cache import CacheWriter
-from bootseer.checkpoint.reading.segments import LazyPart
 from bootseer.checkpoint.reading.source import Counters
-from bootseer.checkpoint.writing.lane import Lane
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import Lane, WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.settings import FetchSettings
+from bootseer.io import deadline
 from bootseer.io.executor import Executor
 from bootseer.io.tasks import Tasks
 from bootseer.io.timer import Timer
@@ -75,8 +74,8 @@ def tasks(tmp_path) -> Iterator[Run]:
 @contextmanager
 def call_with_a_deadline(tmp_path) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded, "_threads", Executor("test", 2))
-        yield partial(bounded.within, 60.0, "test")
+        patch.setattr(deadline, "_threads", Executor("test", 2))
+        yield partial(deadline.within, 60.0, "test")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.image.containers.runtime_config import Bind
-from bootseer.launch.image_ask import named_mounts, passed_settings, variables_of
+from bootseer.launch.image.setup import named_mounts, passed_settings, variables_of
 
 BIND = Bind("/srv/wheels", "/wheels", read_only=True)
 

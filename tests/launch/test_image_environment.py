@@ -14,11 +14,10 @@ from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.launch.environment_shown import Shown
-from bootseer.launch.environment_stage import EnvironmentStart
-from bootseer.launch.environment_task import Task
-from bootseer.launch.environment_wanted import EnvironmentWanted
-from bootseer.launch.image_environment import ImageEnvironment
+from bootseer.launch.environment.start import EnvironmentStart
+from bootseer.launch.environment.task import EnvironmentWanted, Task
+from bootseer.launch.environment.view import Shown
+from bootseer.launch.image.environment import ImageEnvironment
 from bootseer.mounts.state import MountState, Runtime
 
 LAYER = Path("/layer")

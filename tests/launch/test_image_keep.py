@@ -14,12 +14,11 @@ from bootseer.env.life.decide import Action, Decision
 from bootseer.errors import PermanentError
 from bootseer.image.containers.container import Options
 from bootseer.image.mounting.mounted import MountedImage
-from bootseer.launch.environment_install import SetUp
-from bootseer.launch.environment_stage import EnvironmentStart
-from bootseer.launch.environment_task import Task
-from bootseer.launch.environment_wanted import EnvironmentWanted
-from bootseer.launch.image_keep import UPPER, Keeping
-from bootseer.launch.image_setup import ImageSetUp, places_of
+from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.start import EnvironmentStart
+from bootseer.launch.environment.task import EnvironmentWanted, Task
+from bootseer.launch.image.environment import UPPER, Keeping
+from bootseer.launch.image.setup import ImageSetUp, places_of
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 

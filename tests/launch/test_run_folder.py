@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import PermanentError
-from bootseer.launch.run_folder import RunFolder, clean_up
+from bootseer.launch.environment.task import RunFolder, clean_up
 
 
 def test_a_folder_goes_with_all_that_is_in_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.workload import workload_key
+from bootseer.artifact.workload import workload_key
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
 from bootseer.trace.event import Event

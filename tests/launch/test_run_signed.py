@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.signatures import Signatures, is_signed
+from bootseer.artifact.signatures import Signatures, is_signed
 from bootseer.store.open import open_store
 from bootseer.store.retry import read_all
 from environment_place import Place, made_place

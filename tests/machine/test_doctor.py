@@ -11,7 +11,8 @@ from pathlib import Path
 from click.testing import CliRunner
 from rich.console import Console
 
-from bootseer.cli.doctor import command, show
+from bootseer.cli.doctor import doctor_command as command
+from bootseer.cli.doctor import show
 from bootseer.machine.check import Check
 
 

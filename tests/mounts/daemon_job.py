@@ -16,7 +16,7 @@ from bootseer.errors import AccessError, BootseerError
 from bootseer.fuse.filesystem import Data
 from bootseer.fuse.session import showing
 from bootseer.mounts.daemon import DaemonSpec, OnError, Served, start_daemon
-from bootseer.mounts.lazy import Done, LazyFile, LazyFiles
+from bootseer.mounts.trees import Done, LazyFile, LazyFiles
 
 HELD_BYTES = 1 << 20
 

@@ -20,9 +20,8 @@ from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.record import read_record
 from bootseer.mounts.daemon import OnError, Served, Session
 from bootseer.mounts.fetched import Fetched, FetchedFile
-from bootseer.mounts.files_tree import FilesTree
 from bootseer.mounts.layers import mount_erofs
-from bootseer.mounts.lazy import LazyFile, Source
+from bootseer.mounts.trees import FilesTree, LazyFile, Source
 from bootseer.store.file import FileStore
 from mounts.images import Content, write_image
 from mounts.starting import until

@@ -16,8 +16,8 @@ import pytest
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.fuse.syscalls import failure, number_of
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
-from bootseer.mounts.table import is_mounted_anywhere
 from hung_mount import hung_mount, needs_fuse
 from plain_user import UID, as_plain_user
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bootseer.errors import AccessError
-from bootseer.store.credentials import Credentials, find_credentials
+from bootseer.store.tokens import Credentials, find_credentials
 
 HOST = "registry.example:5000"
 

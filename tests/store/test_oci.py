@@ -13,9 +13,8 @@ from contextlib import closing
 import pytest
 
 from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.oci import ARTIFACT_TYPE, OciStore, tag_of
+from bootseer.store.oci import ARTIFACT_TYPE, OciStore, referrers, tag_of
 from bootseer.store.open import open_registry
-from bootseer.store.referrers import referrers
 from bootseer.store.store import Store, Stored
 from fault_proxy import Fault, FaultProxy, once
 from registry import Registry, needs_registry

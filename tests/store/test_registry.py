@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError, TransientError, UsageError
-from bootseer.store.blob_upload import BlobUpload
 from bootseer.store.open import open_registry
-from bootseer.store.registry import MAX_MANIFEST_BYTES
+from bootseer.store.registry import MAX_MANIFEST_BYTES, BlobUpload
 from bootseer.store.registry import Registry as Client
 from fault_proxy import Fault, FaultProxy, Request, once
 from registry import Registry, free_port, make_certificate, needs_registry

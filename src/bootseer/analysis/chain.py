@@ -12,7 +12,7 @@ from statistics import median
 from bootseer.analysis import model
 from bootseer.analysis.barriers import Barrier, Replay, Visit
 from bootseer.analysis.clock import Offset
-from bootseer.analysis.lanes import Lane
+from bootseer.analysis.lanes import TRAINING_BEGAN, Lane
 from bootseer.analysis.stragglers import LATE_START, delays, groups, partitions, places, slowest_visits
 from bootseer.analysis.timeline import Piece, time_by_stage
 from bootseer.units import S_PER_H, seconds
@@ -52,7 +52,8 @@ class Told:
 
 def critical_chain(told: Told) -> list[model.Link]:
     """For each barrier who came last, and in which stage it lost the most."""
-    return [_link(told, barrier) for barrier in told.barriers if barrier.passed]
+    links = [_link(told, barrier) for barrier in told.barriers if barrier.passed]
+    return [link for link in links if link.stage or link.barrier != TRAINING_BEGAN]
 
 
 def _link(told: Told, barrier: Barrier) -> model.Link:

@@ -38,6 +38,9 @@ _FEW_S = 2.0
 _LEAST_SCATTER = 0.03
 """Two runs, or two nodes, that agree by chance do not prove that they never differ."""
 _TINY_S = 0.01
+_RUNS = (3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
+"""Numbers of runs that are advised."""
+_USUAL_RUNS = 10
 _MEDIANS_ERROR = math.sqrt(math.pi / 2)
 """Standard error of a median of many, in standard errors of the mean."""
 # Assumed standard errors of a pair's difference (as logarithm) where its nodes cannot show them: with few nodes, with
@@ -180,7 +183,9 @@ def compare(a: Sequence[Report], b: Sequence[Report], limits: Limits | None = No
         verdict="",
         headlines=_headlines(("A", a, sides[0]), ("B", b, sides[1])),
     )
-    return replace(difference, verdict=_verdict(difference, reached, len(judged)))
+    # Large, and yet no more than runs differ: what more runs may prove.
+    doubtful = [row for name, row in [*moved.items(), (_ALL, overall)] if name in judged and judged[name].large]
+    return replace(difference, verdict=_verdict(difference, reached, len(judged), doubtful))
 
 
 def _identity(report: Report) -> tuple[str, int, int, int]:
@@ -325,9 +330,10 @@ def _common(counts: Mapping[str, int]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) -> str:
+def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int, doubtful: Sequence[Moved]) -> str:
     """In words: what moved, and by what it was judged."""
-    chance = f"by {difference.run_variation:.0%}: less than {_provable(difference, num_tests):.3g} times as long"
+    provable = _provable((difference.a_runs, difference.b_runs), difference.run_variation, num_tests)
+    chance = f"by {difference.run_variation:.0%}: less than {provable:.3g} times as long"
     if difference.a_runs + difference.b_runs > 2:
         runs = f"{difference.a_runs} run{'s' if difference.a_runs > 1 else ''} against {difference.b_runs}"
         noise, basis = "how runs vary", f" ({runs}; whole runs vary {chance} may be chance)"
@@ -344,17 +350,35 @@ def _verdict(difference: Difference, reached: Sequence[bool], num_tests: int) ->
         return f"{took}; moved beyond {noise}: {told}{basis}."
     if overall.verdict in (SLOWER, FASTER):
         return f"B is {overall.verdict} by {abs(overall.delta_s or 0.0):.2f} s, and no single stage explains it{basis}."
+    advice = _more_runs(difference, num_tests, doubtful)
     unproven = _told(difference.stages, UNPROVEN) or _told([overall], UNPROVEN)
     if unproven:
-        how = "One pair does not prove a change of this size, several runs may: --baseline"
-        return f"{took} ({unproven} on its nodes). {how}{basis}."
-    return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}."
+        return f"{took} ({unproven} on its nodes). One pair does not prove a change of this size{basis}. {advice}"
+    return f"No difference beyond {noise}: {overall.delta_s or 0.0:+.2f} s{basis}. {advice}".rstrip()
 
 
-def _provable(difference: Difference, num_tests: int) -> float:
+def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[Moved]) -> str:
+    """How many runs would prove the clearest of the changes that may be chance; without one, what a usual baseline
+    would show that this one does not."""
+    spread = difference.run_variation
+    sizes = [(abs(math.log(max(row.b_s or 0.0, _TINY_S) / max(row.a_s or 0.0, _TINY_S))), row) for row in doubtful]
+    if not sizes:
+        if difference.a_runs not in range(2, _USUAL_RUNS):
+            return ""
+        shown = _provable((_USUAL_RUNS, difference.b_runs), spread, num_tests)
+        return f"With {_USUAL_RUNS} runs as --baseline, {shown:.3g} times as long would be proven."
+    size, row = max(sizes, key=lambda found: found[0])
+    for side, of_b in (("A (--baseline)", difference.b_runs), ("each side", 0)):
+        for runs in _RUNS:
+            if runs > difference.a_runs and _provable((runs, of_b or runs), spread, num_tests) <= math.exp(size):
+                return f"To prove {row.stage} {row.delta_s or 0.0:+.2f} s takes about {runs} runs of {side}."
+    return f"To prove {row.stage} {row.delta_s or 0.0:+.2f} s takes more than {_RUNS[-1]} runs of each side."
+
+
+def _provable(runs: tuple[int, int], spread: float, num_tests: int) -> float:
     """How many times as long a stage must take to be told from runs that vary as the whole does; 100 for more."""
-    runs, alpha = (difference.a_runs, difference.b_runs), _ALPHA / max(num_tests, 1)
-    least, spread = NormalDist().inv_cdf(1 - alpha / 2), difference.run_variation
+    alpha = _ALPHA / max(num_tests, 1)
+    least = NormalDist().inv_cdf(1 - alpha / 2)
     if freedom := sum(runs) - 2:
         spread = max(spread, _LEAST_SCATTER)
         below, least = least, 1e6

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bootseer.analysis.clock import Offset
+from bootseer.analysis.foreign.parser import BY_LOG
 from bootseer.analysis.spans import COMMAND, PROCESS_STAGES, STRUCTURE, TRUNCATED, NodeSpans, Span
 from bootseer.trace.event import ALIVE, FAILED, NO_RANK, OK
 
@@ -25,7 +26,7 @@ ENDINGS = ("worker_failed", "launcher_signal")
 """How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
 UNOBSERVED = "unobserved"
 RESTART = "restart"
-_BY_HOOK = ("optimizer_step", "compiled_step")
+_BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)
 
 
 @dataclass(slots=True)
@@ -173,9 +174,9 @@ def _main_pid(spans: Iterable[Span], node: NodeSpans, rank: int) -> int:
 
 def _end(node: NodeSpans, rank: int, spans: list[Span], begin_ns: int) -> tuple[int, str, str]:
     marks = [span for span in node.instants if span.stage == TRAINING_BEGAN and span.rank in (rank, NO_RANK)]
-    said = [mark for mark in marks if mark.attrs.get("by") not in _BY_HOOK]
+    said = [mark for mark in marks if mark.attrs.get("by") not in _BY_STEP]
     if marks:
-        # What the user marked by the API or a pattern outranks what the hook concluded.
+        # What the user marked by the API or a pattern outranks what the hook, or a line about a step, concluded.
         mark = min(said or marks, key=lambda mark: mark.begin_ns)
         return max(mark.begin_ns, begin_ns), FIRST_STEP if not said else TRAINING_BEGAN, OK
     steps = [span for span in spans if span.stage == FIRST_STEP and span.outcome == OK]

@@ -9,27 +9,36 @@ from collections.abc import Sequence
 
 from bootseer.analysis import model
 from bootseer.analysis.barriers import last_arrivals
-from bootseer.analysis.foreign.parser import UNKNOWN_JOB
+from bootseer.analysis.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB
+from bootseer.analysis.foreign.rules import hosts_of
 from bootseer.analysis.model import WAIT
 from bootseer.analysis.prepare import Options, Prepared, gpus_of, outcome_of, total
 from bootseer.analysis.spans import StartupSpans
-from bootseer.analysis.timeline import cut, time_by_stage
+from bootseer.analysis.timeline import Piece, cut, time_by_stage
 from bootseer.errors import UsageError
+from bootseer.trace.event import Event
 from bootseer.units import S_PER_H, seconds
 
 _SHORT_S = 0.01
 
 
-def of_one_job(found: list[StartupSpans], options: Options) -> list[StartupSpans]:
-    """The startups of the job that is meant. Raises `UsageError` when there are several and no choice."""
-    # A job that no line names comes last: nobody would ask for it.
-    names = sorted({startup.key.job for startup in found}, key=lambda name: (name == UNKNOWN_JOB, name))
+def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
+    """The events of the job that is meant, a scheduler's for each node of the job. Raises `UsageError` when there are
+    several jobs and no choice."""
+    # A job that no line names comes last: it is no useful choice.
+    names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
     shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if options.job is not None and options.job not in names:
         raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
     if options.job is None and len(names) > 1:
         raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
-    return [startup for startup in found if startup.key.job == (options.job or names[0])]
+    job = options.job or names[0]
+    return [
+        event._replace(node=node)
+        for event in events
+        if event.job == job
+        for node in (hosts_of(event.attrs[NODES]) if FOREIGN in event.attrs and NODES in event.attrs else (event.node,))
+    ]
 
 
 def _printable(name: str) -> str:
@@ -74,9 +83,12 @@ def _stages(ready: Prepared) -> dict[str, float]:
     took = {span.stage: seconds(span.end_ns - span.begin_ns) for span in ready.scheduler}
     arrivals = last_arrivals(ready.barriers)
     cursor_ns = ready.begin_ns
+    pieces_of: dict[int, list[Piece]] = {}
     for barrier in ready.barriers:
         lane, at_ns = barrier.last.lane, barrier.last.at_ns
-        pieces = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
+        pieces = pieces_of.get(id(lane))
+        if pieces is None:
+            pieces = pieces_of[id(lane)] = cut(lane.spans, lane.begin_ns, lane.end_ns, arrivals)
         for stage, length_ns in time_by_stage(pieces, cursor_ns, at_ns).items():
             name = stage.partition(".")[0]
             took[name] = took.get(name, 0.0) + seconds(length_ns)

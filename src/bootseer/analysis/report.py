@@ -54,7 +54,7 @@ def analyse(
         if read is not None and read.skipped.get("unit"):
             hint = "its events give times in s, ms or µs: `wall_ns` and `mono_ns` are ns"
         raise UsageError("no events in the input", hint=hint, exit_code=1)
-    found = of_one_job(startups(kept), options)
+    found = startups(of_one_job(kept, options))
     picked = chosen(found, options)
     prepared = {startup.key: prepare(startup) for startup in found}
     overviews = [overview(startup, prepared[startup.key], options) for startup in found]

@@ -22,7 +22,7 @@ from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.analysis import inputs
-from bootseer.analysis.foreign.parser import FOREIGN, UNKNOWN_JOB, Line, Parser, Reader
+from bootseer.analysis.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
 from bootseer.analysis.foreign.registry import parsers, search
 from bootseer.analysis.foreign.rules import Site
 from bootseer.analysis.foreign.timestamp import other_unit, parse_prefix
@@ -43,6 +43,8 @@ _JSON_KEYS = ("log", "message", "MESSAGE", "msg")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
 _MAX_TAG = 16
+_DAEMONS = frozenset({"slurmd", "kubelet", "containerd", "crio", "dockerd"})
+"""Their logs often have the node behind their own name: `slurmd.gpu-17.log`."""
 _SLOW_S = 10.0
 
 
@@ -214,7 +216,10 @@ def _name_jobs(result: Scanned) -> None:
                 else nodes.get(event.node, event.node if not nodes else "")
             )
             if node:
-                events.append(event._replace(job=job, attempt=attempt, node=node))
+                attrs = event.attrs
+                if own:  # which nodes the job has is known better than from the scheduler's list
+                    attrs = {key: value for key, value in attrs.items() if key != NODES}
+                events.append(event._replace(job=job, attempt=attempt, node=node, attrs=attrs))
             else:  # an event list of a whole cluster tells of other jobs' pods
                 result.skipped["other_node"] += 1
     result.events = events
@@ -246,7 +251,8 @@ class _FileScan:
         self.rest = b""
         self.lines = 0
         # The usual layout of collected logs is one file, or one folder, for each node.
-        self.node = encodable(source.path.name.split(".")[0]) if source.path is not None else "stdin"
+        names = source.path.name.split(".") if source.path is not None else ["stdin"]
+        self.node = encodable(names[names[0] in _DAEMONS and len(names) > 2])
         self.near_ns = source.modified_ns
 
     def feed(self, block: bytes) -> None:
@@ -316,10 +322,10 @@ class _FileScan:
         hits: dict[int, list[Reader]] = {}
         clues, wanting = search()
         for place, number in clues.hits(text) if self.parsers else ():
-            readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
-            for index in wanting[number]:
-                if self.parsers[index] not in readers:
-                    readers.append(self.parsers[index])
+            wanted = [parser for index in wanting[number] if not (parser := self.parsers[index]).done]
+            if wanted:
+                readers = hits.setdefault(text.rfind(b"\n", 0, place) + 1, [])
+                readers += [parser for parser in wanted if parser not in readers]
         for site in self.sites:
             with _in_time(site.pattern):
                 for begin in {text.rfind(b"\n", 0, match.start()) + 1 for match in site.pattern.finditer(text)}:

@@ -4,8 +4,6 @@ One folder per user and node, on a local disk, used by any number of processes a
 the lock of the root, in single renames; a lease on an entry keeps it from being evicted. Nothing in it is believed: an
 entry with a file that is cut, foreign or of another size is put aside and made anew, and never keeps a job from
 starting. The formats and the order of all steps are in docs/formats/cache.md.
-
-Used by `fetch` for all that is read lazily, and by the verbs of `cache`.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.blocks.index import Index
-from bootseer.cache import entries, evict, holes, layout, locks, pins
+from bootseer.cache import disk, entries, evict
+from bootseer.cache.disk import Damaged, mapped
 from bootseer.cache.entries import Entry
-from bootseer.cache.errors import Damaged, mapped
 from bootseer.cache.file import CachedFile
 from bootseer.cache.prune import Candidate, Step, Watermarks, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
+from bootseer.io import locks
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
 
@@ -69,10 +68,10 @@ class Cache:
         with mapped("make a cache in", root):
             self.root = trusted_folder(root, otherwise="set BOOTSEER_CACHE to another folder")
         self._settings = settings or CacheSettings()
-        self._files = self.root / layout.FILES
+        self._files = self.root / disk.FILES
         with mapped("make a cache in", self.root):
-            self._boot = boot or layout.boot_id()
-            for name in (layout.FILES, layout.NEW, layout.TRASH):
+            self._boot = boot or disk.boot_id()
+            for name in (disk.FILES, disk.NEW, disk.TRASH):
                 (self.root / name).mkdir(mode=0o700, exist_ok=True)
 
     def open(self, index: Index) -> CachedFile:
@@ -143,8 +142,8 @@ class Cache:
             return Pruned(used, sum(step.num_bytes for step in steps), tuple(steps), in_use)
         with mapped("evict from", self.root):
             done = [step for step in steps if self._evict(step)]
-            for path in (self.root / layout.TRASH).iterdir():
-                layout.discard(path)
+            for path in (self.root / disk.TRASH).iterdir():
+                disk.discard(path)
             after = sum(one.disk_bytes for one in self.entries())
         _LOG.info("%s: %d bytes, %d after the eviction of %d entries or parts", self.root, used, after, len(done))
         return Pruned(used, max(used - after, 0), tuple(done), in_use)
@@ -152,11 +151,11 @@ class Cache:
     def unpin(self, identity: str, name: str) -> None:
         """Undo `CachedFile.pin`. Nothing happens when there is no such pin."""
         with mapped("unpin", self._files / identity):
-            pins.remove(self._files / identity, name)
+            entries.remove_pin(self._files / identity, name)
 
     def _paths(self) -> list[Path]:
         with mapped("read", self._files):
-            return sorted(path for path in self._files.iterdir() if layout.is_identity(path.name))
+            return sorted(path for path in self._files.iterdir() if disk.is_identity(path.name))
 
     def _open(self, index: Index) -> CachedFile:
         entry = self._files / index.identity
@@ -190,15 +189,15 @@ class Cache:
         if not stat.S_ISDIR(os.fstat(folder).st_mode):
             raise Damaged(f"{entry} is not a folder")
         with contextlib.ExitStack() as opened:
-            lease = layout.open_file(entry / layout.LEASE)
+            lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
             # The lock may be one on a folder that was evicted since it was opened.
-            if not locks.try_flock(lease, shared=True) or not evict.is_same(lease, entry / layout.LEASE):
+            if not locks.try_flock(lease, shared=True) or not evict.is_same(lease, entry / disk.LEASE):
                 return None
             encoded = index.encode()
-            if layout.read_file(entry / layout.INDEX, len(encoded)) != encoded:
+            if disk.read_file(entry / disk.INDEX, len(encoded)) != encoded:
                 raise Damaged(f"{entry} has another index")
-            data = layout.open_file(entry / layout.DATA)
+            data = disk.open_file(entry / disk.DATA)
             opened.callback(os.close, data)
             if os.fstat(data).st_size != index.size_bytes:
                 raise Damaged(f"{entry} has data of another size")
@@ -214,7 +213,7 @@ class Cache:
             live = LiveMap.open(entry, index, self._boot)  # another process may have been faster
             if live is not None:
                 return live
-            layout.sweep(entry)
+            disk.sweep(entry)
             durable = Durable.load(entry, index) or Durable.of_new(index)
             states = durable.states
             if durable.whole == StatIdentity.of(data):
@@ -229,22 +228,22 @@ class Cache:
         with self._lock():
             if os.path.lexists(entry):
                 return
-            new = self.root / layout.NEW
+            new = self.root / disk.NEW
             for leaving in new.iterdir():  # of processes that died while they held the lock
-                layout.discard(leaving)
+                disk.discard(leaving)
             made = new / entry.name
             made.mkdir(mode=0o700)
             try:
-                layout.write_file(made / layout.INDEX, index.encode())
-                for name, size in ((layout.DATA, index.size_bytes), (layout.LEASE, 0)):
-                    os.close(layout.open_file(made / name, os.O_RDWR | os.O_CREAT))
+                disk.write_file(made / disk.INDEX, index.encode())
+                for name, size in ((disk.DATA, index.size_bytes), (disk.LEASE, 0)):
+                    os.close(disk.open_file(made / name, os.O_RDWR | os.O_CREAT))
                     os.truncate(made / name, size)
                 # A file that is one hole has all its blocks of zeros, and nothing about them needs to be verified.
                 zeros = Durable.of_new(index).states.translate(bytes([0]) + bytes([READY]) * 255)
                 LiveMap.create(made, index, self._boot, zeros)
                 made.rename(entry)
             except BaseException:
-                layout.discard(made)
+                disk.discard(made)
                 raise
 
     def _put_aside(self, entry: Path, folder: int) -> None:
@@ -254,26 +253,26 @@ class Cache:
                 return  # somebody else did
             gone = evict.move_to_trash(entry, self.root)
         _LOG.warning("%s was damaged and is made anew", entry)
-        layout.discard(gone)
+        disk.discard(gone)
 
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
-        return locks.flocked(self.root / layout.ROOT_LOCK, deadline_s=self._settings.lock_deadline_s)
+    def _lock(self) -> contextlib.AbstractContextManager[int]:
+        return locks.flocked(self.root / disk.ROOT_LOCK, deadline_s=self._settings.lock_deadline_s)
 
     def _note_use(self, entry: Path) -> None:
         """Two processes may take the same number: then either was last. A full disk keeps no job from starting."""
-        counter = self.root / layout.COUNTER
+        counter = self.root / disk.COUNTER
         try:
-            number = layout.read_number(counter) + 1
+            number = disk.read_number(counter) + 1
         except (OSError, Damaged):
-            layout.discard(counter)
+            disk.discard(counter)
             number = 1 + max(entries.last_use(path)[0] for path in self._paths())
-        for path in (counter, entry / layout.LAST_USE):
+        for path in (counter, entry / disk.LAST_USE):
             with contextlib.suppress(OSError):
                 try:
-                    layout.write_number(path, number)
+                    disk.write_number(path, number)
                 except Damaged:
-                    layout.discard(path)
-                    layout.write_number(path, number)
+                    disk.discard(path)
+                    disk.write_number(path, number)
 
     def _goal(self, used: int) -> int | None:
         limit = self._settings.max_bytes
@@ -284,9 +283,9 @@ class Cache:
 
     def _candidates(self, found: Iterable[Entry]) -> list[Candidate]:
         with mapped("examine", self.root):
-            lock = os.open(self.root / layout.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = os.open(self.root / disk.ROOT_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                can_punch = holes.supported(lock)
+                can_punch = disk.can_punch(lock)
             finally:
                 os.close(lock)
         return [

@@ -1,25 +1,35 @@
-"""What lies in a cache: for `cache show`, and for the choice of what to evict. Looks, and changes nothing."""
+"""What lies in a cache, for `cache show` and for the choice of what to evict; pins, and how blocks are used.
+
+A lease falls with its process, and a file that the kernel mounts directly has none. A *pin* is a small file in the
+entry that names the boot: it keeps the entry until it is removed or the machine has started again, when the mount is
+gone too. *Use* is a byte per block: whether it is in a hot set, and whether anybody read it. A hint for eviction:
+written without a sync, and a lost update between two processes only makes a block look colder than it is.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import MAX_INDEX_BYTES, Index
-from bootseer.cache import layout, locks, pins, use
-from bootseer.cache.errors import Damaged
+from bootseer.cache import disk
+from bootseer.cache.disk import Damaged
 from bootseer.cache.states import MISSING, Durable, LiveMap, StatIdentity
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, UsageError
+from bootseer.io import locks
 
+HOT = 1
+READ = 2
 _BLOCK = 512  # the unit of st_blocks, whatever the file system
-
+_PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 # Columns of flags are handled as a whole: entries have hundreds of thousands of blocks, and a node has many entries.
 _ANY = bytes(value != 0 for value in range(256))
 _NONE = bytes(value == 0 for value in range(256))
-_HOT = bytes(value & use.HOT != 0 for value in range(256))
+_HOT = bytes(value & HOT != 0 for value in range(256))
 _TAKES_ROOM = bytes(value != ZERO for value in range(256))
 
 
@@ -58,16 +68,16 @@ def examine(path: Path, boot: str) -> Entry | None:
         disk_bytes = sum(file.lstat().st_blocks * _BLOCK for file in path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    holding = tuple(pins.holding(path, boot))
+    holding = tuple(pins_of(path, boot))
     number, used_at = last_use(path)
-    leases = tuple(locks.holders(path / layout.LEASE))
+    leases = tuple(locks.holders(path / disk.LEASE))
     outside = (path.name, path, disk_bytes, number, used_at, leases, holding, bool(holding) or is_leased(path))
     try:
         index = read_index_of(path)
         states, trusted = states_of(path, index, boot)
     except Damaged:
         return Entry(*outside, damaged=True)
-    flags = use.load(path, index.num_blocks)
+    flags = use_of(path, index.num_blocks)
     ready = states.translate(_ANY)
     cold = _both(_both(ready, flags.translate(_NONE)), index.codecs().translate(_TAKES_ROOM))
     return Entry(
@@ -83,7 +93,7 @@ def examine(path: Path, boot: str) -> Entry | None:
 def read_index_of(path: Path) -> Index:
     """The index of an entry. Raises `Damaged`."""
     try:
-        index = Index.parse(layout.read_file(path / layout.INDEX, MAX_INDEX_BYTES))
+        index = Index.parse(disk.read_file(path / disk.INDEX, MAX_INDEX_BYTES))
     except (OSError, PermanentError) as error:
         raise Damaged(f"{path}: {error}") from error
     if index.identity != path.name:
@@ -94,7 +104,7 @@ def read_index_of(path: Path) -> Index:
 def states_of(path: Path, index: Index, boot: str) -> tuple[bytes, bool]:
     """States of an entry's blocks, and whether it is trusted. Raises `Damaged`."""
     try:
-        data = layout.open_file(path / layout.DATA, os.O_RDONLY)
+        data = disk.open_file(path / disk.DATA, os.O_RDONLY)
     except OSError as error:
         raise Damaged(f"{path}: {error}") from error
     try:
@@ -118,7 +128,7 @@ def states_of(path: Path, index: Index, boot: str) -> tuple[bytes, bool]:
 def is_leased(path: Path) -> bool:
     """Whether a process has an entry open. What cannot be examined is in use."""
     try:
-        fd = layout.open_file(path / layout.LEASE)
+        fd = disk.open_file(path / disk.LEASE)
     except (FileNotFoundError, Damaged):
         return False
     except OSError:
@@ -133,9 +143,9 @@ def is_leased(path: Path) -> bool:
 
 def last_use(path: Path) -> tuple[int, float]:
     """Number and wall clock of an entry's last use; zeros when it is not known."""
-    file = path / layout.LAST_USE
+    file = path / disk.LAST_USE
     try:
-        return layout.read_number(file), file.lstat().st_mtime
+        return disk.read_number(file), file.lstat().st_mtime
     except (OSError, Damaged):
         return 0, 0.0
 
@@ -150,3 +160,55 @@ def _bytes_of(index: Index, chosen: bytes) -> int:
         return 0
     last = index.num_blocks - 1
     return chosen.count(1) * index.block_size - chosen[last] * (index.block_size - index.length(last))
+
+
+def add_pin(entry: Path, name: str, boot: str) -> None:
+    """Pin an entry that one holds a lease on. Raises `OSError`."""
+    folder = entry / disk.PINS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    disk.write_file(folder / _pin_name(name), boot.encode(), durable=False)
+
+
+def remove_pin(entry: Path, name: str) -> None:
+    """Undo `add_pin`. Nothing happens when there is no such pin. Raises `OSError`."""
+    (entry / disk.PINS / _pin_name(name)).unlink(missing_ok=True)
+
+
+def pins_of(entry: Path, boot: str) -> list[str]:
+    """Names of the pins that hold. One that cannot be read holds: an unknown owner is an owner."""
+    try:
+        paths = sorted((entry / disk.PINS).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [path.name for path in paths if _is_pinned(path, boot)]
+
+
+def _is_pinned(path: Path, boot: str) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return True
+    # Names of boots are of equal length: anything shorter was cut by a crash, after which no mount is left.
+    return content == boot.encode()
+
+
+def _pin_name(name: str) -> str:
+    if not _PIN.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a pin", hint="use letters, digits, . _ and -")
+    return name
+
+
+def use_of(entry: Path, num_blocks: int) -> bytes:
+    """Flags of all blocks; nothing is known of those that the file does not tell about."""
+    try:
+        data = disk.read_file(entry / disk.USE, num_blocks)
+    except (OSError, Damaged):
+        data = b""
+    return data.ljust(num_blocks, b"\0")
+
+
+def add_use(entry: Path, flags: bytes | bytearray) -> None:
+    """Add flags, one byte per block, to those that are stored. Raises `OSError`."""
+    # As two large numbers: a loop over a million blocks would take longer than writing them.
+    merged = int.from_bytes(use_of(entry, len(flags)), "little") | int.from_bytes(flags, "little")
+    disk.write_file(entry / disk.USE, merged.to_bytes(len(flags), "little"))

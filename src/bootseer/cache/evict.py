@@ -1,4 +1,4 @@
-"""Carry out one step of an eviction, on an entry that nobody uses. Called by `Cache.prune`.
+"""Carry out one step of an eviction, on an entry that nobody uses.
 
 The exclusive lock on the lease file keeps openers out meanwhile; one who waited for it finds either the entry with its
 remaining blocks, or that the entry has moved, and makes a new one. What is lost is forgotten first, durably, and only
@@ -13,10 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from bootseer.blocks.index import Index
-from bootseer.cache import entries, holes, layout, locks, pins, use
-from bootseer.cache.errors import NO_SPACE, Damaged
+from bootseer.cache import disk, entries
+from bootseer.cache.disk import NO_SPACE, Damaged
 from bootseer.cache.prune import Step, cold_blocks
 from bootseer.cache.states import MISSING, Durable, LiveMap
+from bootseer.io import locks
 
 
 def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: float) -> bool:
@@ -26,19 +27,19 @@ def evict(entry: Path, step: Step, root: Path, boot: str, *, lock_deadline_s: fl
         folder = os.open(entry, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         opened.callback(os.close, folder)
         with contextlib.suppress(FileNotFoundError, Damaged):  # nobody can hold what is not there
-            lease = layout.open_file(entry / layout.LEASE)
+            lease = disk.open_file(entry / disk.LEASE)
             opened.callback(os.close, lease)
-            if not (locks.try_flock(lease, shared=False) and is_same(lease, entry / layout.LEASE)):
+            if not (locks.try_flock(lease, shared=False) and is_same(lease, entry / disk.LEASE)):
                 return False
-        if pins.holding(entry, boot):
+        if entries.pins_of(entry, boot):
             return False
         if not step.whole:
             return _punch_cold(entry, step.num_bytes, boot)
-        with locks.flocked(root / layout.ROOT_LOCK, deadline_s=lock_deadline_s):
+        with locks.flocked(root / disk.ROOT_LOCK, deadline_s=lock_deadline_s):
             if not is_same(folder, entry):
                 return False
             gone = move_to_trash(entry, root)
-        layout.discard(gone)
+        disk.discard(gone)
         return True
 
 
@@ -52,7 +53,7 @@ def is_same(fd: int, path: Path) -> bool:
 
 def move_to_trash(entry: Path, root: Path) -> Path:
     """Take an entry out of sight in one step, with the lock of the root held. Raises `OSError`."""
-    gone = root / layout.TRASH / f"{entry.name}.{os.getpid()}-{os.urandom(4).hex()}"
+    gone = root / disk.TRASH / f"{entry.name}.{os.getpid()}-{os.urandom(4).hex()}"
     entry.rename(gone)
     return gone
 
@@ -63,7 +64,7 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
         states, _ = entries.states_of(entry, index, boot)
     except Damaged:
         return False
-    cold = cold_blocks(states, use.load(entry, index.num_blocks), index.codecs())
+    cold = cold_blocks(states, entries.use_of(entry, index.num_blocks), index.codecs())
     # From the end: the beginnings of files are what most readers ask for.
     evicted = list(reversed(cold))[: -(-num_bytes // index.block_size)]
     left = bytearray(states)
@@ -80,14 +81,14 @@ def _punch_cold(entry: Path, num_bytes: int, boot: str) -> bool:
         # Only what was durable before stays so: nothing was synced here.
         durable = Durable.from_states(bytes(map(min, durable.states, left)))
         _forget(entry, index, durable)
-    data = layout.open_file(entry / layout.DATA)
+    data = disk.open_file(entry / disk.DATA)
     try:
         # All that is missing: what a process wrote that was killed before it said so takes room as well.
         for first, behind in _runs(left):
-            holes.punch(data, first * index.block_size, (behind - first) * index.block_size)
+            disk.punch(data, first * index.block_size, (behind - first) * index.block_size)
     finally:
         os.close(data)
-    if durable is not None and not (entry / layout.DURABLE).exists():
+    if durable is not None and not (entry / disk.DURABLE).exists():
         durable.store(entry, index)
     return True
 
@@ -99,8 +100,8 @@ def _forget(entry: Path, index: Index, durable: Durable) -> None:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        (entry / layout.DURABLE).unlink()
-        layout.sync_path(entry)
+        (entry / disk.DURABLE).unlink()
+        disk.sync_path(entry)
 
 
 def _runs(states: bytes | bytearray) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """One file in the cache: reads blocks that are here, takes blocks that were fetched, and says which are missing.
 
-Made by `Cache.open`. May be used from many threads, and by many processes at once, each with a `CachedFile` of its own.
+May be used from many threads, and by many processes at once, each with a `CachedFile` of its own.
 The states of blocks are shared through the live map; that a block was verified is each process's own knowledge, kept in
 a byte array whose elements only ever change under the GIL, so that `read` takes no lock.
 
@@ -11,6 +11,7 @@ other one closes it, which leaves the lease of the first alone. Fork while no ot
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -21,16 +22,19 @@ from pathlib import Path
 
 from bootseer.blocks.codec import Buffer, digest_of
 from bootseer.blocks.index import Index
-from bootseer.cache import layout, locks, pins, room, use
-from bootseer.cache.errors import MissingBlocks, mapped
-from bootseer.cache.states import MISSING, READY, Durable, LiveMap, StatIdentity
+from bootseer.cache import disk, entries
+from bootseer.cache.disk import MissingBlocks, mapped
+from bootseer.cache.states import MISSING, READY, SYNC, Durable, LiveMap, StatIdentity
 from bootseer.errors import PermanentError, TransientError
 from bootseer.io.tasks import Tasks
 
-_SYNC = -1  # instead of a block's number: the claim on writing the durable snapshot
 _SYNC_DEADLINE_S = 60.0
 _POLL_S = 0.01
 _VERIFIED_AT_ONCE = 256
+_RESERVE_BYTES = 16 << 20
+"""What blocks leave free on a disk: room for the small files beside them."""
+_RESERVE_SHARE = 1 / 32
+"""Of a small disk no more than this."""
 
 Progress = Callable[[int, int], None]
 """Called with blocks done and blocks in all."""
@@ -43,7 +47,7 @@ class CachedFile:
         """Takes over the descriptors; `lease` is locked."""
         self.index = index
         self.entry = entry
-        self.path = entry / layout.DATA
+        self.path = entry / disk.DATA
         """A sparse file of the file's size: its holes are missing blocks. Mount it only when `trusted`, and pinned."""
         self._boot = boot
         _null()  # `close` must not need a new descriptor
@@ -155,8 +159,8 @@ class CachedFile:
         if self._verified[block]:
             return
         with mapped("write to", self.path):
-            room.leave(self._data, block << self._shift, len(data))
-            layout.write_all(self._data, data, block << self._shift)
+            _leave_room(self._data, block << self._shift, len(data))
+            disk.write_all(self._data, data, block << self._shift)
             self._live.set(block, READY)
         self._verified[block] = 1
         self._unsynced = True  # last: a sync between would have taken it back without seeing the block
@@ -171,10 +175,10 @@ class CachedFile:
         with self._lock, mapped("lock a block of", self.entry):
             if block in self._claimed or self.ready(block):
                 return False
-            if not locks.try_range(self._live.fd, self._live.lock_offset(block)):
+            if not self._live.try_claim(block):
                 return False
             if self.ready(block):  # its last owner put it just before
-                locks.release_range(self._live.fd, self._live.lock_offset(block))
+                self._live.release_claim(block)
                 return False
             self._claimed.add(block)
             return True
@@ -184,18 +188,21 @@ class CachedFile:
         with self._lock, mapped("unlock a block of", self.entry):
             if block in self._claimed:
                 self._claimed.discard(block)
-                locks.release_range(self._live.fd, self._live.lock_offset(block))
+                self._live.release_claim(block)
 
     def mark_hot(self, blocks: Iterable[int]) -> None:
         """Remember that these blocks are in a hot set, so that they are evicted last."""
         with mapped("write to", self.entry):
-            use.add(self.entry, self.index.num_blocks, use.flags(use.HOT, blocks, self.index.num_blocks))
+            flags = bytearray(self.index.num_blocks)
+            for block in blocks:
+                flags[block] = entries.HOT
+            entries.add_use(self.entry, flags)
 
     def pin(self, name: str) -> None:
         """Keep the entry after `close`, until `Cache.unpin` or the next boot: for a mount that no process serves."""
         self._check_open()
         with mapped("pin", self.entry):
-            pins.add(self.entry, name, self._boot)
+            entries.add_pin(self.entry, name, self._boot)
 
     def sync(self) -> None:
         """Make all that was put here survive a crash of the machine. Cheap when nothing is new. Raises `CacheFull`.
@@ -322,16 +329,15 @@ class CachedFile:
     @contextlib.contextmanager
     def _sync_claim(self) -> Iterator[None]:
         """One process at a time writes the snapshot, so that an older one never replaces a newer one."""
-        offset = self._live.lock_offset(_SYNC)
         until = time.monotonic() + _SYNC_DEADLINE_S
-        while not locks.try_range(self._live.fd, offset):
+        while not self._live.try_claim(SYNC):
             if time.monotonic() >= until:
                 raise TransientError(f"{self.entry}: another process has been syncing for {_SYNC_DEADLINE_S:.0f} s")
             time.sleep(_POLL_S)
         try:
             yield
         finally:
-            locks.release_range(self._live.fd, offset)
+            self._live.release_claim(SYNC)
 
     def _sync(self) -> None:
         if not os.path.samestat(self.path.lstat(), os.fstat(self._data)):
@@ -349,8 +355,8 @@ class CachedFile:
                     self._live.set(block, MISSING)
             raise
         if not self._anchored:
-            for path in (self.entry / layout.INDEX, self.entry, self.entry.parent):
-                layout.sync_path(path)
+            for path in (self.entry / disk.INDEX, self.entry, self.entry.parent):
+                disk.sync_path(path)
             self._anchored = True
         Durable.from_states(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
         self._store_use()
@@ -359,7 +365,7 @@ class CachedFile:
         if 1 not in self._read:
             return
         with contextlib.suppress(OSError):  # a hint is not worth an error
-            use.add(self.entry, self.index.num_blocks, self._read.replace(b"\1", bytes([use.READ])))
+            entries.add_use(self.entry, self._read.replace(b"\1", bytes([entries.READ])))
 
 
 @cache
@@ -370,3 +376,23 @@ def _null() -> int:
 def _close_all(fds: tuple[int, ...]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _leave_room(fd: int, offset: int, length: int) -> None:
+    """Raise `OSError` (ENOSPC) when writing there would use up the reserve. What has its room already may be written
+    again.
+
+    The first start that fills the disk would else take from the next ones what they need to begin: states, snapshots,
+    the descriptions of images. Blocks that do not fit are served without being kept.
+    """
+    disk = os.fstatvfs(fd)
+    reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+    if disk.f_bavail * disk.f_frsize < reserve + length and _is_hole(fd, offset, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _is_hole(fd: int, offset: int, length: int) -> bool:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data from there to the end

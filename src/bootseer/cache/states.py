@@ -8,11 +8,12 @@ after a crash of the machine it may claim blocks whose data was never written, s
 `Durable` is what another boot reads: a snapshot of the live states that was written after the data was synced. Even
 that is a claim only, and each block that rests on it is verified before its first use.
 
-Called by `file` and `cache`; docs/formats/cache.md has the bytes.
+docs/formats/cache.md has the bytes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from blake3 import blake3
 
 from bootseer.blocks.codec import ZERO
 from bootseer.blocks.index import Index
-from bootseer.cache import layout
-from bootseer.cache.errors import Damaged
+from bootseer.cache import disk
+from bootseer.cache.disk import Damaged
+from bootseer.io.locks import HELD_BY_ANOTHER
 
 MISSING = 0
 CLAIMED = 1
@@ -36,6 +38,10 @@ _LIVE_MAGIC = b"BSLIVE01"
 _DURABLE_HEADER = struct.Struct("<8s32sQ?7xQqqQ")  # magic, identity, blocks, whole, size, mtime, ctime, inode
 _DURABLE_MAGIC = b"BSDURA01"
 _DIGEST_BYTES = 32
+SYNC = -1
+"""Instead of a block's number: the claim on writing the durable snapshot."""
+_FLOCK = struct.Struct("@hhqqi4x")
+"""struct flock: type, whence, start, length, pid. The native alignment is the kernel's."""
 _FOLD = bytes([MISSING]) + bytes([CLAIMED]) * 255
 
 
@@ -107,15 +113,15 @@ class Durable:
     def load(cls, entry: Path, index: Index) -> Durable | None:
         """The snapshot of an entry, if it has one that can be believed."""
         try:
-            data = layout.read_file(entry / layout.DURABLE, durable_bytes(index))
+            data = disk.read_file(entry / disk.DURABLE, durable_bytes(index))
         except (FileNotFoundError, Damaged):
             return None
         return cls.parse(data, index)
 
     def store(self, entry: Path, index: Index) -> None:
         """Replace the entry's snapshot, durably. The data must have been synced before. Raises `OSError`."""
-        layout.write_file(entry / layout.DURABLE, self.encode(index.identity), durable=True)
-        layout.sync_path(entry)
+        disk.write_file(entry / disk.DURABLE, self.encode(index.identity), durable=True)
+        disk.sync_path(entry)
 
 
 def durable_bytes(index: Index) -> int:
@@ -134,7 +140,7 @@ class LiveMap:
     def open(cls, entry: Path, index: Index, boot: str) -> LiveMap | None:
         """The map of an entry; None when it is not of this boot and this file."""
         try:
-            fd = layout.open_file(entry / layout.LIVE)
+            fd = disk.open_file(entry / disk.LIVE)
         except (FileNotFoundError, Damaged):
             return None
         header = _live_header(index, boot)
@@ -151,16 +157,16 @@ class LiveMap:
         All bytes are written, so that later changes need no room. For the same reason the map of an earlier boot is
         overwritten in its place, the header last: until then it is nobody's map.
         """
-        header, path = _live_header(index, boot), entry / layout.LIVE
+        header, path = _live_header(index, boot), entry / disk.LIVE
         try:
-            fd = layout.open_file(path)
+            fd = disk.open_file(path)
         except (FileNotFoundError, Damaged):
-            layout.write_file(path, header + states)
+            disk.write_file(path, header + states)
             return
         try:
             os.ftruncate(fd, len(header) + len(states))
-            layout.write_all(fd, bytes(len(header)) + states, 0)
-            layout.write_all(fd, header, 0)
+            disk.write_all(fd, bytes(len(header)) + states, 0)
+            disk.write_all(fd, header, 0)
         finally:
             os.close(fd)
 
@@ -176,15 +182,32 @@ class LiveMap:
 
     def set(self, block: int, state: int) -> None:
         """Change the state of one block, for all processes at once. Raises `OSError`."""
-        layout.write_all(self.fd, bytes([state]), _LIVE_HEADER.size + block)
+        os.pwrite(self.fd, bytes((state,)), _LIVE_HEADER.size + block)
 
     def set_all(self, states: bytes) -> None:
         """Change all states. Only with the entry for oneself. Raises `OSError`."""
-        layout.write_all(self.fd, states, _LIVE_HEADER.size)
+        disk.write_all(self.fd, states, _LIVE_HEADER.size)
 
-    def lock_offset(self, block: int) -> int:
-        """Which byte of the file stands for the claim on a block; `block` -1 stands for the whole file."""
-        return _LIVE_HEADER.size + block
+    def try_claim(self, block: int) -> bool:
+        """Lock the byte of a block against all other open file descriptions, without waiting. Raises `OSError`.
+
+        Claims are locks of the open file description (OFD), which fall when their holder dies, however it dies.
+        Classic POSIX record locks would fall when any descriptor of the file is closed anywhere in the process.
+        """
+        try:
+            self._lock(fcntl.F_WRLCK, block)
+        except OSError as error:
+            if error.errno in HELD_BY_ANOTHER:
+                return False
+            raise
+        return True
+
+    def release_claim(self, block: int) -> None:
+        """Undo `try_claim`. Nothing happens when it is not locked."""
+        self._lock(fcntl.F_UNLCK, block)
+
+    def _lock(self, kind: int, block: int) -> None:
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, _LIVE_HEADER.size + block, 1, 0))
 
 
 def _live_header(index: Index, boot: str) -> bytes:

@@ -2,6 +2,9 @@
 
 A checkpoint is a folder in the job's folder, or a file there with an ending that training code uses, with none at all,
 or that `latest` names. Trees that were written without BootSeer are listed as well.
+
+`anatomy`: what one file consists of. A head says where its parts were put; HDFS moves blocks when nodes come and go.
+Both are shown, for they explain the speed of reading.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import GONE, FileInfo, Files, check_visible
-from bootseer.checkpoint.head import ATTEMPTS, Head, part_path, parts_folder
+from bootseer.checkpoint.head import ATTEMPTS, Head, Part, part_path, parts_folder
 from bootseer.checkpoint.latest import LATEST, drop_latest, read_latest, step_of
-from bootseer.checkpoint.places.place import join, make_alike
-from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
+from bootseer.checkpoint.layout import CHUNK_BYTES
+from bootseer.checkpoint.places.place import IsFolderError, join, make_alike
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
 from bootseer.io.tasks import Tasks
 
 _ENDINGS = (
@@ -223,3 +228,90 @@ def lost_parts(files: Files, path: str, head: Head) -> list[str]:
     there = {entry.path.rpartition("/")[2]: entry.size_bytes for entry in entries}
     parts = [part for segment in head.segments for part in segment.all_parts]
     return [part.name for part in parts if there.get(part.name) != part.size_bytes]
+
+
+_PARTS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PartFound:
+    """One part."""
+
+    part: Part
+    kind: str
+    """`data` or `parity`."""
+    nodes: tuple[str, ...]
+    """Where it lies now; empty where unknown."""
+    problem: str
+    """"" when it is there and as long as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFound:
+    """One segment."""
+
+    start: int
+    size_bytes: int
+    parts: Sequence[PartFound]
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """One file."""
+
+    info: FileInfo
+    id: str
+    """Of a striped file; "" of an ordinary one."""
+    segments: Sequence[SegmentFound]
+    """Empty for an ordinary file."""
+    bytes_by_node: Mapping[str, int]
+    """Bytes of the file and its parity that each node has; with several copies, each counts."""
+
+
+def anatomy(files: Files, path: str) -> Anatomy:
+    """Look at one file. Raises `NotFoundError`, `IsFolderError`, and `CorruptError` for a damaged head."""
+    info = files.stat(path)
+    if info.is_folder:
+        raise IsFolderError(f"{files.place.uri}/{path} is a folder; name one of its files")
+    head = files.head(path)
+    if head is None:
+        return Anatomy(info, "", [], _ordinary_nodes(files, path))
+    lost = set(lost_parts(files, path, head))
+    with Tasks("bootseer-stat", _PARTS_AT_ONCE) as threads:
+
+        def look(part: Part, kind: str) -> PartFound:
+            return _part_found(files, path, head, part, kind, part.name in lost)
+
+        pending = [
+            (segment, [threads.submit(look, part, "data") for part in segment.parts],
+             [threads.submit(look, part, "parity") for part in segment.all_parts[segment.stripes :]])
+            for segment in head.segments
+        ]  # fmt: skip
+        segments = [
+            SegmentFound(segment.start, segment.size_bytes, [found.result() for found in (*data, *parity)])
+            for segment, data, parity in pending
+        ]
+    by_node: Counter[str] = Counter()
+    for found in segments:
+        for part in found.parts:
+            by_node.update(dict.fromkeys(part.nodes, part.part.size_bytes))
+    return Anatomy(info, head.id, segments, by_node)
+
+
+def _part_found(files: Files, path: str, head: Head, part: Part, kind: str, is_lost: bool) -> PartFound:
+    if is_lost:
+        return PartFound(part, kind, (), "not there, or not as long as it was")
+    try:
+        with contextlib.closing(files.place.open(part_path(path, head.id, part.name))) as file:
+            return PartFound(part, kind, file.nodes(0), "")
+    except BootseerError as error:
+        return PartFound(part, kind, (), str(error))
+
+
+def _ordinary_nodes(files: Files, path: str) -> Mapping[str, int]:
+    by_node: Counter[str] = Counter()
+    with contextlib.closing(files.place.open(path)) as file:
+        # Blocks end at whole MiB everywhere but at the end of a file.
+        for offset in range(0, file.size_bytes, CHUNK_BYTES):
+            by_node.update(dict.fromkeys(file.nodes(offset), min(CHUNK_BYTES, file.size_bytes - offset)))
+    return by_node

@@ -28,6 +28,7 @@ from bootseer.checkpoint.head import (
     parts_folder,
     peek,
 )
+from bootseer.checkpoint.layout import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import (
     TEMPORARY,
@@ -41,7 +42,6 @@ from bootseer.checkpoint.places.place import (
     make_alike,
     name_of,
 )
-from bootseer.checkpoint.policy import MAX_POLICY_BYTES, Policy, encode_policy, parse_policy
 from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError
 from bootseer.io.tasks import Tasks
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from bootseer.bring.places import blocks_folder, cache_root
+from bootseer.artifact.places import blocks_folder, cache_root
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.latest import LATEST, read_latest

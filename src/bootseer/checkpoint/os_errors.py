@@ -19,7 +19,7 @@ from bootseer.checkpoint.places.place import (
     NotFolderError,
     TakenError,
 )
-from bootseer.checkpoint.writing.spool import TooLargeError
+from bootseer.checkpoint.writing.sending import TooLargeError
 from bootseer.errors import AccessError, BootseerError, NotFoundError, UsageError
 
 _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (

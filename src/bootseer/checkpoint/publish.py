@@ -22,6 +22,7 @@ from bootseer.checkpoint.catalog import is_job, lost_parts, missing_parts, remov
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import PEEK_BYTES, is_head_size, is_hidden, parts_folder, peek
 from bootseer.checkpoint.latest import can_be_checkpoint, move_latest, step_of
+from bootseer.checkpoint.layout import Policy, encode_policy
 from bootseer.checkpoint.places.place import (
     IsFolderError,
     NoSpaceError,
@@ -31,9 +32,8 @@ from bootseer.checkpoint.places.place import (
     join,
     make_alike,
 )
-from bootseer.checkpoint.policy import Policy, encode_policy
-from bootseer.checkpoint.writing.replayed import FileSource
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.checkpoint.writing.pipeline import FileSource
 from bootseer.checkpoint.writing.writing import Verify, Writing
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Count, Tasks

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.group import Group, Verb
+from bootseer.cli.command import Group, json_option
+from bootseer.cli.image_options import parse_size
+from bootseer.cli.output import Output, Progress, table
+from bootseer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bootseer.cache.cache import Cache
 
 
-class _Verbs(Group):
-    verbs: ClassVar = {
-        "show": Verb("cache", "What is kept, the most recently used first.", "show"),
-        "verify": Verb("cache", "Compare everything with its digests.", "verify"),
-        "prune": Verb("cache", "Make room: what was never read goes first.", "prune"),
-    }
+_VERBS = {
+    "show": ("cache", "What is kept, the most recently used first."),
+    "verify": ("cache", "Compare everything with its digests."),
+    "prune": ("cache", "Make room: what was never read goes first."),
+}
 
 
 _FOLDER = click.option(
     "--cache", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Another cache than this node's."
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.cache/1).")
-SCHEMA = "bootseer.cache/1"
+_JSON = json_option("bootseer.cache/1")
 
 
-@click.command("cache", cls=_Verbs, short_help="What this node keeps of images.")
-def command() -> None:
+@click.command("cache", cls=Group, verbs=_VERBS)
+def cache_command() -> None:
     """What this node keeps of images: blocks that were fetched once and are verified when they are used.
 
     \b
@@ -42,57 +44,50 @@ def command() -> None:
 @click.command("show")
 @_FOLDER
 @_JSON
-def show(folder: Path | None, as_json: bool) -> None:
+def show_command(folder: Path | None, output: Output) -> None:
     """List the files of the cache."""
-    from rich.table import Table
     from rich.text import Text
-
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.units import format_bytes
 
     cache = _cache(folder)
     entries = cache.entries()
     total = sum(entry.disk_bytes for entry in entries)
-    if as_json:
-        names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
-                 "trusted")  # fmt: skip
-        rows = [
-            {**{name: getattr(entry, name) for name in names}, "pids": list(entry.leases), "pins": list(entry.pins),
-             "last_used_at": entry.last_used_at or None}
-            for entry in entries
-        ]  # fmt: skip
-        print_json({"schema": SCHEMA, "folder": str(cache.root), "disk_bytes": total, "files": rows})
-        return
-    with terminal() as console:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("file", "on disk", "here", "hot", "last used", "state"):
-            table.add_column(name, justify="left" if name in ("file", "state") else "right", no_wrap=name != "state")
-        for entry in entries:
-            share = f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-"
-            table.add_row(
-                entry.identity[:12],
-                format_bytes(entry.disk_bytes),
-                share,
-                format_bytes(entry.hot_bytes),
-                _ago(entry.last_used_at),
-                Text(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
-            )
-        if entries:
-            console.print(table)
-        console.print(Text(f"{len(entries)} files, {format_bytes(total)} in {cache.root}"), soft_wrap=True)
+    rows = table("file", "on disk", "here", "hot", "last used", "state", right=("on disk", "here", "hot", "last used"))
+    for entry in entries:
+        rows.add_row(
+            entry.identity[:12],
+            format_bytes(entry.disk_bytes),
+            f"{entry.ready_bytes / entry.size_bytes:.0%}" if entry.size_bytes else "-",
+            format_bytes(entry.hot_bytes),
+            _ago(entry.last_used_at),
+            Text(_state(entry.damaged, entry.in_use, entry.trusted), "red" if entry.damaged else ""),
+        )
+    names = ("identity", "disk_bytes", "size_bytes", "ready_bytes", "hot_bytes", "cold_bytes", "in_use", "damaged",
+             "trusted")  # fmt: skip
+    files = [
+        {
+            **{name: getattr(entry, name) for name in names},
+            "pids": list(entry.leases),
+            "pins": list(entry.pins),
+            "last_used_at": entry.last_used_at or None,
+        }
+        for entry in entries
+    ]
+    output(
+        {"folder": str(cache.root), "disk_bytes": total, "files": files},
+        rows,
+        f"{len(entries)} files, {format_bytes(total)} in {cache.root}",
+    )
 
 
 @click.command("verify")
 @_FOLDER
 @_JSON
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="How many at once.")
-def verify(folder: Path | None, as_json: bool, threads: int) -> None:
+def verify_command(folder: Path | None, output: Output, threads: int) -> None:
     """Read everything and compare it with its digests. What differs is dropped and fetched again when it is needed.
 
     The exit code is 1 when something was dropped.
     """
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.cli.progress import Progress
 
     cache = _cache(folder)
     with Progress("verifying") as progress:
@@ -101,13 +96,11 @@ def verify(folder: Path | None, as_json: bool, threads: int) -> None:
             progress=lambda identity, done, of: progress.show(done, of, f"{identity[:12]}, blocks"),
         )
     dropped = {identity: blocks for identity, blocks in damaged.items() if blocks}
-    if as_json:
-        print_json({"schema": SCHEMA, "folder": str(cache.root), "files": len(damaged), "dropped_blocks": dropped})
-    else:
-        with terminal() as console:
-            for identity, blocks in dropped.items():
-                console.print(f"{identity[:12]}: {len(blocks)} damaged blocks dropped")
-            console.print(f"{len(damaged)} files verified, {sum(map(len, dropped.values()))} blocks dropped")
+    output(
+        {"folder": str(cache.root), "files": len(damaged), "dropped_blocks": dropped},
+        *(f"{identity[:12]}: {len(blocks)} damaged blocks dropped" for identity, blocks in dropped.items()),
+        f"{len(damaged)} files verified, {sum(map(len, dropped.values()))} blocks dropped",
+    )
     if dropped:
         raise SystemExit(1)
 
@@ -117,15 +110,12 @@ def verify(folder: Path | None, as_json: bool, threads: int) -> None:
 @_JSON
 @click.option("--to", "to_size", metavar="SIZE", help="Down to this size, as 200g (default: by how full the disk is).")
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would go.")
-def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool) -> None:
+def prune_command(folder: Path | None, output: Output, to_size: str | None, dry_run: bool) -> None:
     """Make room on the disk. What is in use stays; blocks that no start ever read go first."""
-    from bootseer.bring.places import runtime_root
-    from bootseer.bring.release import release
-    from bootseer.bring.unpacked import release_unpacked
-    from bootseer.cli.image_options import parse_size
-    from bootseer.cli.printing import print_json, terminal
+    from bootseer.artifact.places import runtime_root
+    from bootseer.artifact.room import release
+    from bootseer.artifact.unpacked import release_unpacked
     from bootseer.mounts.state import Runtime
-    from bootseer.units import format_bytes
 
     cache = _cache(folder)
     if not dry_run:
@@ -134,21 +124,24 @@ def prune(folder: Path | None, as_json: bool, to_size: str | None, dry_run: bool
         release(runtime, cache, idle_s=0)
         release_unpacked(cache.root.parent, runtime, idle_s=0)
     pruned = cache.prune(parse_size(to_size, "--to") if to_size is not None else None, dry_run=dry_run)
-    if as_json:
-        steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
-        print_json(
-            {"schema": SCHEMA, "folder": str(cache.root), "dry_run": dry_run, "used_bytes": pruned.used_bytes,
-             "freed_bytes": pruned.freed_bytes, "steps": steps, "in_use": list(pruned.in_use)}
-        )  # fmt: skip
-        return
-    with terminal() as console:
-        verb = "would free" if dry_run else "freed"
-        kept = f", {len(pruned.in_use)} files are in use" if pruned.in_use else ""
-        console.print(f"{verb} {format_bytes(pruned.freed_bytes)} of {format_bytes(pruned.used_bytes)}{kept}")
+    steps = [{"identity": step.identity, "whole": step.whole, "num_bytes": step.num_bytes} for step in pruned.steps]
+    kept = f", {len(pruned.in_use)} files are in use" if pruned.in_use else ""
+    output(
+        {
+            "folder": str(cache.root),
+            "dry_run": dry_run,
+            "used_bytes": pruned.used_bytes,
+            "freed_bytes": pruned.freed_bytes,
+            "steps": steps,
+            "in_use": list(pruned.in_use),
+        },
+        f"{'would free' if dry_run else 'freed'} {format_bytes(pruned.freed_bytes)} of "
+        f"{format_bytes(pruned.used_bytes)}{kept}",
+    )
 
 
 def _cache(folder: Path | None) -> Cache:
-    from bootseer.bring.places import blocks_folder, cache_root
+    from bootseer.artifact.places import blocks_folder, cache_root
     from bootseer.cache.cache import Cache
 
     return Cache(blocks_folder(folder or cache_root(os.environ, os.getuid())))
@@ -160,10 +153,7 @@ def _state(damaged: bool, in_use: bool, trusted: bool) -> str:
 
 
 def _ago(moment: float) -> str:
-    import time
-
     if not moment:
         return "never"
-    from bootseer.units import format_seconds
 
     return f"{format_seconds(max(time.time() - moment, 0))} ago"

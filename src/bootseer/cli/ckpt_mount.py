@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.checkpoint.policy import MAX_STRIPES
+from bootseer.checkpoint.layout import MAX_STRIPES
+from bootseer.cli.ckpt_place import tell_fallback
+from bootseer.cli.command import json_option
+from bootseer.cli.image_options import parse_size
+from bootseer.cli.output import Output, Progress
+from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.mount.mounted import MountedCheckpoint
     from bootseer.mounts.state import Runtime
 
-MOUNT_SCHEMA = "bootseer.checkpoint-mount/1"
-UMOUNT_SCHEMA = "bootseer.checkpoint-unmounted/1"
-SCHEMA = "bootseer.checkpoint-mounts/1"
+
 _PATH = click.Path(path_type=Path)
 
 
-@click.command("mount", short_help="Mount a folder of checkpoints.")
+@click.command("mount")
 @click.argument("uri", metavar="URI")
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--read-only", is_flag=True, help="Mount it read-only.")
@@ -32,9 +35,9 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--parity/--no-parity", default=None, help="Parity for new files, whatever the policy says.")
 @click.option("--spool", metavar="DIR", type=_PATH, help="A local folder for what is written and not sent yet.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {MOUNT_SCHEMA}).")
-def mount(
-    uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, as_json: bool, **values: Any
+@json_option("bootseer.checkpoint-mount/1")
+def mount_command(
+    uri: str, folder: Path, memory: str | None, cache: bool, spool: Path | None, output: Output, **values: Any
 ) -> None:
     """Mount the folder of checkpoints URI on the folder DIR: hdfs://…, file:///… or the path of a folder.
 
@@ -44,16 +47,12 @@ def mount(
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
     bootseer ckpt umount /mnt/ckpt
     """
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.checkpoint.mount.mounted import mount_checkpoint
-    from bootseer.cli.ckpt_place import tell_fallback
-    from bootseer.cli.image_options import parse_size
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.cli.progress import Progress
     from bootseer.launch.interrupt import interruptible
     from bootseer.launch.supervise import say
 
-    with interruptible(), Progress(f"waiting for {uri}", line=not as_json) as progress:
+    with interruptible(), Progress(f"waiting for {uri}", line=not output.as_json) as progress:
         mounted = mount_checkpoint(
             uri,
             folder.absolute(),
@@ -71,70 +70,55 @@ def mount(
             "all users of this machine can use this mount: mode bits and names of this machine decide, ACLs do not"
             " count, and the file system sees one user, perhaps its superuser; --only-me shuts them out"
         )
-    if as_json:
-        print_json({"schema": MOUNT_SCHEMA, **row})
-        return
-    with terminal() as console:
-        access = "read-only" if values["read_only"] else "writable"
-        console.print(f"{folder}: {uri}, {access}; bootseer ckpt umount {folder} takes it away", soft_wrap=True)
+    access = "read-only" if values["read_only"] else "writable"
+    output(row, f"{folder}: {uri}, {access}; bootseer ckpt umount {folder} takes it away")
 
 
-@click.command("umount", short_help="Undo a mount.")
+@click.command("umount")
 @click.argument("folder", metavar="DIR", type=_PATH)
 @click.option("--force", is_flag=True, help="Also while it is in use: files being written are published as they are.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {UMOUNT_SCHEMA}).")
-def umount(folder: Path, force: bool, as_json: bool) -> None:
+@json_option("bootseer.checkpoint-unmounted/1")
+def umount_command(folder: Path, force: bool, output: Output) -> None:
     """Take away what was mounted on DIR, once everything that was written is where it belongs.
 
     Also cleans up after a daemon that died. The exit code is 1 when files could not be published.
     """
     from bootseer.checkpoint.mount.mounted import find_checkpoint
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.cli.progress import Progress
     from bootseer.launch.interrupt import interruptible
 
     found = find_checkpoint(_runtime(), folder.absolute())
-    with interruptible(), Progress(found.ending(), line=not as_json) as progress:
+    with interruptible(), Progress(found.ending(), line=not output.as_json) as progress:
         said = found.unmount(force=force, waiting=progress.wait)
     published, lost = said.get("published", []), said.get("lost", [])
-    if as_json:
-        print_json({"schema": UMOUNT_SCHEMA, "target": str(folder.absolute()), "published": published, "lost": lost})
-    elif published or lost:
-        with terminal() as console:
-            for word, names in (("published as it was", published), ("NOT published", lost)):
-                for name in names:
-                    console.print(f"{word}: {name}", soft_wrap=True)
+    output(
+        {"target": str(folder.absolute()), "published": published, "lost": lost},
+        *(f"published as it was: {name}" for name in published),
+        *(f"NOT published: {name}" for name in lost),
+    )
     if lost:
         raise SystemExit(1)
 
 
-@click.command("mounted", short_help="What is mounted, and whether it works.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print JSON (schema {SCHEMA}).")
-def mounted(as_json: bool) -> None:
+@click.command("mounted")
+@json_option("bootseer.checkpoint-mounts/1")
+def mounted_command(output: Output) -> None:
     """List mounted folders of checkpoints. The exit code is 1 when a daemon is dead."""
     from rich.text import Text
 
     from bootseer.checkpoint.mount.mounted import all_mounted
-    from bootseer.cli.printing import print_json, terminal
 
     rows = [_row(one) for one in all_mounted(_runtime())]
-    if as_json:
-        print_json({"schema": SCHEMA, "mounts": rows})
-    else:
-        with terminal() as console:
-            for row in rows:
-                bad = row["state"] != "mounted"
-                line = Text.assemble(f"{row['target']}: {row['uri']}, ", (_words(row), "red" * bad))
-                console.print(line, soft_wrap=True)
-            if not rows:
-                console.print("nothing is mounted")
+    lines: list[object] = [
+        Text.assemble(f"{row['target']}: {row['uri']}, ", (_words(row), "red" if row["state"] != "mounted" else ""))
+        for row in rows
+    ]
+    output({"mounts": rows}, *(lines or ["nothing is mounted"]))
     if any(row["state"] != "mounted" for row in rows):
         raise SystemExit(1)
 
 
 def _words(row: dict[str, Any]) -> str:
     from bootseer.checkpoint.mount.mounted import PLAIN
-    from bootseer.units import format_bytes
 
     state = row["state"]
     if state != "mounted":
@@ -165,7 +149,7 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
 
 
 def _runtime() -> Runtime:
-    from bootseer.bring.places import runtime_root
+    from bootseer.artifact.places import runtime_root
     from bootseer.checkpoint.mount.mounted import runtime_of
 
     return runtime_of(runtime_root(os.environ, os.getuid()))

@@ -1,16 +1,29 @@
-"""Which place, and which checkpoint in it: what the verbs of `ckpt` share."""
+"""Which place, which checkpoint in it, and how it is striped: what the verbs of `ckpt` share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES
+from bootseer.cli.image_options import parse_size
+from bootseer.cli.options import COUNT, FLAG, Option
+from bootseer.cli.output import Progress
 from bootseer.errors import AccessError, CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from bootseer.checkpoint.files import Files
+    from bootseer.checkpoint.layout import Policy
 
+
+STRIPES = (
+    Option("stripes", ("--stripes",), "Nodes that a file is spread over.", COUNT, "N", least=1, most=MAX_STRIPES),
+    Option("parity", ("--parity", "--no-parity"), "One part more, so that any one may be missing.", FLAG),
+    Option("part_bytes", ("--part-size",), "Most bytes of a part, as 64m.", metavar="SIZE"),
+    Option("replication", ("--replication",), "Copies of each part.", COUNT, "N", least=1, most=MAX_REPLICATION),
+)
 _TICK_S = 0.5
 
 
@@ -51,8 +64,6 @@ def files_at(uri: str) -> Iterator[Files]:
 def _patience(what: str) -> Iterator[None]:
     """Say what is waited for while the block lasts, where it lasts."""
     import threading
-
-    from bootseer.cli.progress import Progress
 
     ended = threading.Event()
     with Progress(what, line=True) as progress:
@@ -107,6 +118,9 @@ def resolved(files: Files, name: str) -> str:
     return found
 
 
-def number_of_files(count: int) -> str:
-    """`1 file`, `12 files`."""
-    return f"{count:,} file{'s' * (count != 1)}"
+def changed(policy: Policy, given: Mapping[str, object]) -> Policy | None:
+    """The policy with what was given changed; None when nothing was. Raises `UsageError`."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if "part_bytes" in values:
+        values["part_bytes"] = parse_size(str(values["part_bytes"]), "--part-size")
+    return replace(policy, **values) if values else None  # type: ignore[arg-type]

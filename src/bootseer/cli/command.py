@@ -1,13 +1,19 @@
-"""What all verbs with a command share: a command line behind `--` that is passed on untouched."""
+"""What verbs are made of: groups that import a verb when it is called, and types of options and arguments.
+
+A command line behind `--` is the user's and is passed on untouched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from bootseer.cli.options import COUNT, FLAG, Option
+from bootseer.cli.output import Output
 
 
 class MayHaveCommand(click.Command):
@@ -67,6 +73,17 @@ def _type(option: Option) -> click.ParamType[Any] | None:
     return click.Choice(option.choices) if option.choices else None
 
 
+def json_option(schema: str) -> Callable[[Any], Any]:
+    """The option `--json`; the verb gets an `Output` as `output`."""
+    return click.option(
+        "--json",
+        "output",
+        is_flag=True,
+        help=f"Print JSON (schema {schema}).",
+        callback=lambda ctx, param, value: Output(schema, value),
+    )
+
+
 def command_of(ctx: click.Context) -> tuple[str, ...]:
     """The command behind `--`; a usage error when there is none."""
     command: tuple[str, ...] = ctx.meta.get("command", ())
@@ -77,3 +94,60 @@ def command_of(ctx: click.Context) -> tuple[str, ...]:
 
 def _no_command(ctx: click.Context) -> click.UsageError:
     return click.UsageError(f"no command: put it behind --, as in `{ctx.command_path} ... -- python train.py`", ctx=ctx)
+
+
+class Group(click.Group):
+    """Verbs by name: the module below `bootseer.cli` that has `NAME_command`, imported only when it is called, and its
+    short help."""
+
+    def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.verbs = verbs
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.verbs:
+            return None
+        module, short_help = self.verbs[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"bootseer.cli.{module}"), f"{cmd_name}_command")
+        command.short_help = short_help
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.verbs and not name.startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"no verb {name!r}{self._meant(ctx, name)}")
+        return super().resolve_command(ctx, args)
+
+    def _meant(self, ctx: click.Context, name: str) -> str:
+        """The verbs that look like this one, or have it as theirs, as a question."""
+        near = [f"{ctx.command_path} {verb}" for verb in difflib.get_close_matches(name, self.verbs)]
+        for verb in self.verbs:
+            group = self.get_command(ctx, verb)
+            if isinstance(group, Group) and name in group.verbs:
+                near.append(f"{ctx.command_path} {verb} {name}")
+        return f": did you mean `{'` or `'.join(near)}`?" if near else ""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, short_help) for name, (_, short_help) in self.verbs.items()])
+
+
+_MOST = 1e9
+
+
+class Amount(click.FloatRange):
+    """A number that is not negative, and finite with whatever it is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not number <= _MOST:  # nan is not
+            self.fail(f"{value} is not a number from 0 to {_MOST:,.0f}.", param, ctx)
+        return number

@@ -6,10 +6,11 @@ import os
 
 import click
 
-from bootseer.cli.amount import Amount
+from bootseer.cli.command import Amount
+from bootseer.cli.output import print_json, terminal
 
 
-@click.command("diff", short_help="Compare two startups.")
+@click.command("diff")
 @click.argument("sides", nargs=-1, required=True, metavar="[A] B")
 @click.option("--baseline", multiple=True, metavar="A", help="Runs that B is compared with, in the place of A.")
 @click.option("--min-share", type=Amount(), default=0.10, show_default=True, help="Smallest share that counts.")
@@ -24,7 +25,7 @@ from bootseer.cli.amount import Amount
 )
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON (schema bootseer.diff/1).")
 @click.option("--exit-zero", is_flag=True, help="Exit 0 even when B is slower.")
-def command(
+def diff_command(
     sides: tuple[str, ...],
     baseline: tuple[str, ...],
     min_share: float,
@@ -46,7 +47,6 @@ def command(
     bootseer diff --baseline last-week/*.log.gz today.log.gz --min-seconds 5
     """
     from bootseer.analysis.diff import Limits, compare
-    from bootseer.cli.printing import print_json, terminal
     from bootseer.launch.reading import read_runs
 
     places = [*baseline, *sides]

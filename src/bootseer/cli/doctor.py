@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootseer.cli.printing import print_json, terminal
+from bootseer.cli.output import print_json, terminal
 from bootseer.launch.spools import default_root
 from bootseer.machine.check import Check, usable
 from bootseer.machine.probes import run_checks
@@ -25,7 +25,7 @@ SCHEMA = "bootseer.doctor/1"
 _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "red"}
 
 
-@click.command(name="doctor", short_help="What works on this machine, and what to install.")
+@click.command(name="doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.option("--spool", type=click.Path(path_type=Path), help="Folder that events would go to.")
 @click.option(
@@ -34,7 +34,7 @@ _COLOUR = {"ok": "green", "limited": "yellow", "missing": "yellow", "broken": "r
     type=click.Path(path_type=Path),
     help="Pack checks, versions, settings, states and logs of mounts into FILE (.tar.gz) for a bug report.",
 )
-def command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
+def doctor_command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
     """Try what BootSeer can use on this machine, and say what each part opens.
 
     Mounts and namespaces are really tried, in a process of their own, and leave nothing behind. The exit code is 1 when
@@ -44,20 +44,18 @@ def command(as_json: bool, spool: Path | None, bundle: Path | None) -> None:
     bootseer doctor
     bootseer doctor --bundle bug.tar.gz     # secrets are left out; look into it before you send it
     """
-    from bootseer.bring.places import cache_root
+    from bootseer.artifact.places import cache_root
     from bootseer.image.mounting import ways
-    from bootseer.launch import environment_check as environments
+    from bootseer.launch import doctor
 
     cache = cache_root(os.environ, os.getuid())
-    more = [(ways.CHECK, ways.check), (environments.CHECK, lambda: environments.check(cache))]
+    more = [(ways.CHECK, ways.check), (doctor.ENVIRONMENTS, lambda: doctor.check_environments(cache))]
     checks = run_checks(spool or Path(default_root(os.environ)), more)
     good = usable(checks)
     rows = [{**asdict(check), "required": check.required} for check in checks]
     found: dict[str, Any] = {"schema": SCHEMA, "ok": good, "checks": rows}
     if bundle is not None:
-        from bootseer.launch.bundle import write_bundle
-
-        found["bundle"] = write_bundle(bundle, found, os.environ)
+        found["bundle"] = doctor.write_bundle(bundle, found, os.environ)
     if as_json:
         print_json(found)
     else:

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from bootseer.cli.image_options import signatures
 from bootseer.cli.options import Option
-from bootseer.cli.signing_options import signatures
 from bootseer.env.modes import MODES, Mode
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
-    from bootseer.launch.environment_wanted import EnvironmentWanted
+    from bootseer.launch.environment.task import EnvironmentWanted
 
 MODE = "BOOTSEER_ENV"
 _MAX_AGE = "BOOTSEER_ENV_MAX_AGE"
@@ -114,26 +114,10 @@ ENVIRONMENT = (
 """The environment's part of the options of `run`."""
 
 
-def split(values: Mapping[str, object], *, has_setup: bool) -> tuple[dict[str, object], dict[str, Any]]:
-    """The values without the environment's, and the environment's. Raises `UsageError` for the latter without a setup.
-
-    `--env` alone is no mistake: a fleet's wrapper may say it to every job.
-    """
-    names = {option.name for option in ENVIRONMENT}
-    for option in ENVIRONMENT:
-        if not has_setup and option.name != "env_mode" and values[option.name] != option.start:
-            raise UsageError(
-                f"{option.flags[0]} is about an environment setup",
-                hint="give --setup SCRIPT or --requirements FILE too",
-            )
-    ours = {name: values[name] for name in names}
-    return {name: value for name, value in values.items() if name not in names}, ours
-
-
 def wanted(values: Mapping[str, Any], source: Mapping[str, Any], env: Mapping[str, str]) -> EnvironmentWanted:
     """What the values ask for; `source` tells of store and loading. Raises `UsageError`."""
-    from bootseer.bring.places import STORE, cache_root, runtime_root
-    from bootseer.launch.environment_wanted import EnvironmentWanted
+    from bootseer.artifact.places import STORE, cache_root, runtime_root
+    from bootseer.launch.environment.task import EnvironmentWanted
 
     mode: Mode = values.get("env_mode") or _mode(env)
     return EnvironmentWanted(

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import os
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.group import Group, Verb
+from bootseer.cli.command import Group, MayHaveCommand, json_option, with_options
+from bootseer.cli.image_options import (
+    CONTAINER,
+    SOURCE,
+    parse_layer_limits,
+    parse_size,
+    request,
+    request_of_verb,
+    signatures,
+    wanted,
+)
+from bootseer.cli.output import Output, Progress, shown, table
+from bootseer.errors import UsageError
+from bootseer.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from bootseer.mounts.state import MountState, Runtime
 
 
-class _Verbs(Group):
-    verbs: ClassVar = {
-        "convert": Verb("image_convert", "Make an image ready for lazy starts."),
-        "run": Verb("image_run", "Run a command in an image."),
-        "mount": Verb("image_mount", "Mount an image's tree on a folder.", "mount"),
-        "umount": Verb("image_mount", "Undo a mount.", "umount"),
-        "list": Verb("image_mount", "What is mounted, and whether it works.", "mounted"),
-        "inspect": Verb("image_inspect", "What is known of an image."),
-        "hotset": Verb("image_hotset", "What starts of an image need, and when."),
-    }
+_VERBS = {
+    "convert": ("image", "Make an image ready for lazy starts."),
+    "run": ("image", "Run a command in an image."),
+    "mount": ("image", "Mount an image's tree on a folder."),
+    "umount": ("image", "Undo a mount."),
+    "list": ("image", "What is mounted, and whether it works."),
+    "inspect": ("image", "What is known of an image."),
+    "hotset": ("image_hotset", "What starts of an image need, and when."),
+}
 
 
-@click.command("image", cls=_Verbs, short_help="Container images that start before they are here.")
-def command() -> None:
+@click.command("image", cls=Group, verbs=_VERBS)
+def image_command() -> None:
     """Container images whose files arrive when they are read.
 
     \b
@@ -30,3 +50,250 @@ def command() -> None:
     bootseer image run registry:5000/team/train:7 -- python train.py
     bootseer image list
     """
+
+
+@click.command("convert")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="[DST]", required=False)
+@click.option("--jobs", type=click.IntRange(1, 64), help="Layers at once (default: up to 4, one per processor).")
+@click.option("--platform", metavar="OS/ARCH", help="Of an image for several ones (default: this machine's).")
+@click.option("--block-size", metavar="SIZE", default="256k", show_default=True, help="A power of two, 4k to 16m.")
+@click.option(
+    "--layer-limit",
+    "layer_limits",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Let layers be larger: unpacked_bytes=128g, members=8000000, text_bytes=1g.",
+)
+@click.option("--sign", "keys", metavar="KEY", multiple=True, help="Sign with this private key (ed25519, PEM).")
+@click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
+@json_option("bootseer.convert/1")
+def convert_command(
+    source: str,
+    target: str | None,
+    jobs: int | None,
+    platform: str | None,
+    block_size: str,
+    layer_limits: tuple[str, ...],
+    keys: tuple[str, ...],
+    plain_http: bool,
+    output: Output,
+) -> None:
+    """Turn the layers of the image SRC into block files in the store DST, by default the image's own repository.
+
+    The image stays as it is and keeps its name. Layers that were converted before are not converted again.
+
+    \b
+    bootseer image convert registry:5000/team/train:7
+    bootseer image convert oci:./layout s3://images/train
+    bootseer image convert docker-archive:train.tar /shared/images
+    """
+    from bootseer.image.conversion.convert import all_layers, convert
+    from bootseer.image.conversion.layer import LayerLimits
+    from bootseer.image.conversion.layer_job import ConvertOptions
+    from bootseer.image.reference import parse_reference
+    from bootseer.image.sources.manifest import Platform
+    from bootseer.image.sources.source import open_source
+    from bootseer.image.store_of import store_uri
+    from bootseer.launch.interrupt import interruptible
+    from bootseer.store.open import open_store
+
+    reference = parse_reference(source)
+    uri = store_uri(reference, target, os.environ)
+    if uri is None:
+        raise UsageError(f"{source}: no store is named", hint="bootseer image convert SRC DST")
+    if uri.startswith("memory://"):
+        raise UsageError(
+            f"{uri}: a store in memory ends with this command", hint="name a folder, oci://HOST/REPOSITORY or s3://..."
+        )
+    signed = signatures({}, os.environ, keys)
+    limits = LayerLimits(**parse_layer_limits(layer_limits))
+    began_s = time.monotonic()
+    with interruptible(), Progress("converting") as progress:
+        opened = open_source(reference, platform=Platform.parse(platform) if platform else None, plain_http=plain_http)
+        layers = f"{len(opened.layers) or 1} layers"
+        report = all_layers(opened, lambda done, total: progress.show_bytes(done, total, layers))
+        with closing(opened), closing(open_store(uri, plain_http=plain_http)) as store:
+            options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
+            document = convert(opened, store, progress=report, jobs=jobs, options=options)
+    took_s = time.monotonic() - began_s
+    output(
+        {
+            "digest": document.digest,
+            "store": uri,
+            "layers": len(document.layers),
+            "size_bytes": document.size_bytes,
+            "stored_bytes": document.stored_bytes,
+            "seconds": round(took_s, 3),
+        },
+        f"{document.digest} in {uri}: {len(document.layers)} layers, {format_bytes(document.size_bytes)}, "
+        f"stored as {format_bytes(document.stored_bytes)}, in {format_seconds(took_s)}",
+    )
+
+
+@click.command("run", cls=MayHaveCommand)
+@click.argument("reference", metavar="REF")
+@with_options(SOURCE)
+@with_options(CONTAINER)
+@click.option("--gpus", metavar="GPUS", help="all (default where a CDI file tells of them), numbers, or none.")
+@click.pass_context
+def run_command(ctx: click.Context, /, reference: str, gpus: str | None, **values: Any) -> int:
+    """Run COMMAND (default: the image's own) in a container of the image REF: exit code, signals and terminal pass.
+
+    `bootseer run --image REF -- COMMAND` does the same and measures it.
+
+    \b
+    bootseer image run registry:5000/team/train:7 -- python -c 'import torch'
+    bootseer image run --gpus all --mount /data:/data:ro registry:5000/team/train:7
+    """
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
+
+    options = Options(image=wanted(reference, values, gpus), quiet=True, show=shown)
+    return run(ctx.meta.get("command", ()), options, {**os.environ, "BOOTSEER_DISABLE": "1"})
+
+
+@click.command("inspect")
+@click.argument("reference", metavar="REF")
+@click.option("--store", metavar="URI", help="Where the converted image is (default: its own repository).")
+@click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
+@json_option("bootseer.inspect/1")
+def inspect_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
+    """Show whether the image REF is converted, its layers, and how much of each is on this node.
+
+    \b
+    bootseer image inspect registry:5000/team/train:7
+    """
+    from bootseer.artifact.places import blocks_folder
+    from bootseer.cache.cache import Cache
+    from bootseer.image.mounting.found import find
+    from bootseer.launch.supervise import say
+
+    asked = request_of_verb(reference, store, plain_http)
+    found = find(asked, say=say)
+    document = found.document
+    here = {entry.identity: entry.ready_bytes for entry in Cache(blocks_folder(asked.cache)).entries()}
+    layers: list[dict[str, Any]] = [
+        {
+            "source_digest": layer.source_digest or None,
+            "identity": layer.file.identity,
+            "size_bytes": layer.file.size_bytes,
+            "stored_bytes": layer.file.stored_bytes,
+            "stripes": len(layer.file.stripes),
+            "here_bytes": here.get(layer.file.identity, 0),
+        }
+        for layer in document.layers
+    ]
+    rows = table("layer", "size", "stored", "here", right=("size", "stored", "here"))
+    for row in layers:
+        name = (row["source_digest"] or row["identity"]).removeprefix("sha256:")[:12]
+        share = row["here_bytes"] / row["size_bytes"] if row["size_bytes"] else 1.0
+        rows.add_row(name, format_bytes(row["size_bytes"]), format_bytes(row["stored_bytes"]), f"{share:.0%}")
+    output(
+        {
+            "image": str(asked.reference),
+            "digest": document.digest,
+            "store": found.store_uri,
+            "size_bytes": document.size_bytes,
+            "stored_bytes": document.stored_bytes,
+            "config": document.config.get("config"),
+            "layers": layers,
+        },
+        f"{document.digest} in {found.store_uri}",
+        rows,
+        f"{format_bytes(document.size_bytes)}, stored as {format_bytes(document.stored_bytes)}",
+    )
+
+
+@click.command("mount")
+@click.argument("reference", metavar="REF")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@with_options(SOURCE)
+@click.option("--rw", "writable", is_flag=True, help="Let it be changed; the changes are gone with the mount.")
+@click.option("--suid", is_flag=True, help="Let set-uid programs of the image have their effect on this machine.")
+@click.option("--workload", metavar="NAME", help="Fetch this hot set first, and record into it.")
+@json_option("bootseer.mounts/1")
+def mount_command(
+    reference: str, folder: Path, writable: bool, suid: bool, workload: str | None, output: Output, **values: Any
+) -> None:
+    """Mount the tree of the image REF on the folder DIR. It is there at once; blocks come when they are read.
+
+    \b
+    bootseer image mount registry:5000/team/train:7 /mnt/train
+    bootseer image umount /mnt/train
+    """
+    from bootseer.artifact.places import containers_folder, own_folder
+    from bootseer.image.mounting.mount import mount_image
+    from bootseer.launch.interrupt import interruptible
+    from bootseer.launch.supervise import say
+    from bootseer.mounts import kernel
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: not a folder", hint="name a folder to mount on")
+    if kernel.is_mount(folder.absolute()):
+        raise UsageError(f"{folder}: something is mounted there", hint=f"bootseer image umount {folder}")
+    asked = request(reference, {**values, "workload": workload})
+    changes = None
+    if writable:
+        changes = Path(tempfile.mkdtemp(prefix="mount-", dir=own_folder(containers_folder(asked.cache))))
+    with interruptible():
+        mounted = mount_image(asked, folder.absolute(), writable=changes, suid=suid, say=say, show=shown)
+    facts = mounted.facts
+    words = f"{folder}: {facts['digest']}, {facts['mode']} ({facts['reason']})"
+    output({"target": str(folder.absolute()), **facts}, words)
+
+
+@click.command("umount")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+def umount_command(folder: Path) -> None:
+    """Take away what was mounted on DIR, its daemon and what was changed in it. The cache keeps what was fetched."""
+    from bootseer.artifact.places import cache_root
+    from bootseer.image.mounting.mounted import find_mount, unmount_written
+
+    runtime = _runtime()
+    unmount_written(runtime, find_mount(runtime, folder), cache_root(os.environ, os.getuid()))
+
+
+@click.command("list")
+@json_option("bootseer.mounts/1")
+def list_command(output: Output) -> None:
+    """List the mounted images: where, by which daemon, how much is here. The exit code is 1 when a daemon is dead."""
+    from rich.text import Text
+
+    runtime = _runtime()
+    rows = [_row(runtime, state) for state in runtime.all() if runtime.health(state) != "gone"]
+    shown_rows = table("folder", "image", "way", "here", "state", right=("here",))
+    for row in rows:
+        here = "?" if row["here"] is None else f"{row['here']:.0%}"
+        state = Text(row["state"], "red" if row["state"] != "mounted" else "")
+        shown_rows.add_row(Text(row["target"]), Text(row["image"]), Text(row["mode"]), here, state)
+    output({"mounts": rows}, shown_rows if rows else "nothing is mounted")
+    if any(row["state"] != "mounted" for row in rows):
+        raise SystemExit(1)
+
+
+def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
+    from bootseer.image.mounting.mounted import share_here, status_of
+
+    status = status_of(runtime, state)
+    health = runtime.health(state)
+    return {
+        "target": state.target,
+        "image": state.what,
+        "digest": state.details.get("digest", ""),
+        "mode": state.details.get("mode", ""),
+        "state": health,
+        "daemon_pid": state.daemon.pid if state.daemon is not None else None,
+        # Of what the daemon serves; without one all of it is here, and of a dead one nobody knows.
+        "here": 1.0 if state.daemon is None else share_here(status),
+        "mounted_at": state.made_s,
+        "log": runtime.log(state) or None,
+        "daemon": status or None,
+    }
+
+
+def _runtime() -> Runtime:
+    from bootseer.artifact.places import runtime_root
+    from bootseer.mounts.state import Runtime
+
+    return Runtime(runtime_root(os.environ, os.getuid()))

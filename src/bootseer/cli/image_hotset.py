@@ -5,35 +5,36 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.group import Group, Verb
+from bootseer.cli.command import Group, json_option
+from bootseer.cli.image_options import request_of_verb
+from bootseer.cli.output import Output, table
+from bootseer.errors import PermanentError, UsageError
+from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
-    from bootseer.bring.hotsets import HotSets
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.fetch.hotset import HotSet
     from bootseer.image.mounting.found import Found
 
-SCHEMA = "bootseer.hotsets/1"
 
-
-class _Verbs(Group):
-    verbs: ClassVar = {
-        "show": Verb("image_hotset", "The hot sets of an image, on this node and in its store.", "show"),
-        "merge": Verb("image_hotset", "Add hot sets from files, and publish the result.", "merge"),
-        "export": Verb("image_hotset", "Write a hot set into a file.", "export"),
-    }
+_VERBS = {
+    "show": ("image_hotset", "The hot sets of an image, on this node and in its store."),
+    "merge": ("image_hotset", "Add hot sets from files, and publish the result."),
+    "export": ("image_hotset", "Write a hot set into a file."),
+}
 
 
 _STORE = click.option("--store", metavar="URI", help="Where the converted image is (default: its own repository).")
 _PLAIN = click.option("--plain-http", is_flag=True, help="Speak to the registry without encryption.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bootseer.hotsets/1).")
+_JSON = json_option("bootseer.hotsets/1")
 
 
-@click.command("hotset", cls=_Verbs, short_help="What starts of an image need, and when.")
-def command() -> None:
+@click.command("hotset", cls=Group, verbs=_VERBS)
+def hotset_command() -> None:
     """Blocks that earlier starts of an image needed: the next start fetches them first.
 
     \b
@@ -47,32 +48,22 @@ def command() -> None:
 @_STORE
 @_PLAIN
 @_JSON
-def show(reference: str, store: str | None, plain_http: bool, as_json: bool) -> None:
+def show_command(reference: str, store: str | None, plain_http: bool, output: Output) -> None:
     """List the hot sets of the image REF."""
-    from rich.table import Table
-
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.units import format_bytes
-
     with ExitStack() as stack:
         found, sets = _open(stack, reference, store, plain_http)
         rows = [_row(hot_set, found) for name in sets.names() if (hot_set := sets.load(name)) is not None]
-    if as_json:
-        print_json({"schema": SCHEMA, "digest": found.document.digest, "hotsets": rows})
-        return
-    with terminal() as console:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("workload", "runs", "blocks", "stored", "last coverage", ""):
-            table.add_column(name, justify="left" if name in ("workload", "") else "right")
-        for row in rows:
-            coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
-            size = format_bytes(row["stored_bytes"])
-            stale = "stale: the next start records anew" if row["stale"] else ""
-            table.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", size, coverage, stale)
-        if rows:
-            console.print(table)
-        else:
-            console.print("no start of this image was recorded yet")
+    right = ("runs", "blocks", "stored", "last coverage")
+    sets_shown = table("workload", *right, "", right=right)
+    for row in rows:
+        coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
+        stale = "stale: the next start records anew" if row["stale"] else ""
+        size = format_bytes(row["stored_bytes"])
+        sets_shown.add_row(row["workload"], str(row["runs"]), f"{row['blocks']:,}", size, coverage, stale)
+    output(
+        {"digest": found.document.digest, "hotsets": rows},
+        sets_shown if rows else "no start of this image was recorded yet",
+    )
 
 
 @click.command("merge")
@@ -81,10 +72,8 @@ def show(reference: str, store: str | None, plain_http: bool, as_json: bool) -> 
 @_STORE
 @_PLAIN
 @_JSON
-def merge(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, as_json: bool) -> None:
+def merge_command(reference: str, files: tuple[Path, ...], store: str | None, plain_http: bool, output: Output) -> None:
     """Add the runs of exported hot sets to those that are known, and publish the result."""
-    from bootseer.cli.printing import print_json, terminal
-    from bootseer.errors import PermanentError, UsageError
     from bootseer.fetch.hotset_format import MAX_STORED_BYTES, parse
 
     rows = []
@@ -102,12 +91,10 @@ def merge(reference: str, files: tuple[Path, ...], store: str | None, plain_http
             if not sets.publish(merged):
                 raise PermanentError(f"{path}: merged on this node, and not published")
             rows.append(_row(merged, found))
-    if as_json:
-        print_json({"schema": SCHEMA, "digest": found.document.digest, "hotsets": rows})
-        return
-    with terminal() as console:
-        for row in rows:
-            console.print(f"{row['workload']}: {row['runs']} runs, {row['blocks']:,} blocks, published")
+    output(
+        {"digest": found.document.digest, "hotsets": rows},
+        *(f"{row['workload']}: {row['runs']} runs, {row['blocks']:,} blocks, published" for row in rows),
+    )
 
 
 @click.command("export")
@@ -116,9 +103,8 @@ def merge(reference: str, files: tuple[Path, ...], store: str | None, plain_http
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path, allow_dash=True))
 @_STORE
 @_PLAIN
-def export(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
+def export_command(reference: str, workload: str, file: Path, store: str | None, plain_http: bool) -> None:
     """Write the hot set WORKLOAD of the image REF into FILE (- for standard output), for another store or site."""
-    from bootseer.errors import PermanentError, UsageError
     from bootseer.fetch.hotset_format import encode
 
     with ExitStack() as stack:
@@ -137,13 +123,11 @@ def export(reference: str, workload: str, file: Path, store: str | None, plain_h
 
 
 def _open(stack: ExitStack, reference: str, store: str | None, plain_http: bool) -> tuple[Found, HotSets]:
-    from bootseer.bring.hotsets import HotSets
-    from bootseer.cli.image_options import SOURCE, request
+    from bootseer.artifact.hotsets import HotSets
     from bootseer.image.mounting.found import find
     from bootseer.launch.supervise import say
 
-    values = {option.name: option.start for option in SOURCE}
-    wanted = request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
+    wanted = request_of_verb(reference, store, plain_http)
     found = find(wanted, say=say)
     stack.callback(found.store.close)
     return found, HotSets(wanted.cache, found.document.digest, found.store, say, wanted.signatures)

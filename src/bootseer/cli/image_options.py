@@ -1,5 +1,4 @@
-"""Options for the image that a command runs in, for `run` and `image run`, and the step from their values to what
-`launch.image_stage` wants.
+"""Options for images and for signatures, and the step from their values to what `launch` wants.
 
 The tables are read in front of every `bootseer run`, so that what only images need is imported in the functions.
 """
@@ -10,15 +9,37 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bootseer.cli.options import FLAG, Option
-from bootseer.cli.signing_options import TRUST, signatures
+from bootseer.cli.options import FLAG, Option, Values, split
 from bootseer.errors import UsageError
 
 if TYPE_CHECKING:
+    from bootseer.artifact.signatures import Signatures
     from bootseer.image.containers.container import Options as ContainerOptions
     from bootseer.image.containers.limits import Limits
     from bootseer.image.mounting.request import Request
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
+
+_SIGNING_KEY = "BOOTSEER_SIGNING_KEY"
+_TRUSTED_KEYS = "BOOTSEER_TRUSTED_KEYS"
+_REQUIRE = "BOOTSEER_REQUIRE_SIGNATURE"
+_DEFAULT_KEYS = "/etc/bootseer/trusted-keys"
+
+TRUST = (
+    Option(
+        "require_signature",
+        ("--require-signature",),
+        f"Use only images and environments that a trusted key has signed (default: keys in {_DEFAULT_KEYS}).",
+        FLAG,
+        default=False,
+    ),
+    Option(
+        "trusted_keys",
+        ("--trusted-keys",),
+        "Public keys (ed25519, PEM), one of which must have signed: a file, or a folder of .pem files.",
+        metavar="PATH",
+    ),
+)
+"""Which signatures are required of what comes from a store."""
 
 SOURCE = (
     Option(
@@ -131,30 +152,26 @@ _SHARED = ("store", "plain_http", "loading", "require_signature", "trusted_keys"
 """Options of `SOURCE` that tell how snapshots of environments come, too."""
 
 
-def split(values: Mapping[str, object], *, has_setup: bool) -> tuple[dict[str, object], dict[str, Any]]:
+def split_image(values: Values, *, has_setup: bool) -> tuple[Values, dict[str, Any]]:
     """The values without the image's, and the image's. Raises `UsageError` for the latter without an image.
 
     `has_setup`: there is an environment setup, which has some of these options for itself.
     """
-    names = {option.name for option in IMAGE}
-    ours = {option.name: values[option.name] for option in IMAGE}
-    if ours["image"] is None:
-        for option in IMAGE:
-            if ours[option.name] != option.start and not (has_setup and option.name in _SHARED):
-                raise UsageError(f"{option.flags[0]} is about a container", hint="give --image REF too")
-    return {name: value for name, value in values.items() if name not in names}, ours
+    given = values["image"] is not None
+    allowed = [option.name for option in IMAGE] if given else ["image", *(_SHARED if has_setup else ())]
+    return split(values, IMAGE, allowed=allowed, about="a container", hint="give --image REF too")
 
 
 def wanted(reference: str, values: Mapping[str, Any], gpus: str | None) -> Wanted:
     """What the values ask for. Raises `UsageError`."""
-    from bootseer.launch.image_stage import Wanted
+    from bootseer.launch.image.start import Wanted
 
     return Wanted(request(reference, values), container(values, gpus))
 
 
 def request(reference: str, values: Mapping[str, Any]) -> Request:
     """The image and the way that it is to come. Raises `UsageError`."""
-    from bootseer.bring.places import cache_root, runtime_root
+    from bootseer.artifact.places import cache_root, runtime_root
     from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference
     from bootseer.image.store_of import store_uri
@@ -172,6 +189,12 @@ def request(reference: str, values: Mapping[str, Any]) -> Request:
         layer_limits=parse_layer_limits(values.get("layer_limits") or ()),
         workload=_workload(values.get("workload") or ""),
     )
+
+
+def request_of_verb(reference: str, store: str | None, plain_http: bool) -> Request:
+    """The image that a verb looks at, converted already: where nothing else can be said of it."""
+    values = {option.name: option.start for option in SOURCE}
+    return request(reference, {**values, "store": store, "plain_http": plain_http, "fallback": "none"})
 
 
 def _workload(name: str) -> str:
@@ -267,3 +290,19 @@ def parse_size(text: str, option: str) -> int:
     if match is None:
         raise UsageError(f"{option} {text!r} is not a size", hint="for example 512m or 8g")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def signatures(values: Mapping[str, Any], env: Mapping[str, str], keys: Sequence[str] = ()) -> Signatures:
+    """What is required and what is signed; `keys` are files of private keys, before those of the environment.
+
+    Naming trusted keys requires signatures, so that the switch cannot be forgotten. Raises `UsageError` for keys that
+    cannot be used.
+    """
+    from bootseer.artifact.signatures import Signatures
+
+    required = values.get("require_signature") or env.get(_REQUIRE, "0") not in ("", "0")
+    trusted = values.get("trusted_keys") or env.get(_TRUSTED_KEYS) or (_DEFAULT_KEYS if required else "")
+    signing = tuple(keys) or tuple(path for path in (env.get(_SIGNING_KEY),) if path)
+    found = Signatures(signing, trusted)
+    found.check()
+    return found

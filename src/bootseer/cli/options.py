@@ -7,8 +7,10 @@ So plain command lines are read by `plain`, which knows no errors: whatever it d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bootseer.errors import UsageError
 
 TEXT = "text"
 COUNT = "count"
@@ -84,3 +86,18 @@ def _read(option: Option, value: str) -> object:
             return None
         return int(value) if option.least <= int(value) <= option.most else None
     return value
+
+
+def split(
+    values: Values, options: Sequence[Option], *, allowed: Collection[str], about: str, hint: str
+) -> tuple[Values, dict[str, Any]]:
+    """The values without those of `options`, and these.
+
+    Raises `UsageError`, saying what they are `about`, when one of them is given that is not `allowed`.
+    """
+    ours = {option.name: values[option.name] for option in options}
+    for option in options:
+        if option.name not in allowed and ours[option.name] != option.start:
+            flag = [flag for flag in option.flags if flag.startswith("--")][-1]
+            raise UsageError(f"{flag} is about {about}", hint=hint)
+    return {name: value for name, value in values.items() if name not in ours}, ours

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bootseer.cli.amount import Amount
+from bootseer.cli.command import Amount
+from bootseer.cli.output import print_json, terminal
+from bootseer.errors import PermanentError
 
 if TYPE_CHECKING:
     from bootseer.analysis.live import Moment
 
 
-@click.command("report", short_help="Show where a startup's time went.")
+@click.command("report")
 @click.argument("logs", nargs=-1, metavar="[LOG|JOB]...")
 @click.option("--job", help="The job to tell of, when the logs hold several.")
 @click.option("--attempt", type=click.IntRange(0), help="The attempt to tell of (default: the last).")
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write one self-contained page.")
 @click.option("--perfetto", type=click.Path(dir_okay=False, path_type=Path), help="Also write a trace for Perfetto.")
 @click.option("--follow", is_flag=True, help="Show who is missing while the start goes on, then the report.")
+@click.option("--wait", is_flag=True, help="With --follow: wait for a job that has not begun.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
 @click.option(
     "--color",
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Colours in the output.",
 )
-def command(
+def report_command(
     logs: tuple[str, ...],
     job: str | None,
     attempt: int | None,
@@ -69,6 +72,7 @@ def command(
     html: Path | None,
     perfetto: Path | None,
     follow: bool,
+    wait: bool,
     as_json: bool,
     color: str,
 ) -> None:
@@ -82,12 +86,15 @@ def command(
     bootseer report logs/ --gpus-per-node 8 --price 2
     kubectl logs -l job-name=moe --tail=-1 | bootseer report -
     bootseer report --follow moe                       who is missing at the barrier now
+    bootseer report --follow --wait moe                the same, also before the job has begun
     bootseer report train.log --pattern 'model_initialization.data=(?P<begin>Loading corpus)|(?P<end>Corpus ready)'
     """
     from bootseer.analysis.prepare import Options
     from bootseer.cli.pattern import compiled, of_stage
     from bootseer.launch.reading import read_report
 
+    if wait and not follow:
+        raise click.UsageError("--wait belongs to --follow")
     options = Options(
         job=job,
         attempt=attempt,
@@ -100,7 +107,9 @@ def command(
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     of_stages = [of_stage(text) for text in patterns]
     with _watched(follow, as_json, color) as watch:
-        report = read_report(logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch)
+        report = read_report(
+            logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
+        )
     if html is not None:
         from bootseer.render.html import render as render_html
 
@@ -109,7 +118,6 @@ def command(
         from bootseer.render.perfetto import render as render_perfetto
 
         _write(perfetto, render_perfetto(report))
-    from bootseer.cli.printing import print_json, terminal
 
     if as_json:
         if not follow:  # its lines were printed
@@ -127,7 +135,6 @@ def command(
 @contextmanager
 def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
     """What shows a start that goes on: a line that changes in place on a terminal, else one line after another."""
-    from bootseer.cli.printing import print_json, terminal
 
     if not follow:
         yield None
@@ -141,7 +148,6 @@ def _watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Mome
 
 
 def _write(path: Path, text: str) -> None:
-    from bootseer.errors import PermanentError
 
     try:
         path.write_text(text, encoding="utf-8")

@@ -1,23 +1,63 @@
-"""The options of `bootseer run`, and the step from their values to the run."""
+"""The options of `bootseer run`, those about checkpoints included, and the step from their values to the run.
+
+The table is read in front of every `bootseer run`, so that what only checkpoints need is imported in the functions.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from bootseer.cli import checkpoint_options, env_options, image_options
-from bootseer.cli.checkpoint_options import CHECKPOINT
+from bootseer.cli import env_options, image_options
 from bootseer.cli.env_options import ENVIRONMENT, REQUIREMENTS
 from bootseer.cli.image_options import IMAGE
-from bootseer.cli.options import COUNT, FLAG, Option, Values
+from bootseer.cli.options import COUNT, FLAG, Option, Values, split
 from bootseer.errors import UsageError
 from bootseer.trace.event import KINDS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from bootseer.bring.shown import Heard, Unit
+    from bootseer.artifact.progress import ProgressCallback, Unit
+    from bootseer.launch.checkpoint import CheckpointWanted
+
+CHECKPOINT = (
+    Option(
+        "checkpoint",
+        ("--checkpoint",),
+        "Give the command this folder of checkpoints, mounted and fetched ahead unless it is on a local disk.",
+        metavar="URI",
+    ),
+    Option(
+        "checkpoint_dir",
+        ("--checkpoint-dir",),
+        "Where the command finds it (default: see $BOOTSEER_CHECKPOINT).",
+        metavar="DIR",
+    ),
+    Option(
+        "checkpoint_memory",
+        ("--checkpoint-memory",),
+        "What reading ahead may take, as 512m (default: 256m).",
+        metavar="SIZE",
+    ),
+    Option(
+        "checkpoint_cache",
+        ("--checkpoint-cache", "--no-checkpoint-cache"),
+        "Keep what was read on this node's disk (default: yes).",
+        FLAG,
+        default=True,
+    ),
+    Option(
+        "checkpoint_read",
+        ("--checkpoint-read",),
+        "Through a mount, plainly as it lies in its folder, or as suits its storage.",
+        metavar="auto|mount|plain",
+        choices=("auto", "mount", "plain"),
+        default="auto",
+    ),
+)
+"""The checkpoint's part of the options of `run`."""
 
 OPTIONS = (
     Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
@@ -65,12 +105,26 @@ _IDENTITY = {
 
 def start(values: Values, command: Sequence[str]) -> int:
     """Run the command with these values; the exit code. Raises `UsageError`."""
-    from bootseer.launch.run import Options, run
+    from bootseer.launch.command import Options
+    from bootseer.launch.run import run
 
     has_setup = bool(values["setup"] or values["requirements"])
-    values, image = image_options.split(values, has_setup=has_setup)
-    values, environment = env_options.split(values, has_setup=has_setup)
-    values, checkpoint = checkpoint_options.split(values)
+    values, image = image_options.split_image(values, has_setup=has_setup)
+    values, environment = split(
+        values,
+        ENVIRONMENT,
+        # A fleet's wrapper may say `--env` to every job.
+        allowed=[option.name for option in ENVIRONMENT] if has_setup else ["env_mode"],
+        about="an environment setup",
+        hint="give --setup SCRIPT or --requirements FILE too",
+    )
+    values, checkpoint = split(
+        values,
+        CHECKPOINT,
+        allowed=["checkpoint"] if values["checkpoint"] is None else [option.name for option in CHECKPOINT],
+        about="a checkpoint",
+        hint="give --checkpoint URI too",
+    )
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
@@ -81,7 +135,7 @@ def start(values: Values, command: Sequence[str]) -> int:
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:
-        settings["checkpoint"] = checkpoint_options.wanted(checkpoint, os.environ)
+        settings["checkpoint"] = checkpoint_wanted(checkpoint, os.environ)
     if has_setup:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
     if not settings["quiet"]:
@@ -89,8 +143,8 @@ def start(values: Values, command: Sequence[str]) -> int:
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
 
 
-def _shown(what: str, unit: Unit) -> AbstractContextManager[Heard]:
-    from bootseer.cli.progress import shown  # few starts wait for anything
+def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:
+    from bootseer.cli.output import shown  # few starts wait for anything
 
     return shown(what, unit)
 
@@ -99,3 +153,21 @@ def _check_sinks(words: object) -> None:
     for word in words if isinstance(words, tuple) else ():
         if word not in ("spool", "stderr") and word.partition("=")[0] != "otlp":
             raise UsageError(f"--trace-to {word!r}: no such sink", hint="choose from spool, stderr, otlp, otlp=URL")
+
+
+def checkpoint_wanted(values: Mapping[str, Any], env: Mapping[str, str]) -> CheckpointWanted:
+    """What the values ask for. Raises `UsageError`."""
+    from pathlib import Path
+
+    from bootseer.artifact.places import cache_root, runtime_root
+    from bootseer.launch.checkpoint import CheckpointWanted
+
+    memory, folder = values["checkpoint_memory"], values["checkpoint_dir"]
+    return CheckpointWanted(
+        uri=values["checkpoint"],
+        target=Path(folder).absolute() if folder else None,
+        memory_bytes=image_options.parse_size(memory, "--checkpoint-memory") if memory else None,
+        cache=cache_root(env, os.getuid()) if values["checkpoint_cache"] else None,
+        runtime=runtime_root(env, os.getuid()),
+        way=values["checkpoint_read"],
+    )

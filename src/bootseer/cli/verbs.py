@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
 
 import click
 
 from bootseer import __version__
-from bootseer.cli.group import Group, Verb
+from bootseer.cli.command import Group
+
+_VERBS = {
+    "run": ("run", "Run a command and measure its startup."),
+    "stage": ("run", "Mark a stage from a shell script."),
+    "report": ("report", "Show where a startup's time went."),
+    "diff": ("diff", "Compare two startups."),
+    "image": ("image", "Container images that start before they are here."),
+    "env": ("env", "Environments that are installed once and mounted everywhere."),
+    "ckpt": ("ckpt", "Checkpoints that are read from all nodes of the storage at once."),
+    "cache": ("cache", "What this node keeps of images."),
+    "doctor": ("doctor", "Say what works on this machine, and why not."),
+    "bench": ("run", "Measure the claims on this machine."),
+}
 
 
-class Verbs(Group):
-    """The verbs of `bootseer`."""
-
-    verbs: ClassVar = {
-        "run": Verb("run", "Run a command and measure its startup."),
-        "stage": Verb("stage", "Mark a stage from a shell script."),
-        "report": Verb("report", "Show where a startup's time went."),
-        "diff": Verb("diff", "Compare two startups."),
-        "image": Verb("image", "Container images that start before they are here."),
-        "env": Verb("env", "Environments that are installed once and mounted everywhere."),
-        "ckpt": Verb("ckpt", "Checkpoints that are read from all nodes of the storage at once."),
-        "cache": Verb("cache", "What this node keeps of images."),
-        "doctor": Verb("doctor", "Say what works on this machine, and why not."),
-        "bench": Verb("bench", "Measure the claims on this machine."),
-    }
-
-
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command(
+    cls=Group, verbs=_VERBS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.option("-v", "--verbose", is_flag=True, help="Log what is done, to standard error (BOOTSEER_LOG=info).")
 @click.option("--debug", is_flag=True, help="Log everything, with tracebacks of errors (BOOTSEER_LOG=debug).")
 @click.version_option(__version__, "--version", prog_name="bootseer", message="%(prog)s %(version)s")

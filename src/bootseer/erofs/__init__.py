@@ -1,5 +1,4 @@
 """EROFS images: a streaming writer and a bounds-checked reader of the subset that BootSeer writes.
 
-The subset and the reasons for it: docs/formats/erofs.md. Who calls: `image`, and whatever else turns files into a
-read-only file system.
+The subset and the reasons for it: docs/formats/erofs.md.
 """

@@ -4,7 +4,7 @@ The image may be anything: everything that it says is checked before it is belie
 `CorruptError`, never in a loop or in memory that grows without bound. It reads through a callable, so that the image
 can be a file, or blocks in a store.
 
-Safe to use from several threads when `read` is. Who calls: `image.merged` and tests.
+Safe to use from several threads when `read` is.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ErofsReader:
         form, xattr_count, mode, _, size, place, _, uid, gid, seconds, nanoseconds, nlink = fields
         data_layout = form >> 1
         if not form & EXTENDED or data_layout not in (FLAT_PLAIN, FLAT_INLINE) or not known_mode(mode):
-            raise CorruptError(f"EROFS image: inode {number} is not one")
+            raise CorruptError(f"EROFS image: inode {number} is malformed")
         if nanoseconds >= 1_000_000_000 or not nlink:
             raise CorruptError(f"EROFS image: inode {number} has impossible attributes")
         device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)

@@ -1,9 +1,9 @@
-"""The directory tree of an image while it is written: who is in which directory, and every inode's attributes.
+"""The directory tree of an image while it is written: which names lead where, and every inode's attributes.
 
 A tree of a million files must fit into memory, so inodes are numbers and their fields are columns; names and children
 are what takes most of it. Nothing here knows about blocks, apart from carrying the place of a file's data.
 
-One thread owns a tree. Who calls: `writer`, and whoever decides what the tree holds (`image.conversion.layer`).
+One thread owns a tree.
 """
 
 from __future__ import annotations

@@ -3,23 +3,48 @@
 The image is never whole in memory or on disk. Block 0 is the superblock, which is known only at the end: `finish`
 returns it, and the sink is one that takes the first block last (`blocks.BlockWriter`) or a file opened behind it.
 
-What is written depends on what was given and in which order, not on time, machine or hash seed. One thread owns a
-writer. Who calls: `image.conversion.layer`, `image.folder`, and whoever else makes images.
+Behind the files' data come, in this order: directory blocks that are not full inodes' tails, and the metadata area of
+inodes, each followed by its xattrs and, where it fits into the same block, by the end of its directory or the target of
+its symbolic link. Parents come before children and the children of a directory lie together, so that `ls -l` and a
+Python import touch few blocks.
+
+What is written depends on what was given and in which order, not on time, machine or hash seed; the order of the
+metadata depends on names alone. One thread owns a writer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import stat
+from array import array
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from bootseer.erofs.format import BLOCK, MAX_BLOCKS, align
-from bootseer.erofs.layout import Layout
-from bootseer.erofs.tree import Tree
+from bootseer.erofs.format import (
+    BLOCK,
+    DIRENT,
+    EXTENDED,
+    FLAT_INLINE,
+    FLAT_PLAIN,
+    INODE,
+    MAX_BLOCKS,
+    SLOT,
+    Superblock,
+    align,
+    encode_directory_block,
+    file_type,
+    split_directory,
+    xattr_count,
+)
+from bootseer.erofs.tree import ROOT, Tree
 from bootseer.errors import PermanentError
 
 _PIECE = 1 << 20
 _ZEROS = bytes(_PIECE)
+_UNPLACED = 2**64 - 1
+# fsck.erofs 1.5 reads the header of xattrs behind every inode, also behind one that has none and ends the image.
+_SPARE = 12
 
 
 class Sink(Protocol):
@@ -104,3 +129,132 @@ def _uuid(digest: bytes) -> bytes:
     uuid[6] = uuid[6] & 0x0F | 0x80
     uuid[8] = uuid[8] & 0x3F | 0x80
     return bytes(uuid)
+
+
+class Layout:
+    """The metadata of one tree, behind `first_block` blocks of superblock and data."""
+
+    def __init__(self, tree: Tree, first_block: int) -> None:
+        self._tree = tree
+        self._next_block = first_block
+        self._end = 0  # bytes of the metadata area so far
+        self._order = array("I")  # inodes as they lie in the metadata area
+        self._nids = array("Q", [_UNPLACED]) * len(tree)
+        self._parents = array("I", [0]) * len(tree)
+        self._links = array("I", [0]) * len(tree)
+        self._outside: list[int] = []  # inodes with blocks of their own
+        self._tails: dict[int, int] = {}  # inline bytes behind an inode
+        self._first_blocks: dict[int, int] = {}
+        self._place_all()
+        self._meta_block = self._next_block
+        blocks = self._meta_block + align(self._end + _SPARE, BLOCK) // BLOCK
+        if blocks > MAX_BLOCKS:
+            raise PermanentError(f"an image of {blocks} blocks: EROFS has at most {MAX_BLOCKS}")
+        self.superblock = Superblock(self._nids[ROOT], len(self._order), blocks, self._meta_block)
+
+    def encode(self) -> Iterator[bytes]:
+        """The bytes from `first_block` to the end of the image."""
+        for inode in self._outside:
+            content = self._content(inode)
+            yield from (piece.ljust(BLOCK, b"\0") for piece in content[: self._whole_pieces(inode, len(content))])
+        at = 0
+        for inode in self._order:
+            begin = self._nids[inode] * SLOT
+            yield bytes(begin - at)
+            record = self._encode_inode(inode)
+            yield record
+            at = begin + len(record)
+        yield bytes(align(at + _SPARE, BLOCK) - at)
+
+    def _place_all(self) -> None:
+        tree = self._tree
+        self._links[ROOT] = 2
+        tree.sizes[ROOT] = self._directory_size(ROOT)
+        self._place(ROOT)
+        waiting = [ROOT]
+        while waiting:
+            directory = waiting.pop()
+            deeper = []
+            for _, inode in tree.walk_directory(directory):
+                if tree.is_directory(inode):
+                    self._links[inode] = 2
+                    self._links[directory] += 1
+                    self._parents[inode] = directory
+                    tree.sizes[inode] = self._directory_size(inode)
+                    deeper.append(inode)
+                else:
+                    self._links[inode] += 1
+                if self._nids[inode] == _UNPLACED:
+                    self._place(inode)
+            waiting.extend(reversed(deeper))
+
+    def _directory_size(self, directory: int) -> int:
+        names = sorted([*self._tree.names(directory), b".", b".."])
+        total = sum(map(len, names)) + DIRENT.size * len(names)
+        if total <= BLOCK:
+            return total
+        *full, last = split_directory(names)
+        return len(full) * BLOCK + last[2]
+
+    def _place(self, inode: int) -> None:
+        tree = self._tree
+        mode = tree.modes[inode]
+        header = INODE.size + len(tree.xattrs.get(inode, b""))
+        tail = 0
+        if stat.S_ISDIR(mode) or stat.S_ISLNK(mode):
+            size = tree.sizes[inode]
+            tail = size % BLOCK if header + size % BLOCK <= BLOCK else 0
+            blocks = size // BLOCK if tail else align(size, BLOCK) // BLOCK
+            if blocks:
+                self._outside.append(inode)
+                self._first_blocks[inode] = self._next_block
+                self._next_block += blocks
+        # An inode lies in one block, and an inline tail in the same one, which the kernel insists on.
+        need = header + tail if tail else INODE.size
+        if self._end % BLOCK + need > BLOCK:
+            self._end = align(self._end, BLOCK)
+        if tail:
+            self._tails[inode] = tail
+        self._nids[inode] = self._end // SLOT
+        self._order.append(inode)
+        self._end += align(header + tail, SLOT)
+
+    def _whole_pieces(self, inode: int, pieces: int) -> int:
+        return pieces - 1 if inode in self._tails else pieces
+
+    def _content(self, inode: int) -> list[bytes]:
+        """A directory or a symbolic link's target, cut into blocks, the last one without padding."""
+        tree = self._tree
+        target = tree.targets.get(inode)
+        if target is not None:
+            return [target]
+        entries = [(b".", self._nids[inode], 2), (b"..", self._nids[self._parents[inode]], 2)]
+        entries += [
+            (name, self._nids[child], file_type(tree.modes[child])) for name, child in tree.walk_directory(inode)
+        ]
+        entries.sort()
+        names = [name for name, _, _ in entries]
+        return [encode_directory_block(entries[first:end]) for first, end, _ in split_directory(names)]
+
+    def _encode_inode(self, inode: int) -> bytes:
+        tree = self._tree
+        mode = tree.modes[inode]
+        area = tree.xattrs.get(inode, b"")
+        tail = self._content(inode)[-1] if inode in self._tails else b""
+        place = self._first_blocks.get(inode, 0) if stat.S_ISDIR(mode) or stat.S_ISLNK(mode) else tree.places[inode]
+        nid = self._nids[inode]
+        record = INODE.pack(
+            EXTENDED | (FLAT_INLINE if tail else FLAT_PLAIN) << 1,
+            xattr_count(len(area)),
+            mode,
+            0,
+            tree.sizes[inode],
+            place,
+            (nid + 1) & 0xFFFFFFFF,  # what 32-bit programs see
+            tree.uids[inode],
+            tree.gids[inode],
+            tree.seconds[inode],
+            tree.nanoseconds[inode],
+            self._links[inode],
+        )
+        return record + area + tail

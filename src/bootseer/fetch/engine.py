@@ -18,7 +18,7 @@ from functools import partial
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
-from bootseer.cache.errors import MissingBlocks
+from bootseer.cache.disk import MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, PermanentError, TransientError
 from bootseer.fetch.corrupt import CorruptBlocks

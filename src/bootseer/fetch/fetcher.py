@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from bootseer.blocks.codec import Buffer
 from bootseer.blocks.index import Index
-from bootseer.cache.errors import CacheFull, MissingBlocks
+from bootseer.cache.disk import CacheFull, MissingBlocks
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.engine import Engine

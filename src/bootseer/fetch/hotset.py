@@ -78,8 +78,13 @@ class HotSet:
     records: tuple[Record, ...] = ()
 
     def merge(self, record: Record) -> HotSet:
-        """The set with one more run. Runs beyond the newest few, and those of another workload, are gone."""
-        records = sorted((*self.records, record), key=lambda each: each.started_s)[-MAX_RUNS:]
+        """The set with one more run."""
+        return self.union(replace(self, records=(record,)))
+
+    def union(self, other: HotSet) -> HotSet:
+        """With the runs of both, each once; gone are those beyond the newest few, and those of another workload."""
+        runs = {(run.started_s, run.duration_ms, len(run.needs)): run for run in (*self.records, *other.records)}
+        records = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
         merged = replace(self, records=tuple(records))
         if merged.stale:
             return replace(self, records=tuple(records[-_JUDGES:]))

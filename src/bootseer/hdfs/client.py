@@ -22,12 +22,10 @@ from bootseer.hdfs.block_writer import ExcludedNodes
 from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.lease import WriteDefaults, ask_defaults
 from bootseer.hdfs.located import FileStatus
-from bootseer.hdfs.long_writer import LongWriter
-from bootseer.hdfs.namenode import NameNode
-from bootseer.hdfs.names import Names
+from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeNames, NativeSettings, NativeWriter
 from bootseer.hdfs.native_reads import NativeFile, NativeReads
-from bootseer.hdfs.placing import Apart, PlacedWriter, PlacingSettings
+from bootseer.hdfs.placing import Apart, LongWriter, PlacedWriter, PlacingSettings
 from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from bootseer.hdfs.rpc import UnsupportedError
 

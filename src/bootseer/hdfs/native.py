@@ -28,10 +28,10 @@ from typing import TypeVar
 from hdfs_native import Client, FileWriter, WriteOptions
 from hdfs_native import FileStatus as Found
 
-from bootseer.bounded import stream_within, within
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 from bootseer.hdfs.errors import NotYetError, kind_of_error
 from bootseer.hdfs.located import FileStatus
+from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 
 T = TypeVar("T")

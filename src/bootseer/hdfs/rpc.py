@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from bootseer.bounded import within
 from bootseer.errors import PermanentError, TransientError
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
+from bootseer.io.deadline import within
 
 _MAX_ANSWER_BYTES: Final = 128 << 20
 """Hadoop's own `ipc.maximum.response.length`; the blocks of a file of 1 TB take 5 MB."""

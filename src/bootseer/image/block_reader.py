@@ -1,7 +1,7 @@
 """Read a block file straight from its store, without a cache on disk: a few blocks of metadata, or all of it once.
 
-Mounted images go through `fetch` and `cache` instead. Called by `conversion.convert`, which looks into lower layers,
-and by `unpack`. Safe to use from several threads; one lock guards the blocks that are kept.
+Mounted images go through `fetch` and `cache` instead. Safe to use from several threads; one
+lock guards the blocks that are kept.
 """
 
 from __future__ import annotations

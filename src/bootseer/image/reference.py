@@ -9,7 +9,7 @@
 | `sha256:…` | an image that is already converted, by the digest of its manifest |
 
 There is no default registry: a name without a host is an error, not a guess. Decides and touches nothing: whether any
-of it exists is for `source` to find out. Called by the verbs of `image` and by `run`.
+of it exists is for `source` to find out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which store has the converted form of an image. Called by the verbs about images. Touches nothing."""
+"""Which store has the converted form of an image. Touches nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bootseer.bring.places import STORE
+from bootseer.artifact.places import STORE
 from bootseer.image.reference import Place, Reference
 
 

@@ -4,7 +4,6 @@ The layers are merged here, without the kernel. As root everything is as in a mo
 neither devices nor attributes that only root may set. Root of a user namespace stands between the two: what it may, it
 does. The folder must be empty: then no name in it can lead elsewhere.
 
-Called by `image.mounting.mount`; `open_merged` is for tests, which compare.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from bootseer.bring.forecast import CachedLayer
+from bootseer.artifact.loading import CachedLayer
 from bootseer.erofs.format import Attributes
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import CorruptError, PermanentError, UsageError

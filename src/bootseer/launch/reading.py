@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 
 from bootseer.analysis import inputs
 from bootseer.analysis.foreign.parser import UNKNOWN_JOB
@@ -26,6 +27,8 @@ from bootseer.units import plural
 
 _PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
+_NEAR = 3
+"""Names of jobs that an error tells."""
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A longer number is no attempt, but part of a name."""
 
@@ -38,12 +41,19 @@ def read_report(
     began_pattern: re.Pattern[bytes] | None = None,
     patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
     watch: Callable[[Moment], None] | None = None,
+    wait: bool = False,
 ) -> Report:
     """The report of what `places` name: paths, `-`, or jobs of this machine; nothing names the last job here.
 
-    `watch` is shown the start while it goes on, about once a second; the report follows when it is over.
+    `watch` is shown the start while it goes on, about once a second; the report follows when it is over. With `wait`
+    a job that has not begun here is waited for, otherwise it is an error.
     Raises `UsageError` when there is nothing to tell, saying what was read and what it would take.
     """
+    if watch is not None and not wait:
+        for place in places:
+            _resolve(place, env)
+        if not places:
+            _latest(env)
     found = _read(places, env, began_pattern, patterns, options, watch)
     return analyse(found.events, options, facts=found.facts, read=found.input())
 
@@ -130,12 +140,17 @@ def _sources_now(place: str, attempt: int | None, env: Mapping[str, str]) -> lis
 def _resolve(place: str, env: Mapping[str, str]) -> str:
     if place == inputs.STDIN or inputs.exists(place):
         return place
-    job = spools.find_job(spools.default_root(env), place)
+    root = spools.default_root(env)
+    job = spools.find_job(root, place)
     if job is None:
         said = addresses.shown(place) if "://" in place else place
+        names = spools.job_names(root)
+        near = get_close_matches(place, names, _NEAR) or names[:_NEAR]
         raise UsageError(
             f"{said}: no such file, and no job of this name has run on this machine",
-            hint="give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
+            hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}; `--follow --wait` waits for one"
+            if near
+            else "give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
         )
     return job
 

@@ -18,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from bootseer.launch.session import PODINFO
 from bootseer.units import NS_PER_S
 
 KUBERNETES = "kubernetes"
@@ -111,9 +110,9 @@ def _answer(command: list[str], env: Mapping[str, str], ended: threading.Event) 
 
 def _kubernetes(env: Mapping[str, str]) -> Times:
     try:
-        with (Path(env.get("BOOTSEER_PODINFO", PODINFO)) / "annotations").open(errors="replace") as file:
+        with (Path(env["BOOTSEER_PODINFO"]) / "annotations").open(errors="replace") as file:
             match = _CONFIG_SEEN.search(file.read(1 << 20))
-    except OSError:
+    except (KeyError, OSError):
         return Times()
     seen = parse_time(match[1]) if match else None
     # The annotation is the pod's: in a container that was started again later it tells of the first start.

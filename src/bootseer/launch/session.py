@@ -1,7 +1,7 @@
 """One measured run on this node: identity, spool, tracer, the children's environment, what goes on beside the command.
 
-Made by `launch.run` in front of every job, so that what is imported here costs every job: what only some runs need (the
-scheduler's programs, the exporter, digests of files) is imported where it is needed.
+What is imported here costs every job: what only some runs need (the scheduler's programs, the exporter, digests of
+files) is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from bootseer.errors import BootseerError
 from bootseer.launch import spools
 from bootseer.launch.spools import fingerprint
-from bootseer.launch.supervise import say
+from bootseer.launch.supervise import EXIT_FLUSH_S, say
 from bootseer.trace import traceparent
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 from bootseer.trace.identity import Identity, discover
@@ -24,11 +24,9 @@ from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, open_sink, spool_word
 if TYPE_CHECKING:
     import threading
 
-    from bootseer.launch.beside import Beside
-    from bootseer.launch.run import Options
+    from bootseer.launch.command import Options
+    from bootseer.launch.observers import Beside
 
-EXIT_FLUSH_S = 2.0
-"""What the end of the run may wait for exporters and relays."""
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hook", "path")
 PODINFO = "/etc/podinfo"
 """Where Kubernetes' own examples mount the downward API volume."""
@@ -110,7 +108,7 @@ class Session:
         )
         if self.otlp is None and not scheduled and not self._more:
             return
-        from bootseer.launch.beside import Beside
+        from bootseer.launch.observers import Beside
 
         self._beside = Beside()
         for work in self._more:
@@ -124,7 +122,7 @@ class Session:
         from bootseer.launch import scheduler
 
         # As PID 1 all children are reaped together, so that no program may run beside the command.
-        found = scheduler.times(env, ended, may_ask=os.getpid() != 1)
+        found = scheduler.times({"BOOTSEER_PODINFO": PODINFO, **env}, ended, may_ask=os.getpid() != 1)
         began_ns = self.began_ns
         if found.submitted_ns and found.submitted_ns <= began_ns:
             self._past("queue", found.submitted_ns, min(found.started_ns or began_ns, began_ns), found.submitted_by)
@@ -138,7 +136,7 @@ class Session:
         self.tracer.emit(stage, END, span=span, parent=self.span, wall_ns=end_ns, outcome=OK)
 
     def _export(self, ended: threading.Event) -> None:
-        from bootseer.launch.export import export_spool
+        from bootseer.launch.observers import export_spool
 
         url = (self.otlp or "").partition("=")[2]
         export_spool(self.folder, self.owns, url or None, ended, say)

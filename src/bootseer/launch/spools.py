@@ -103,6 +103,14 @@ def find_job(root: str, job: str) -> str | None:
     return None
 
 
+def job_names(root: str) -> list[str]:
+    """The jobs that have run here, as their folders are called, the latest first."""
+    with suppress(OSError), os.scandir(root) as entries:
+        folders = [entry for entry in entries if entry.name.isprintable() and entry.is_dir()]
+        return [entry.name for entry in sorted(folders, key=lambda entry: -entry.stat().st_mtime_ns)]
+    return []
+
+
 def newest_attempt(folder: str) -> str:
     """The attempt of a job that was begun last, or the folder itself when there is none."""
     with suppress(OSError), os.scandir(folder) as entries:

@@ -53,6 +53,8 @@ _ALIVE_S, _ALIVE_SHARE = 1.0, 0.1
 """What is left of a run that SIGKILL ended is known to a second, or to a tenth of its length."""
 _FROM_KERNEL = 0x80  # si_code SI_KERNEL: the terminal sent it, to the whole foreground group
 _PR_SET_PDEATHSIG = 1
+EXIT_FLUSH_S = 2.0
+"""What the end of the run may wait for exporters and relays."""
 _START_S = 120.0
 """For going into namespaces and reading the program's first bytes, which may come from a store."""
 _MAX_REPORT = 4096  # what a pipe takes at once

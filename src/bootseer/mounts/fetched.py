@@ -23,7 +23,7 @@ from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
 from bootseer.mounts.daemon import OnError, Served
-from bootseer.mounts.lazy import LazyFile, LazyFiles, Source
+from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 

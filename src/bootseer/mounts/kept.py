@@ -23,7 +23,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from bootseer.errors import BootseerError, UsageError
-from bootseer.mounts import flock, kernel
+from bootseer.io import locks
+from bootseer.mounts import kernel
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.state import Runtime
 
@@ -110,12 +111,7 @@ def _unused_s(runtime: Runtime, identity: str) -> float:
 
 @contextlib.contextmanager
 def _locked(runtime: Runtime, identity: str) -> Iterator[int]:
-    """One process at a time; the lock falls with its holder. Notes the use. Yields the lock's file."""
-    path = _lock_path(runtime, identity)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        flock.lock(lock, path, _LOCK_S)
+    """One process at a time. Notes the use. Yields the lock's file."""
+    with locks.flocked(_lock_path(runtime, identity), deadline_s=_LOCK_S) as lock:
         os.utime(lock)
         yield lock
-    finally:
-        os.close(lock)

@@ -1,28 +1,33 @@
-"""Mount the layers of an image: each an EROFS file, all together an overlay.
-
-Who calls: the parts that mount images and environment snapshots, and `state` for layers that stay mounted.
-"""
+"""Mount the layers of an image: each an EROFS file, all together an overlay."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import struct
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bootseer.errors import BootseerError, PermanentError, UsageError
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError, UsageError
 from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, MS_RDONLY, number_of
 from bootseer.mounts import kernel
-from bootseer.mounts.loop import attach_loop
 
 MAX_LAYERS = 500
 """What overlayfs takes."""
 _OF_LAYERS = MS_RDONLY | MS_NOSUID | MS_NODEV
 """Every user of the host may look into a layer. An overlay of layers has attributes of its own."""
+
+_LOOP_CONTROL = Path("/dev/loop-control")
+_LOOP_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_READ_ONLY, _AUTOCLEAR = 1, 4
+# struct loop_config: fd, block_size, struct loop_info64 (lo_flags at its byte 52), eight reserved words.
+_LOOP_CONFIG = struct.Struct("=II52xI176x64x")
+_ATTEMPTS = 64
 
 
 def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
@@ -38,7 +43,7 @@ def mount_erofs(path: Path, target: Path, *, loop: bool | None = None) -> None:
             # ENOTBLK: this kernel wants a block device. All else would fail with one too.
             if number_of(error) != errno.ENOTBLK or loop is False:
                 raise _named(error, path) from error.__cause__
-    device, held = attach_loop(path)
+    device, held = _attach_loop(path)
     try:
         kernel.move(kernel.create("erofs", [("source", str(device)), ("ro", None)], attributes=_OF_LAYERS), target)
     except BootseerError as error:
@@ -154,3 +159,41 @@ def _mount_in_one_page(
         if isinstance(error, OSError):
             raise PermanentError(f"mount overlay on {target}: {error.strerror}") from error
         raise error
+
+
+def _attach_loop(path: Path) -> tuple[Path, int]:
+    """Tie `path` to a free loop device, read-only. The device frees itself when its last user is gone.
+
+    Returns the device and a descriptor that keeps it until it is mounted.
+    """
+    try:
+        control = os.open(_LOOP_CONTROL, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise AccessError(f"cannot open {_LOOP_CONTROL}: {error.strerror}") from error
+    backing = -1
+    try:
+        backing = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        for _ in range(_ATTEMPTS):
+            device = Path(f"/dev/loop{fcntl.ioctl(control, _LOOP_GET_FREE)}")
+            try:
+                return device, _configure_loop(device, backing)
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # EBUSY: it was taken between the two calls
+                    raise
+        raise TransientError(f"no loop device was free for {path} in {_ATTEMPTS} attempts")
+    except OSError as error:
+        raise syscalls.failure(f"tie {path} to a loop device", error.errno or errno.EIO) from error
+    finally:
+        os.close(control)
+        if backing >= 0:
+            os.close(backing)
+
+
+def _configure_loop(device: Path, backing: int) -> int:
+    opened = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(opened, _LOOP_CONFIGURE, bytearray(_LOOP_CONFIG.pack(backing, 0, _READ_ONLY | _AUTOCLEAR)))
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened

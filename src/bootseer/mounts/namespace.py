@@ -28,9 +28,9 @@ from bootseer import errors
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.fuse.syscalls import MS_NODEV, libc, number_of
 from bootseer.mounts import kernel, user_namespace
+from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
 from bootseer.mounts.process import die_with, end_child
-from bootseer.mounts.table import is_below, mount_table, visible
 
 _NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAX_REPORT = 1 << 20

@@ -19,12 +19,12 @@ from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from bootseer.bounded import within
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import TakenError
 from bootseer.hdfs.located import FileStatus
 from bootseer.hdfs.requests import ReadOutcome
+from bootseer.io.deadline import within
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -38,9 +38,9 @@ from bootseer.store.store import (
 )
 
 if TYPE_CHECKING:
-    from bootseer.hdfs.long_writer import LongWriter
     from bootseer.hdfs.native import NativeWriter
     from bootseer.hdfs.native_reads import NativeFile
+    from bootseer.hdfs.placing import LongWriter
     from bootseer.hdfs.reads import HdfsFile
 
 _WINDOW_BYTES = 1024 * 1024

@@ -25,8 +25,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from bootseer.bounded import stream_within, within
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.deadline import stream_within, within
 from bootseer.io.fork import after_fork
 from bootseer.store.store import (
     PIECE_BYTES,

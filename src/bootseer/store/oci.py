@@ -1,4 +1,4 @@
-"""Objects in a repository of an OCI registry, `oci://host[:port]/repository`. Made by `open.open_store`.
+"""Objects in a repository of an OCI registry, `oci://host[:port]/repository`.
 
 Registries know blobs (by digest) and manifests (by digest or tag), so content names are blobs, and an object with a
 path name is a small manifest under a tag made from the name, with the object's bytes as its first layer; small ones
@@ -6,6 +6,14 @@ are also embedded, so that reading them costs one request. The layout is specifi
 
 Shared state: whether the registry's empty config blob is known to be there, which is only ever set. Safe to use from
 many threads.
+
+Which manifests are about another one ("there is a lazy form of this image, and this is it") registries of the
+distribution protocol 1.1 keep themselves. Older ones do not: there, clients keep it as an
+image index under a tag made of the digest, which is part of the same protocol.
+
+Such a registry has no "replace if unchanged", so that two writers at the same time may lose one's entry. Each reads
+again what it wrote and repeats when its entry is gone; an entry that is lost all the same costs the later reader only
+the discovery: objects are found by their names.
 """
 
 from __future__ import annotations
@@ -15,16 +23,14 @@ import binascii
 import hashlib
 import json
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.io.tasks import Tasks
-from bootseer.store import referrers
-from bootseer.store.blob_upload import BlobUpload
-from bootseer.store.registry import MANIFEST_TYPE, Registry, parse_object
+from bootseer.store.registry import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, BlobUpload, Registry, parse_object
 from bootseer.store.retry import retrying
 from bootseer.store.store import (
     PIECE_BYTES,
@@ -36,6 +42,87 @@ from bootseer.store.store import (
     name_of_upload,
     range_end,
 )
+
+Descriptor = dict[str, Any]
+
+_ATTEMPTS = 8
+_DEADLINE_S = 60.0
+
+
+def referrers(registry: Registry, digest: str, artifact_type: str = "", *, timeout_s: float = 60.0) -> list[Descriptor]:
+    """Descriptors of the manifests about `digest`, of one artifact type or of all; each has a valid `digest`."""
+    answer = registry.request("pull", "GET", f"referrers/{digest}", until=time.monotonic() + timeout_s)
+    if answer.status == 404:
+        answer.finish()
+        found = _tagged(registry, digest, timeout_s)
+    else:
+        registry.expect(answer, f"referrers of {digest}", 200)
+        found = _entries(answer.body(MAX_MANIFEST_BYTES), f"{registry}: referrers of {digest}")
+    return [entry for entry in found if not artifact_type or entry.get("artifactType") == artifact_type]
+
+
+def add_tagged(registry: Registry, subject: str, entry: Descriptor, replaces: Callable[[Descriptor], bool]) -> None:
+    """Put an entry into the tagged list of `subject`, instead of those that it replaces."""
+
+    def changed(entries: list[Descriptor]) -> list[Descriptor]:
+        kept = [other for other in entries if other["digest"] == entry["digest"] or not replaces(other)]
+        # An entry that is there stays where it is: writers that moved theirs to the end would never agree.
+        return kept if any(other["digest"] == entry["digest"] for other in kept) else [*kept, entry]
+
+    _change(registry, subject, changed)
+
+
+def remove_tagged(registry: Registry, subject: str, digest: str) -> None:
+    """Take the manifest `digest` out of the tagged list of `subject`."""
+    _change(registry, subject, lambda entries: [entry for entry in entries if entry["digest"] != digest])
+
+
+def _change(registry: Registry, subject: str, changed: Callable[[list[Descriptor]], list[Descriptor]]) -> None:
+    def settle(left_s: float) -> None:
+        before = _tagged(registry, subject, left_s)
+        after = changed(before)
+        if after == before:
+            return
+        try:
+            _put(registry, subject, after, left_s)
+        except PermanentError:
+            # The registry refuses lists that name what it has removed since.
+            _put(registry, subject, [entry for entry in after if _exists(registry, entry["digest"], left_s)], left_s)
+        # Looked at again after a random pause, in which a slower writer may have put back what it had read before.
+        raise TransientError(f"{registry}: others keep changing the referrers of {subject}; try again")
+
+    retrying(settle, attempts=_ATTEMPTS, deadline_s=_DEADLINE_S)
+
+
+def _tagged(registry: Registry, subject: str, timeout_s: float) -> list[Descriptor]:
+    try:
+        manifest = registry.manifest(subject.replace(":", "-"), timeout_s=timeout_s)
+    except NotFoundError:
+        return []
+    return _entries(manifest.data, f"{registry}: referrers of {subject}")
+
+
+def _put(registry: Registry, subject: str, entries: list[Descriptor], timeout_s: float) -> None:
+    index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": entries}
+    registry.put_manifest(subject.replace(":", "-"), json.dumps(index).encode(), INDEX_TYPE, timeout_s=timeout_s)
+
+
+def _entries(data: bytes, what: str) -> list[Descriptor]:
+    entries = parse_object(data, what).get("manifests")
+    return [
+        entry
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and is_content_name(str(entry.get("digest", "")))
+    ]
+
+
+def _exists(registry: Registry, digest: str, timeout_s: float) -> bool:
+    try:
+        registry.manifest_digest(digest, timeout_s=timeout_s)
+    except NotFoundError:
+        return False
+    return True
+
 
 ARTIFACT_TYPE = "application/vnd.bootseer.object.v1"
 BLOB_TYPE = "application/vnd.bootseer.object.v1+blob"
@@ -142,7 +229,7 @@ class OciStore:
         except NotFoundError:
             return
         if found.subject is not None:
-            referrers.remove_tagged(self.registry, found.subject, found.manifest_digest)
+            remove_tagged(self.registry, found.subject, found.manifest_digest)
         self.registry.delete_manifest(found.manifest_digest)
 
     def close(self) -> None:
@@ -189,7 +276,7 @@ class OciStore:
                 "size": len(encoded),
                 "annotations": {NAME: name},
             }
-            referrers.add_tagged(self.registry, subject, entry, lambda other: _name_in(other) == name)
+            add_tagged(self.registry, subject, entry, lambda other: _name_in(other) == name)
 
     def _is_taken(self, name: str, timeout_s: float) -> bool:
         try:
@@ -285,6 +372,6 @@ def tag_of(name: str) -> str:
     return "bootseer-" + hashlib.sha256(name.encode()).hexdigest()[:40]
 
 
-def _name_in(entry: referrers.Descriptor) -> str | None:
+def _name_in(entry: Descriptor) -> str | None:
     annotations = entry.get("annotations")
     return annotations.get(NAME) if isinstance(annotations, dict) else None

@@ -11,7 +11,7 @@ import pytest
 from bootseer.analysis.foreign.builder import image_reference
 from bootseer.analysis.foreign.parser import Line
 from bootseer.analysis.foreign.registry import parsers
-from bootseer.analysis.foreign.rules import Site
+from bootseer.analysis.foreign.rules import Site, hosts_of
 from bootseer.trace.event import decode, encode
 
 AT = "2026-11-20T17:54:26.500000000Z stderr F "
@@ -352,3 +352,69 @@ def test_an_install_of_more_than_a_week_is_no_span(read: Any) -> None:
     found = read("\n".join(lines))["pip"]
     assert found["events"] == []
     assert [(fact["text"], fact["duration_s"]) for fact in found["facts"]] == [("pip installed 2 packages", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[1-4,7],gpu[001-002]", ["node1", "node2", "node3", "node4", "node7", "gpu001", "gpu002"]),
+        ("gpu002,node1", ["gpu002", "node1"]),
+        ("rack[1-2]n[08-10]-ib", [f"rack{rack}n{n}-ib" for rack in (1, 2) for n in ("08", "09", "10")]),
+        ("node[4-1],a[", ["a"]),
+        ("", []),
+    ],
+)
+def test_node_lists_of_slurm(text: str, hosts: list[str]) -> None:
+    assert hosts_of(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[0-999999999]", "n" + "[1-99]" * 500, ",".join(["n[1-9999]"] * 400)])
+def test_node_lists_are_bounded(text: str) -> None:
+    assert len(hosts_of(text)) == 16_384
+
+
+@pytest.mark.parametrize(
+    ("lines", "second"),
+    [
+        (
+            (
+                " iteration      100/     500 | consumed samples: 1",
+                " iteration      200/     500 | consumed samples: 2",
+            ),
+            1,
+        ),
+        (
+            (
+                " iteration     5001/   50000 | consumed samples: 1",
+                " iteration     5002/   50000 | consumed samples: 2",
+            ),
+            100,
+        ),
+        (("[INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[0.1]",), 100),
+        (("completed step: 0, seconds: 30.1, TFLOP/s/device: 3.2", "completed step: 1, seconds: 1.1, TFLOP"), 100),
+        (("[titan] - root - INFO - step:  1  loss:  8.1  memory:  9.00GiB(9.9%)",), 100),
+        (
+            (
+                " iteration        1/     500 | consumed samples: 1",
+                " iteration        1/     500 | consumed samples: 1",
+            ),
+            100,
+        ),
+        (
+            (
+                " iteration      200/     500 | consumed samples: 1",
+                " iteration      100/     500 | consumed samples: 1",
+            ),
+            100,
+        ),
+    ],
+)
+def test_the_first_line_about_steps_ends_the_startup(read: Any, lines: tuple[str, ...], second: int) -> None:
+    """Lines 100 s apart; of a group of steps, the first one ended long before the line."""
+    stamped = [
+        f"2026-11-20T10:{(i + 1) * 100 // 60:02}:{(i + 1) * 100 % 60:02}Z {line}" for i, line in enumerate(lines)
+    ]
+    events = read("\n".join(stamped))["steps"]["events"]
+    ten = 1_795_168_800
+    assert [(event["stage"], event["wall_ns"] // 10**9 - ten) for event in events] == [("training_began", second)]

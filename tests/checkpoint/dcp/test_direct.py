@@ -13,8 +13,11 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
-from bootseer.checkpoint.dcp.direct import part_for  # noqa: E402
-from bootseer.checkpoint.dcp.items import Form, Stored  # noqa: E402
+from bootseer.checkpoint.dcp.items import (  # noqa: E402
+    Form,
+    Stored,
+    part_for,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource  # noqa: E402
+from bootseer.checkpoint.dcp.writer import Recorded, RecordedSource  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

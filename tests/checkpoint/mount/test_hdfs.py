@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.mounted import MountedCheckpoint, find_checkpoint, runtime_of
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import NoSpaceError, NoSpaceNowError
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.hdfs.namenode import NameNode
 from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, number_of, until

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
 from checkpoint.mounted_place import DEADLINE_S, MIB, MountedPlace, until
 from stepwise_place import StepwisePlace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bootseer.checkpoint.files import FileInfo
-from bootseer.checkpoint.mount.nodes import REMEMBERED_S, Listings
+from bootseer.checkpoint.mount.open_files import REMEMBERED_S, Listings
 from bootseer.checkpoint.places.place import Entry
 
 

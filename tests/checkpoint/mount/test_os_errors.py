@@ -9,7 +9,7 @@ import pytest
 from bootseer.checkpoint.files import OtherFolderError
 from bootseer.checkpoint.os_errors import logged_os_errors
 from bootseer.checkpoint.places.place import IsFolderError, NoSpaceError, NotEmptyError, NotFolderError, TakenError
-from bootseer.checkpoint.writing.spool import TooLargeError
+from bootseer.checkpoint.writing.sending import TooLargeError
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.mount.startup import Startup
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.mount.serving import Startup
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from checkpoint.mounted_place import MIB, until
 from stepwise_place import StepwisePlace

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.open import open_place
 from bootseer.checkpoint.places.place import Place
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
 from checkpoint.places.contract import PlaceContract

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.shared_file import Assembly
+from bootseer.checkpoint.reading.file import Assembly
 from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import TransientError
 from bootseer.io.timer import Timer

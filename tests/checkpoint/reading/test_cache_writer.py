@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bootseer.cache.cache import Cache, CacheSettings
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.checkpoint.reading.node_cache import CacheWriter
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.source import Counters

@@ -4,8 +4,7 @@ from math import inf
 
 import pytest
 
-from bootseer.checkpoint.reading.parity_policy import chunk_to_replace, chunk_to_skip, is_late
-from bootseer.checkpoint.reading.settings import ReadingSettings
+from bootseer.checkpoint.reading.settings import ReadingSettings, chunk_to_replace, chunk_to_skip, is_late
 
 
 @pytest.mark.parametrize(

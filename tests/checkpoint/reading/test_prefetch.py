@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key
-from bootseer.checkpoint.reading.prefetch import Prefetch
+from bootseer.checkpoint.reading.buffer import Ask, ChunkBuffer, Key, Prefetch
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters

@@ -8,12 +8,10 @@ import pytest
 
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
-from bootseer.checkpoint.reading.context import ReadContext
-from bootseer.checkpoint.reading.segments import Segments
+from bootseer.checkpoint.reading.context import ReadContext, Segments
+from bootseer.checkpoint.reading.reading import OrdinarySource, StripedSource
 from bootseer.checkpoint.reading.settings import ReadingSettings
-from bootseer.checkpoint.reading.source import Counters
-from bootseer.checkpoint.reading.sources import OrdinarySource, StripedSource
-from bootseer.checkpoint.reading.transfer import Transfer
+from bootseer.checkpoint.reading.source import Counters, Transfer
 from checkpoint.striped_files import content_of, put_striped
 from hdfs.virtual import MIB, Links, rate
 

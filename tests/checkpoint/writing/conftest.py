@@ -11,10 +11,9 @@ import pytest
 
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES, part_path
-from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
+from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
 from bootseer.checkpoint.writing.writing import Writing
 from stepwise_place import StepwisePlace
 

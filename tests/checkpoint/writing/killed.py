@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from bootseer.checkpoint.files import Files
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.folder import FolderPlace
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from killed_steps import is_killed, kill_at
 from stepwise_place import StepwisePlace

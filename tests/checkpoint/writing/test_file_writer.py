@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.settings import WritingSettings
-from bootseer.checkpoint.writing.spool import TooLargeError
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.checkpoint.writing.sending import TooLargeError
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 
 from .conftest import MIB, QUICK, SMALL, Desk

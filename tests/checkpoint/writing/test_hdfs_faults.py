@@ -17,11 +17,11 @@ import pytest
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES
+from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.places.open import open_place
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.reading.reading import Reading
+from bootseer.checkpoint.writing.pipeline import BytesSource
 from bootseer.checkpoint.writing.publication import Written
-from bootseer.checkpoint.writing.replayed import BytesSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError
 from hdfs_cluster import HdfsCluster, needs_links
@@ -206,7 +206,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_the_old_file_or_the_new_on
         "from pathlib import Path\n"
         "from bootseer.checkpoint.files import Files\n"
         "from bootseer.checkpoint.places.open import open_place\n"
-        "from bootseer.checkpoint.policy import Policy\n"
+        "from bootseer.checkpoint.layout import Policy\n"
         "from bootseer.checkpoint.writing.writing import Writing\n"
         "writing = Writing(Files(open_place(sys.argv[1])), spool=Path(sys.argv[2]))\n"
         "policy = Policy(stripes=3, part_bytes=8 << 20, min_bytes_per_stripe=1 << 20)\n"

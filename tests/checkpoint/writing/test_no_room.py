@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.checkpoint.places.place import NoSpaceError
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.writing.pipeline import BytesSource
 
 from .conftest import MIB, SMALL, Desk
 

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootseer.checkpoint.policy import Policy
-from bootseer.checkpoint.writing.placement import NodeLoad
-from bootseer.checkpoint.writing.replayed import BytesSource
+from bootseer.checkpoint.layout import Policy
+from bootseer.checkpoint.writing.lane import NodeLoad
+from bootseer.checkpoint.writing.pipeline import BytesSource
 
 from .conftest import MIB, Desk
 

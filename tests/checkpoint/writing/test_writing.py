@@ -13,13 +13,12 @@ import pytest
 from bootseer.checkpoint.attempts import collect
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.head import STRIPES, part_path
-from bootseer.checkpoint.layout import CHUNK_BYTES, parity_chunk
+from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, parity_chunk
 from bootseer.checkpoint.places.folder import FolderPlace
 from bootseer.checkpoint.places.place import IsFolderError
-from bootseer.checkpoint.policy import Policy
 from bootseer.checkpoint.writing import lane
-from bootseer.checkpoint.writing.replayed import BytesSource, FileSource
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import WritingSettings
+from bootseer.checkpoint.writing.pipeline import BytesSource, FileSource
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import NotFoundError, PermanentError, TransientError
 
@@ -264,8 +263,8 @@ def test_the_child_of_a_fork_writes_too(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from bootseer.checkpoint.files import Files\n"
         "from bootseer.checkpoint.places.folder import FolderPlace\n"
-        "from bootseer.checkpoint.policy import Policy\n"
-        "from bootseer.checkpoint.writing.replayed import BytesSource\n"
+        "from bootseer.checkpoint.layout import Policy\n"
+        "from bootseer.checkpoint.writing.pipeline import BytesSource\n"
         "from bootseer.checkpoint.writing.writing import Writing\n"
         "writing = Writing(Files(FolderPlace(Path(sys.argv[1]))))\n"
         "policy = Policy(stripes=2, part_bytes=1 << 20, min_bytes_per_stripe=1 << 20)\n"

@@ -16,8 +16,8 @@ import pytest
 from bootseer.env.capturing.capture import open_capture
 from bootseer.errors import PermanentError, UsageError
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.layers import mount_overlay
-from bootseer.mounts.table import is_mounted_anywhere
 from env.capturing.captured import DEADLINE_S, Machine
 from plain_user import UID, as_plain_user
 

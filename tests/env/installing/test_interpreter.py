@@ -13,7 +13,7 @@ from bootseer.env.installing.interpreter import Interpreter, ask, module_command
 from bootseer.env.installing.packages import Distribution, Installed, installed
 from bootseer.env.installing.running import runner
 from bootseer.env.installing.validate import conflicts, validate
-from bootseer.launch.environment_setup import steps
+from bootseer.launch.environment.plain import steps
 from wheels import make_wheel
 
 PLANTED = ("pip", "uv", "json", "csv", "runpy", "sysconfig", "importlib", "py_compile", "re", "site", "torch")

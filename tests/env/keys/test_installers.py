@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
-from bootseer.env.keys.installers import Settings, settings
+from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.settings import Configuration, configuration
 
 
 @pytest.fixture
@@ -17,8 +16,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _settings(home: Path, **env: str) -> Settings:
-    found = settings(
+def _settings(home: Path, **env: str) -> Configuration:
+    found = configuration(
         {"HOME": str(home), "XDG_CONFIG_DIRS": str(home / "xdg"), **env}, str(home / "job"), "", NodeFiles(Facts(None))
     )
     ours = [line for line in found.lines if "test" in line or "netrc" in line or "secret" in line or "only" in line]

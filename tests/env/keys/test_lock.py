@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.keys import lock
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.requirements import Requirements
 from bootseer.errors import UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.keys.projects import asked, counted, grouped, kind_of, lines_of_pip
+from bootseer.env.keys.requirement import asked, counted, grouped, kind_of, lines_of_pip
 from bootseer.errors import UsageError
 from setup_projects import Project
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bootseer.env.keys import shell
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
+from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.script import Inputs, Script, read_program, read_script
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
-from bootseer.env.keys.trees import read_tree
+from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.sources import read_tree
 
 _C = '#include <Python.h>\nstatic struct PyModuleDef m = {PyModuleDef_HEAD_INIT, "fast"};\n'
 _C += "PyMODINIT_FUNC PyInit_fast(void) { return PyModule_Create(&m); }\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bootseer.env.keys.variables import choose, is_allowed, looks_secret
+from bootseer.env.keys.settings import choose_variables, is_allowed, looks_secret
 from bootseer.store.addresses import without_credentials
 
 
@@ -14,7 +14,7 @@ from bootseer.store.addresses import without_credentials
 )
 def test_names_of_secrets_are_known(name: str) -> None:
     assert looks_secret(name)
-    assert "hunter2" not in repr(choose({name: "hunter2"}, referenced=[name], declared=[name]))
+    assert "hunter2" not in repr(choose_variables({name: "hunter2"}, referenced=[name], declared=[name]))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_other_names_are_none(name: str) -> None:
     "name", ["CFLAGS", "PIP_INDEX_URL", "UV_INDEX", "FORCE_CUDA", "PYTHONDONTWRITEBYTECODE", "HOME"]
 )
 def test_what_changes_an_installation_is_always_seen(name: str) -> None:
-    assert choose({name: "x"}).values == {name: "=x"}
+    assert choose_variables({name: "x"}).values == {name: "=x"}
 
 
 @pytest.mark.parametrize(
@@ -36,26 +36,27 @@ def test_what_changes_an_installation_is_always_seen(name: str) -> None:
 )
 def test_manners_and_places_are_not_seen_even_when_they_are_named(name: str) -> None:
     assert not is_allowed(name)
-    found = choose({name: "x"}, referenced=[name])
+    found = choose_variables({name: "x"}, referenced=[name])
     assert not found.values
     assert name in found.notes[0]
 
 
 def test_a_declared_variable_counts_whatever_it_is_called() -> None:
-    assert list(choose({"RANK": "1"}, declared=["RANK"]).values) == ["RANK"]
+    assert list(choose_variables({"RANK": "1"}, declared=["RANK"]).values) == ["RANK"]
 
 
 def test_that_a_named_variable_is_not_set_is_a_value() -> None:
-    assert choose({}, referenced=["SIZE"]).values == {"SIZE": "not set"}
-    assert choose({"SIZE": ""}, referenced=["SIZE"]).values != choose({}, referenced=["SIZE"]).values
+    assert choose_variables({}, referenced=["SIZE"]).values == {"SIZE": "not set"}
+    empty = choose_variables({"SIZE": ""}, referenced=["SIZE"])
+    assert empty.values != choose_variables({}, referenced=["SIZE"]).values
 
 
 def test_what_the_script_sets_itself_is_not_asked_for() -> None:
-    assert choose({"SIZE": "1"}, referenced=["SIZE"], assigned=["SIZE"]).values == {}
+    assert choose_variables({"SIZE": "1"}, referenced=["SIZE"], assigned=["SIZE"]).values == {}
 
 
 def test_a_value_that_is_not_known_to_be_harmless_is_only_a_digest() -> None:
-    assert "large" not in choose({"SIZE": "large"}, referenced=["SIZE"]).values["SIZE"]
+    assert "large" not in choose_variables({"SIZE": "large"}, referenced=["SIZE"]).values["SIZE"]
 
 
 @pytest.mark.parametrize(

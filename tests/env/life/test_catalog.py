@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.objects import missing
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import MAX_BYTES, OtherVersionError, document_name
 from bootseer.env.life.catalog import Catalog, put
 from bootseer.env.life.local import Local
@@ -190,7 +191,7 @@ def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_those_who_read
     assert catalog.remove(KEY, BUILT_S + 9) == document()
     assert catalog.find(KEY) is None
     assert tombstones(store) == [Tombstone.of(document(), BUILT_S + 9)]
-    assert catalog.missing(document().objects) == []
+    assert missing(catalog.store, document().objects) == []
     assert catalog.remove(KEY, BUILT_S + 10) is None
     assert [grave.removed_s for grave in tombstones(store)] == [BUILT_S + 9]
 

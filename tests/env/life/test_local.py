@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.places import environments_folder
+from bootseer.artifact.places import environments_folder
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life import local as module
 from bootseer.env.life.catalog import Catalog

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from bootseer.bring.hotsets import hotset_name
+from bootseer.artifact.hotsets import hotset_name
+from bootseer.artifact.objects import missing
 from bootseer.env.document import document_name
 from bootseer.env.life.catalog import Catalog, put
 from bootseer.env.life.lease import lease_name
@@ -46,11 +47,11 @@ def published(catalog: Catalog, key: str = KEY, content: str = "content", **chan
 
 
 def is_complete(catalog: Catalog, content: str = "content") -> bool:
-    return not catalog.missing(document(content=content).objects)
+    return not missing(catalog.store, document(content=content).objects)
 
 
 def num_missing(catalog: Catalog, content: str = "content") -> int:
-    return len(catalog.missing(document(content=content).objects))
+    return len(missing(catalog.store, document(content=content).objects))
 
 
 def trash(store: Store) -> list[str]:
@@ -253,7 +254,7 @@ def test_a_crash_at_any_request_leaves_only_snapshots_that_are_whole(step: Calla
         except CrashedError:
             pass
         for found in catalog.all().documents:
-            assert catalog.missing(found.objects) == []
+            assert missing(catalog.store, found.objects) == []
         step(catalog)
         assert catalog.find(KEY) == (document(content="new") if step is step_replace else None)
         prune(catalog, LATER_S)

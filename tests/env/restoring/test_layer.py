@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.bring.places import blocks_folder
-from bootseer.bring.release import release
-from bootseer.bring.unpacked import release_unpacked
+from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.room import release
+from bootseer.artifact.unpacked import release_unpacked
 from bootseer.cache.cache import Cache
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.layer import Bring, Layer, bring_layer, in_use

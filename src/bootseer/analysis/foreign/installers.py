@@ -20,7 +20,7 @@ import re
 
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, plain
-from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.foreign.parser import Findings, Line, Parser
 from bootseer.analysis.search import Clue
 from bootseer.units import NS_PER_S
 
@@ -45,7 +45,7 @@ _UV = re.compile(
 )
 
 
-class PipParser:
+class PipParser(Parser):
     """See the module's docstring."""
 
     name = "pip"
@@ -109,7 +109,7 @@ class PipParser:
         return self._builder.finish()
 
 
-class UvParser:
+class UvParser(Parser):
     """See the module's docstring."""
 
     name = "uv"

@@ -28,7 +28,7 @@ from typing import Any
 from bootseer.analysis.foreign import builder as make
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
-from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.foreign.parser import Findings, Line, Parser
 from bootseer.analysis.foreign.timestamp import LATEST_NS, parse_prefix
 from bootseer.analysis.search import Clue
 from bootseer.trace.event import FAILED, OK
@@ -96,7 +96,7 @@ class _Moment:
     """The difference of two ages, where no time is known."""
 
 
-class KubernetesParser:
+class KubernetesParser(Parser):
     """Kubernetes events of pods."""
 
     name = "kubelet"
@@ -235,7 +235,7 @@ class KubernetesParser:
                     self._span(begun, found[1], begun.wall_ns, moment.wall_ns, outcome=FAILED)
 
 
-class ContainerdParser:
+class ContainerdParser(Parser):
     """containerd's CRI log. At level info 1.6 tells begin and end only, 1.7 and later size and duration too."""
 
     name = "containerd"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import MAX_RANK, Builder, Place, plain, rank
-from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.foreign.parser import Findings, Line, Parser
 from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 from bootseer.units import format_seconds, seconds
@@ -58,7 +58,7 @@ class _Communicator:
     complete: bool = False
 
 
-class NcclParser:
+class NcclParser(Parser):
     """See the module's docstring."""
 
     name = "nccl"

@@ -20,6 +20,11 @@ FOREIGN = "parsed_from"
 UNKNOWN_JOB = "(unknown)"
 """The job of an event made from a foreign line that names none; the reader puts the real one in its place."""
 
+NODES = "nodes"
+"""The attribute that lists all nodes of a scheduler's event, as Slurm writes lists."""
+BY_LOG = "step_line"
+"""What a `training_began` from a log's first line about a training step says that it came by."""
+
 
 class Line(NamedTuple):
     """One line of a log, without its newline, decoded with replacement of what is not UTF-8."""
@@ -57,8 +62,11 @@ class Parser(Reader, Protocol):
     """Reads the lines that hold one of `clues`."""
 
     name: str
+    clues: tuple[Clue, ...]
+    """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
+    much as a thousand that hold none."""
 
     @property
-    def clues(self) -> tuple[Clue, ...]:
-        """Every line that changes what the parser finds must hold one, and as few other lines as can be: each costs as
-        much as a thousand that hold none."""
+    def done(self) -> bool:
+        """No further line changes what the parser finds."""
+        return False

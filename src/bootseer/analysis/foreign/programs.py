@@ -9,6 +9,7 @@
     conda      conda, micromamba
     megatron   Megatron's timers, and the times that it prints
     transformers   Hugging Face: weights and checkpoint shards, the Trainer's begin
+    steps      the first lines about training steps: Megatron, DeepSpeed, MaxText, torchtitan
 
 Patterns are bounded: a hostile line may hold their literal ten thousand times. What a program prints of secrets (Ray's
 environment) pairs its lines and is never told. Decides and touches nothing.
@@ -16,7 +17,7 @@ environment) pairs its lines and is never told. Decides and touches nothing.
 
 from __future__ import annotations
 
-from bootseer.analysis.foreign.rules import AT, BEGIN, END, FAIL, MARK, NOW, TOOK, Rule
+from bootseer.analysis.foreign.rules import AT, BEGIN, END, FAIL, MARK, NOW, STEP, TOOK, Rule
 
 _PULL = "image_loading.pull"
 _UNPACK = "image_loading.unpack"
@@ -25,8 +26,9 @@ _RUNTIME_ENV = "environment_setup.runtime_env"
 _READ = "model_initialization.checkpoint_read"
 
 _JOB = r"(?P<job>(?P<key>\d+)(?:_\d+)?)"
-_ON = rf"{_JOB}\S* in \S+ on (?P<host>[\w.-]+(?:\[[\d,-]+\])?)"
-_ALLOCATED = rf"{_JOB}\S* NodeList=(?P<host>[a-zA-Z][\w.-]*(?:\[[\d,-]+\])?)"
+_HOSTS = r"(?P<host>[a-zA-Z][\w.,\[\]-]{0,4095})"
+_ON = rf"{_JOB}\S* in \S+ on {_HOSTS}"
+_ALLOCATED = rf"{_JOB}\S* NodeList={_HOSTS}"
 
 _IMAGE = r"(?P<image>[^\s\"\\]{1,512})"
 _DOTS = r"(?: ?\.\.\.|: \S)"
@@ -159,5 +161,11 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(TOOK, _READ, "Loading checkpoint shards", _BAR, says="checkpoint shards were loaded (whole seconds)"),
         Rule(TOOK, _READ, "Loading weights", _BAR, says="weights were loaded (whole seconds)"),
         Rule(MARK, "training_loop", "***** Running training *****", r"\s*$"),
+    ),
+    "steps": (
+        Rule(STEP, "training_began", "iteration ", r" {0,12}(?P<step>\d{1,12})/ {0,12}\d{1,12} \| consumed samples:"),
+        Rule(STEP, "training_began", "[Rank 0] step=", r"(?P<step>\d{1,12}), skipped=\d"),
+        Rule(STEP, "training_began", "completed step: ", r"(?P<step>\d{1,12}), seconds: \d"),
+        Rule(STEP, "training_began", " - INFO - ", r"(?:\x1b\[\d+m)*step: {1,12}(?P<step>\d{1,12}) .{0,40}loss: "),
     ),
 }

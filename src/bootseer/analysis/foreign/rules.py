@@ -12,12 +12,13 @@ import re
 from bisect import bisect
 from collections.abc import Mapping
 from functools import cache
+from itertools import islice, product
 from typing import Any, Final, NamedTuple
 
 from bootseer.analysis.foreign import builder as make
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
-from bootseer.analysis.foreign.parser import Findings, Line
+from bootseer.analysis.foreign.parser import BY_LOG, NODES, Findings, Line, Parser
 from bootseer.analysis.foreign.timestamp import LATEST_NS, parse_prefix
 from bootseer.analysis.search import Clue
 from bootseer.trace.event import FAILED, OK
@@ -33,9 +34,15 @@ AT: Final = "at"
 """Tells a time in its text, for the durations that have its `label`."""
 NOW: Final = "now"
 """Tells the time of the lines behind it, which have none."""
-
+STEP: Final = "step"
+"""A training step, or a group of them, is over: the first such line ends the startup."""
 
 _MAX_NUMBER = 20
+_MAX_STEPS = 8
+"""So many lines about steps are looked at: ranks may tell of the same one."""
+_MAX_HOSTS = 16_384
+_MAX_PIECES = 10
+"""Slurm's names have at most five numbers."""
 _MAX_TRIES = 8
 """So many places of a literal in a line are looked at."""
 _SITE_GROUPS = frozenset({"begin", "end", "s", "ms", "key", "host", "job"})
@@ -46,7 +53,8 @@ class Rule(NamedTuple):
     """What one kind of line tells: `literal`, and behind it a pattern of ASCII characters.
 
     Its named groups: `key` and `job` pair lines; `s`, `ms`, `clock` (`01:02`) are the duration; `at` is a time; `host`
-    is the node, also the first of a list as Slurm writes it; `image` and `fastest_ms` of several ranks are attributes.
+    is the node, or a list as Slurm writes it; `step` is a number; `image` and `fastest_ms` of several ranks are
+    attributes.
     """
 
     role: str
@@ -77,7 +85,7 @@ class _Open(NamedTuple):
     rule: Rule
 
 
-class TableParser:
+class TableParser(Parser):
     """See the module's docstring."""
 
     def __init__(self, name: str, rules: tuple[Rule, ...]) -> None:
@@ -89,6 +97,14 @@ class TableParser:
         self._at: dict[str, list[tuple[int, int]]] = {}
         """Line numbers and the times that were told there, by label."""
         self._now_ns: int | None = None
+        self._steps: list[tuple[int, _Open]] = []
+        self._only_steps = bool(rules) and all(rule.role == STEP for rule in rules)
+
+    @property
+    def done(self) -> bool:
+        """No further line changes what is found: a training log tells of steps for months."""
+        known = self._steps
+        return self._only_steps and len(known) > 1 and (len(known) >= _MAX_STEPS or known[-1][0] != known[0][0])
 
     def feed(self, line: Line) -> None:
         text = make.plain(line.text)
@@ -104,10 +120,12 @@ class TableParser:
 
     def tell(self, line: Line, rule: Rule, said: Mapping[str, str]) -> None:
         """Take what a line says: the named groups of the rule's pattern."""
-        host = said.get("host", "")
-        place = Place(make.name(_first_host(host)), job=make.name(said.get("job", "")))
+        hosts = said.get("host", "")
+        host = next(iter(hosts_of(hosts)), "")
+        place = Place(make.name(host), job=make.name(said.get("job", "")))
         told_ns = _time(line, said)
-        now = _Open(line, self._now_ns if told_ns is None else told_ns, place, _attrs(said), rule)
+        attrs = _attrs(said) | ({NODES: hosts} if hosts != host else {})
+        now = _Open(line, self._now_ns if told_ns is None else told_ns, place, attrs, rule)
         key = (rule.stage, said.get("key") or said.get("job", ""))
         if rule.role == BEGIN:
             if rule.seldom_ended and key in self._open and self._open[key].rule is rule:
@@ -118,6 +136,9 @@ class TableParser:
         elif rule.role == AT:
             if now.wall_ns is not None:
                 self._at.setdefault(rule.label, []).append((line.number, now.wall_ns))
+        elif rule.role == STEP:
+            if now.wall_ns is not None and not self.done:
+                self._steps.append((int(said["step"]), now))
         elif rule.role == MARK:
             self._builder.instant(line, rule.stage, now.wall_ns, place=place, attrs=now.attrs)
         elif rule.role == TOOK:
@@ -155,12 +176,23 @@ class TableParser:
             begin_ns = None if end_ns is None else end_ns - length_ns
             if not self._builder.span(now.line, now.rule.stage, begin_ns, end_ns, place=now.place, attrs=now.attrs):
                 self._builder.fact(now.line, now.rule.stage, now.rule.says, length_ns)
+        self._tell_first_step()
         for begun in self._open.values():
             if not begun.rule.seldom_ended:
                 self._builder.span(
                     begun.line, begun.rule.stage, begun.wall_ns, None, place=begun.place, attrs=begun.attrs
                 )
         return self._builder.finish()
+
+    def _tell_first_step(self) -> None:
+        """The first line may tell of a whole group of steps: how many and how long, the next one shows."""
+        if not self._steps:
+            return
+        (first, now), (later, then) = self._steps[0], self._steps[-1]
+        end_ns, steps = now.wall_ns or 0, later - first
+        if steps > 1 and then.wall_ns is not None:
+            end_ns -= max(then.wall_ns - end_ns, 0) * (min(steps, max(first, 1)) - 1) // steps
+        self._builder.instant(now.line, now.rule.stage, end_ns, attrs={"by": BY_LOG})
 
 
 class Site:
@@ -186,10 +218,25 @@ class Site:
         return self._table.finish()
 
 
-def _first_host(hosts: str) -> str:
-    """`gpu01` of `gpu[01-04,07],cpu1`."""
-    stem, bracket, numbers = hosts.partition(",")[0].partition("[")
-    return stem + re.split(r"[-,\]]", numbers)[0] if bracket else stem
+def hosts_of(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, `gpu[01-03,07],rack[1-2]n[1-4]`, at most 16,384."""
+    found: list[str] = []
+    for one in re.findall(r"(?:[^,\[\]]|\[[\d,-]*\])+", text):
+        names = [""]
+        for piece in re.findall(r"[^\[\]]+|\[[\d,-]*\]", one)[:_MAX_PIECES]:
+            endings = _numbers(piece) if piece.startswith("[") else [piece]
+            names = [name + ending for name, ending in islice(product(names, endings), _MAX_HOSTS)]
+        found += names[: _MAX_HOSTS - len(found)]
+    return found
+
+
+def _numbers(text: str) -> list[str]:
+    """`01`, `02`, `07` of `[01-02,07]`."""
+    found: list[str] = []
+    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", text):
+        until = min(int(last or first), int(first) + _MAX_HOSTS)
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), until + 1)]
+    return found[:_MAX_HOSTS]
 
 
 def _time(line: Line, said: Mapping[str, str]) -> int | None:

@@ -26,7 +26,7 @@ from typing import Any
 from bootseer.analysis.foreign import builder as make
 from bootseer.analysis.foreign import durations
 from bootseer.analysis.foreign.builder import Builder, Place
-from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line
+from bootseer.analysis.foreign.parser import UNKNOWN_JOB, Findings, Line, Parser
 from bootseer.analysis.search import Clue
 from bootseer.trace.event import NO_RANK
 
@@ -80,7 +80,7 @@ class _Recorded:
     attrs: dict[str, Any]
 
 
-class TorchElasticParser:
+class TorchElasticParser(Parser):
     """See the module's docstring."""
 
     name = "torchelastic"

@@ -9,7 +9,7 @@ dcp.load(state, storage_reader=StripedReader("hdfs://namenode/job/step-8"))
 ```
 """
 
-from bootseer.checkpoint.dcp.job import LoadSettings
+from bootseer.checkpoint.dcp.load import LoadSettings
 from bootseer.checkpoint.dcp.reader import StripedReader
 from bootseer.checkpoint.dcp.writer import StripedWriter
 

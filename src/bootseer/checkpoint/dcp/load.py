@@ -2,6 +2,9 @@
 
 Only the thread that called asks the planner anything, since planners are not made for threads. The first error ends
 the load at once: other ranks wait in a collective until this one has something to say.
+
+A `Job` is one read: `prepare` says where its bytes go, in the thread that called; `perform` makes tensors of them, in
+any.
 """
 
 from __future__ import annotations
@@ -13,18 +16,239 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import IO, cast
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from bootseer.checkpoint.dcp.direct import Expected
-from bootseer.checkpoint.dcp.items import Stored
-from bootseer.checkpoint.dcp.job import Job, LoadSettings, Undo, perform, prepare
-from bootseer.checkpoint.ranges import Range, Span, join, spread
+from bootseer.checkpoint.dcp.items import Expected, Form, Part, Stored, part_for
+from bootseer.checkpoint.dcp.saved import Layout, Pieces, layout_of
+from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.errors import TransientError
+from bootseer.checkpoint.tensors import arena, memory_of
+from bootseer.errors import CorruptError, PermanentError, TransientError
 from bootseer.io.executor import Executor
+
+_EDGE_BYTES = 4096
+"""Enough of an archive's beginning and end to know what it holds, when only a part of its elements is read."""
+_WORTH_SKIPPING = 4 << 20
+
+Undo = Callable[[Stored, IO[bytes]], IO[bytes]]
+"""The bytes of an object without the transformations that it was written with."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """The defaults suit a node with a few GB of free memory for each rank."""
+
+    threads: int = 16
+    """Reads in flight, each of up to `span_bytes`; the threads that wait for them decode too."""
+    span_bytes: int = 32 << 20
+    """Neighbours are joined to reads of at most so many bytes."""
+    gap_bytes: int = GAP_BYTES
+    """Neighbours with no more than this between them are joined."""
+    buffer_bytes: int = 512 << 20
+    """Memory for what cannot be read straight into a tensor. One object that is larger is read all the same, alone."""
+    direct_bytes: int = 128 << 10
+    """Smaller tensors are read together with their neighbours and copied: that is cheaper than checking each."""
+    stall_s: float = 300.0
+    """When nothing at all has arrived for so long, the load fails. Each read has a shorter deadline of its own."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """An object, the bytes that are read of it, and where they go."""
+
+    item: Stored
+    content: Pieces
+    """The item, as far as it is read."""
+    buffer: torch.Tensor | None = None
+    """All of the item, unless it is read straight into a tensor."""
+    part: Part | None = None
+    """What is read straight into the target."""
+    at: int = 0
+    """Where in the item the elements are expected."""
+    targets: tuple[tuple[ReadItem, torch.Tensor], ...] = ()
+
+
+@dataclass(slots=True)
+class Job:
+    """One read."""
+
+    file: str
+    end: int
+    reads: list[tuple[int, memoryview]] = field(default_factory=list)
+    deliveries: list[Delivery] = field(default_factory=list)
+    buffer_bytes: int = 0
+
+
+def prepare(file: str, span: Span[Stored], planner: LoadPlanner, expected: Expected, settings: LoadSettings) -> Job:
+    """Decide where the bytes of a span go. Asks the planner for the tensors."""
+    job = Job(file, span.end)
+    at = span.start
+    for one in span.ranges:
+        if at < one.start:  # a gap that costs less to read than to leave out
+            job.reads.append((at, _buffer(job, one.start - at)[1]))
+        _prepare_item(job, one.what, planner, expected, settings)
+        at = one.end
+    return job
+
+
+def _prepare_item(job: Job, item: Stored, planner: LoadPlanner, expected: Expected, settings: LoadSettings) -> None:
+    targets = () if item.form is Form.BYTES else tuple((one, _target(item, one, planner)) for one in item.requests)
+    direct = _direct(item, targets, expected, settings)
+    if direct is None:
+        buffer, view = _buffer(job, item.length)
+        job.reads.append((item.offset, view))
+        job.deliveries.append(Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=targets))
+        return
+    part, at = direct
+    edges: list[tuple[int, memoryview]] = []
+    if item.form is not Form.BARE:
+        # All around the elements, or as much as it takes to know where they are.
+        is_whole = part.length == part.total
+        head = at if is_whole else min(_EDGE_BYTES, at + part.start)
+        tail = item.length - (at + part.total if is_whole else max(item.length - _EDGE_BYTES, at + part.total))
+        edges = [(0, _buffer(job, head)[1]), (item.length - tail, _buffer(job, tail)[1])]
+    elements = (at + part.start, memory_of(targets[0][1]))
+    job.reads.extend((item.offset + start, view) for start, view in (elements, *edges))
+    job.deliveries.append(Delivery(item, Pieces(item.length, edges), None, part, at, targets))
+
+
+def _direct(
+    item: Stored,
+    targets: tuple[tuple[ReadItem, torch.Tensor], ...],
+    expected: Expected,
+    settings: LoadSettings,
+) -> tuple[Part, int] | None:
+    """What to read straight into the target and where in the item it is expected, if that is possible and worth it."""
+    if len(targets) != 1 or item.form not in (Form.SAVED, Form.BARE) or item.descriptors:
+        return None
+    request, target = targets[0]
+    part = part_for(item, request, target)
+    if part is None or part.length < settings.direct_bytes or target.dtype != item.dtype:
+        return None
+    if item.form is Form.BARE:
+        return part, 0  # there is no archive around the elements: the metadata alone says what they are
+    at = expected.of(item)
+    if not at or at + part.total >= item.length or 0 < part.total - part.length < _WORTH_SKIPPING:
+        return None
+    return part, at
+
+
+def _target(item: Stored, request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    target = planner.resolve_tensor(request).detach()
+    if target.size() != torch.Size(request.lengths):
+        raise PermanentError(
+            f"{item.index.fqn}: the checkpoint's part has the shape {tuple(request.lengths)}, the tensor to load"
+            f" {tuple(target.size())}"
+        )
+    return target
+
+
+def _buffer(job: Job, length: int) -> tuple[torch.Tensor, memoryview]:
+    job.buffer_bytes += length
+    buffer = arena(length)
+    return buffer, memory_of(buffer)
+
+
+def perform(
+    job: Job, file: CheckpointFile, expected: Expected, undo: Undo
+) -> list[tuple[ReadItem, torch.Tensor | bytes]]:
+    """Read and decode: each request with its filled tensor, or the bytes of its object. Raises `CorruptError`."""
+    if job.end > file.size_bytes:
+        raise CorruptError(f"{job.file} has {file.size_bytes} bytes; the metadata places objects up to {job.end}")
+    file.read_ranges(job.reads)
+    done: list[tuple[ReadItem, torch.Tensor | bytes]] = []
+    for delivery in job.deliveries:
+        if delivery.item.form is Form.BYTES:
+            content = undo(delivery.item, cast("IO[bytes]", delivery.content)).read(-1)
+            done.extend((request, content) for request in delivery.item.requests)
+        else:
+            if delivery.part is None:
+                _copy(delivery, expected, undo)
+            elif not _is_in_place(delivery, delivery.part, file, expected):
+                with expected.again:
+                    _copy(_whole(delivery, file), expected, undo)
+            done.extend(delivery.targets)
+    return done
+
+
+def _is_in_place(delivery: Delivery, part: Part, file: CheckpointFile, expected: Expected) -> bool:
+    """Whether the target holds its elements, after another read if they were elsewhere in the item."""
+    item = delivery.item
+    if item.form is Form.BARE:
+        return True
+    target = delivery.targets[0][1]
+    layout = layout_of(delivery.content)
+    if layout is None or layout.size != item.sizes or layout.dtype != target.dtype or not layout.is_contiguous:
+        expected.note(item, 0)
+        return False
+    expected.note(item, layout.at)
+    if layout.at != delivery.at:
+        # Not moved within the target: tensors may share their memory (tied weights), and another thread fill it now.
+        file.read_ranges([(item.offset + layout.at + part.start, memory_of(target))])
+    return True
+
+
+def _whole(delivery: Delivery, file: CheckpointFile) -> Delivery:
+    """The same with all of the item at hand."""
+    item = delivery.item
+    buffer = arena(item.length)
+    view = memory_of(buffer)
+    file.read_ranges([(item.offset, view)])
+    return Delivery(item, Pieces(item.length, [(0, view)]), buffer, targets=delivery.targets)
+
+
+def _copy(delivery: Delivery, expected: Expected, undo: Undo) -> None:
+    """Fill the targets from the whole item."""
+    item = delivery.item
+    try:
+        tensor = _tensor(delivery, expected, undo)
+    except Exception as error:  # torch.load raises whatever the damage leads to
+        raise CorruptError(
+            f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, is not a saved tensor:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if tuple(tensor.size()) != item.sizes:
+        raise CorruptError(
+            f"{item.file}: {item.index.fqn}, bytes {item.offset} to {item.end}, has the shape {tuple(tensor.size())};"
+            f" the metadata says {item.sizes}"
+        )
+    for request, target in delivery.targets:
+        target.copy_(narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths))
+
+
+def _tensor(delivery: Delivery, expected: Expected, undo: Undo) -> torch.Tensor:
+    item, content, buffer = delivery.item, delivery.content, delivery.buffer
+    if item.form is Form.BARE:
+        if buffer is None:
+            raise ValueError("nothing was read")
+        return buffer.view(item.dtype).view(item.sizes)
+    if item.descriptors:
+        stream: IO[bytes] = io.BytesIO(undo(item, cast("IO[bytes]", content)).read(-1))
+    else:
+        layout = layout_of(content)
+        if layout is not None:
+            expected.note(item, layout.at if layout.is_contiguous else 0)
+            if buffer is not None and layout.at % layout.dtype.itemsize == 0:
+                return _elements(buffer, layout)
+        content.seek(0)
+        stream = cast("IO[bytes]", content)
+    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a {type(tensor).__name__}")
+    return tensor
+
+
+def _elements(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor of an archive, without a copy."""
+    record = buffer[layout.at : layout.at + layout.num_elements * layout.dtype.itemsize].view(layout.dtype)
+    return record.as_strided(layout.size, layout.stride, layout.first + record.storage_offset())
+
 
 _GRACE_S = 5.0
 """How long a failed load waits for reads that still write into tensors."""

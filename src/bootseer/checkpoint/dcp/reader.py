@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bootseer.checkpoint.dcp import metadata as meta
 from bootseer.checkpoint.dcp.items import Form, Stored, bare_items, stored_items
-from bootseer.checkpoint.dcp.job import LoadSettings
-from bootseer.checkpoint.dcp.load import load_all
+from bootseer.checkpoint.dcp.load import LoadSettings, load_all
+from bootseer.checkpoint.dcp.saved import metadata_content, metadata_name, parse_metadata
 from bootseer.checkpoint.opened import Opened, is_uri, opened
 from bootseer.errors import BootseerError, NotFoundError, TransientError, UsageError
 
@@ -78,11 +77,11 @@ class StripedReader(StorageReader):
             if rank is None or self._folder is None:
                 self._folder = self._look()
             folder = self._folder
-            name = meta.name_of(rank)
+            name = metadata_name(rank)
             with folder.open(name) as file:
-                data = meta.content(file, folder.where(name))
+                data = metadata_content(file, folder.where(name))
                 self._read = _MetadataFile(name, file.version, blake3(data).hexdigest())
-            return meta.parse(data, folder.where(name), self.load_id)
+            return parse_metadata(data, folder.where(name), self.load_id)
         except NotFoundError as error:
             self._failed = NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}")
             raise self._failed from error

@@ -4,34 +4,206 @@ What it writes is what PyTorch's `FileSystemWriter` writes, file for file, so th
 Different are: an error in a thread fails the save instead of leaving a checkpoint with holes; `.metadata` appears whole
 and last; and the metadata of a checkpoint that is overwritten goes first, so that at no time old metadata lies beside
 new data.
+
+What `torch.save` writes is kept as it lies in memory (`Recorded`): the elements of tensors are not copied, and a part
+of a striped file that fails is sent a second time from there.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bootseer.checkpoint.dcp import metadata as meta
-from bootseer.checkpoint.dcp.filesystem import Path, Streamed, StripedFileSystem
-from bootseer.checkpoint.dcp.recorded import Recorded, RecordedSource
+from bootseer.checkpoint.dcp.saved import metadata_name
 from bootseer.checkpoint.latest import LATEST, move_latest
-from bootseer.checkpoint.opened import opened
-from bootseer.checkpoint.writing.replayed import BytesSource
-from bootseer.errors import NotFoundError, UsageError
+from bootseer.checkpoint.opened import is_uri, opened
+from bootseer.checkpoint.tensors import memory_of
+from bootseer.checkpoint.writing.pipeline import BytesSource
+from bootseer.checkpoint.writing.writing import FileWriter
+from bootseer.errors import NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class Streamed(io.RawIOBase):
+    """Appends to a `FileWriter`. Closing it ends nothing: the caller commits or drops the writer."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._writer.size_bytes
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        self._writer.write_at(self._writer.size_bytes, view)
+        return len(view)
+
+
+Path = str | os.PathLike[str]
+
+
+class StripedFileSystem(FileSystemBase):
+    """Paths are URIs."""
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Generator[io.IOBase, None, None]:
+        """A new file, which appears when the block ends without an error."""
+        if mode != "wb":
+            raise PermanentError(f"{path}: this opens files to be written only, not {mode!r}")
+        target = opened(path)
+        writer = target.system.writing.open(target.path)
+        try:
+            yield Streamed(writer)
+        except BaseException:
+            writer.abort()
+            raise
+        writer.commit()
+
+    def concat_path(self, path: Path, suffix: str) -> str:
+        """A name in a folder."""
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        """Give a file another name, over what is there."""
+        source, target = opened(path), opened(new_path)
+        source.system.files.rename(source.path, target.path)
+
+    def init_path(self, path: Path) -> str:
+        """The address of a checkpoint, as it is used from now on."""
+        return os.fspath(path)
+
+    def mkdir(self, path: Path) -> None:
+        """Make a folder, and those above it."""
+        target = opened(path)
+        target.system.files.make_folder(target.path, parents=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether checkpoints can be written there."""
+        return is_uri(os.fspath(checkpoint_id))
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is a file or folder."""
+        target = opened(path)
+        try:
+            target.system.files.stat(target.path)
+        except NotFoundError:
+            return False
+        return True
+
+    def rm_file(self, path: Path) -> None:
+        """Remove a file."""
+        target = opened(path)
+        target.system.files.remove(target.path)
+
+
+_MIN_BYTES = 1 << 16
+"""No record but one of elements is so long."""
+_COMPARED_BYTES = 4096
+
+
+class Recorded(io.RawIOBase):
+    """A file that is written once and then read, by many threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+        self._starts: list[int] = []
+        self._pieces: list[memoryview] = []
+        self._saved: memoryview | None = None
+
+    def save(self, tensor: torch.Tensor, to: IO[bytes]) -> None:
+        """`torch.save` to `to`, which writes here. The tensor must not change before the last read."""
+        if tensor.nbytes < _MIN_BYTES:  # it makes forty writes of a few bytes
+            whole = io.BytesIO()
+            torch.save(tensor, whole)
+            to.write(whole.getbuffer())
+            return
+        self._saved = memory_of(tensor)
+        try:
+            torch.save(tensor, to)
+        finally:
+            self._saved = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        if view:
+            self._starts.append(self.size_bytes)
+            self._pieces.append(self._kept(view))
+            self.size_bytes += len(view)
+        return len(view)
+
+    def replay(self, offset: int, length: int) -> bytes:
+        """These bytes, which must be there. Safe from many threads, once all is written."""
+        pieces = []
+        number = bisect_right(self._starts, offset) - 1
+        while length:
+            begin = offset - self._starts[number]
+            piece = self._pieces[number][begin : begin + length]
+            pieces.append(piece)
+            offset += len(piece)
+            length -= len(piece)
+            number += 1
+        return b"".join(pieces)
+
+    def _kept(self, view: memoryview) -> memoryview:
+        """The same bytes, which stay: those of the tensor that is being saved, or a copy."""
+        saved = self._saved
+        if (
+            saved is not None
+            and len(view) == len(saved) >= _MIN_BYTES
+            and view[:_COMPARED_BYTES] == saved[:_COMPARED_BYTES]
+            and view[-_COMPARED_BYTES:] == saved[-_COMPARED_BYTES:]
+        ):
+            return saved
+        return memoryview(bytes(view))
+
+
+class RecordedSource:
+    """What was recorded, as a `Replayable`."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes there are."""
+        return self._recorded.size_bytes
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes."""
+        return self._recorded.replay(offset, length)
+
 
 _MAX_COPIED_BYTES = 256 << 20
 """Of one file, what may be held in memory because it does not lie there as it is saved."""
@@ -189,7 +361,7 @@ class StripedWriter(filesystem.FileSystemWriter):
             return False
 
     def _metadata_uri(self) -> str:
-        return self._striped.concat_path(self.path, meta.name_of(None if self.use_collectives else self.rank))
+        return self._striped.concat_path(self.path, metadata_name(None if self.use_collectives else self.rank))
 
 
 def _is_as_saved(tensor: torch.Tensor) -> bool:

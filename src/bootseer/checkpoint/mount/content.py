@@ -23,8 +23,8 @@ from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.os_errors import number_of, refusal, stale
 from bootseer.checkpoint.places.place import Entry
 from bootseer.checkpoint.reading.file import CheckpointFile
-from bootseer.checkpoint.writing.file_writer import FileWriter
 from bootseer.checkpoint.writing.publication import Written
+from bootseer.checkpoint.writing.writing import FileWriter
 from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fuse.filesystem import Data, Reply
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from bootseer.checkpoint.files import FileInfo
 from bootseer.checkpoint.head import is_hidden
 from bootseer.checkpoint.mount.content import Check, Content, MountContext, Node
-from bootseer.checkpoint.mount.nodes import Listings, Nodes, is_same
-from bootseer.checkpoint.mount.open_files import OpenFiles
+from bootseer.checkpoint.mount.open_files import Listings, Nodes, OpenFiles, is_same
 from bootseer.checkpoint.os_errors import logged_os_errors, refusal, stale
 from bootseer.checkpoint.places.local_files import group_of, owner_of, shown_gid, shown_uid
 from bootseer.checkpoint.places.place import Entry, folder_of, join

@@ -34,9 +34,8 @@ from bootseer.hdfs.errors import NoRoomError
 from bootseer.hdfs.errors import TakenError as NameTakenError
 from bootseer.hdfs.lease import NoNodesError
 from bootseer.hdfs.located import FileStatus
-from bootseer.hdfs.long_writer import LongWriter
 from bootseer.hdfs.native import NativeWriter
-from bootseer.hdfs.placing import PlacedWriter
+from bootseer.hdfs.placing import LongWriter, PlacedWriter
 
 _ERROR_KINDS: dict[str, type[PermanentError]] = {
     "PathIsNotEmptyDirectoryException": NotEmptyError,

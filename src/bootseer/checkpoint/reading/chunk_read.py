@@ -13,9 +13,8 @@ from functools import partial
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.places.place import OpenFile, Ticket
-from bootseer.checkpoint.reading.context import ReadContext, alike
-from bootseer.checkpoint.reading.parity_policy import is_late
-from bootseer.checkpoint.reading.segments import OpenSegment
+from bootseer.checkpoint.reading.context import OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.settings import is_late
 from bootseer.checkpoint.reading.source import Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome

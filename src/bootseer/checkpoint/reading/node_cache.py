@@ -24,7 +24,7 @@ from functools import partial
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.cache.file import CachedFile
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.source import Counters

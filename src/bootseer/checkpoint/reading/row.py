@@ -21,9 +21,8 @@ from math import inf
 
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
-from bootseer.checkpoint.reading.context import ReadContext, alike
-from bootseer.checkpoint.reading.parity_policy import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
-from bootseer.checkpoint.reading.segments import LazyPart, OpenSegment
+from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
 from bootseer.checkpoint.reading.source import Want, carry_out, failure
 from bootseer.errors import BootseerError, TransientError
 

@@ -10,7 +10,6 @@ with safe_open("hdfs://namenode/models/m/model.safetensors") as file:
 ```
 """
 
-from bootseer.checkpoint.safetensors.model import load_file, load_sharded, safe_open
-from bootseer.checkpoint.safetensors.tensor_slice import TensorSlice
+from bootseer.checkpoint.safetensors.model import TensorSlice, load_file, load_sharded, safe_open
 
 __all__ = ["TensorSlice", "load_file", "load_sharded", "safe_open"]

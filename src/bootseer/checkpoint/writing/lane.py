@@ -11,13 +11,98 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from bootseer.errors import TransientError
 from bootseer.io.executor import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class WritingSettings:
+    """Bounds of all files that are written at the same time. The defaults suit a node of a training cluster."""
+
+    max_threads: int = 20
+    """Parts of all files that are written at the same moment; each holds a few chunks of 1 MiB."""
+    segments_ahead: int = 2
+    """Segments of one file that are open at the same time: while one ends, the next one uses the links."""
+    part_tries: int = 8
+    """How often a part is begun before its file fails."""
+    retry_s: float = 5.0
+    """The longest pause between two tries; the first ones are shorter."""
+    retry_for_s: float = 90.0
+    """No try begins so long after the first failure: a NameNode restarts or another one takes over in less."""
+    excluded_s: float = 120.0
+    """How long a node is avoided after a part on it failed."""
+    spool_bytes: int = 2 << 30
+    """Bytes on the local disk that are not safe elsewhere yet, of all files that are written as a stream."""
+    random_bytes: int = 16 << 30
+    """Bytes on the local disk, besides, that cannot be sent before the file is committed: writers that do not go from
+    front to back."""
+    idle_s: float = 15.0
+    """A segment to which nothing was added for so long is ended: servers drop connections that say nothing."""
+    lease_s: float = 60.0
+    """How often the lease of an unfinished file is renewed."""
+    end_s: float = 30.0
+    """How long dropping a file waits for what is on its way."""
+
+    def pause_s(self, failures: int, error: TransientError) -> float:
+        """How long to wait after so many failures: longer each time, never to the same moment as all others."""
+        wait_s = error.retry_after_s or 0.1 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        return min(wait_s, self.retry_s)
+
+
+class NodeLoad:
+    """Of one file. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: Counter[str] = Counter()
+
+    def add(self, nodes: Iterable[str]) -> None:
+        """A part goes there."""
+        with self._lock:
+            self._parts.update(nodes)
+
+    def remove(self, nodes: Iterable[str]) -> None:
+        """It did not get there."""
+        with self._lock:
+            self._parts.subtract(nodes)
+
+    def most_loaded(self, num_parts: int, without: Collection[str]) -> list[str]:
+        """The nodes with the most, the most last: fewer remain than so many parts need, so that at least one of these
+        goes to a node that has none, if there is one. Those of `without` are no nodes to remain."""
+        with self._lock:
+            counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
+        return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
+
+
+class ExcludedNodes:
+    """Nodes on which a part has failed lately, each for a while. Safe to use from many threads."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._until: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def exclude(self, nodes: Iterable[str]) -> None:
+        """A part failed there."""
+        until = time.monotonic() + self._for_s
+        with self._lock:
+            self._until.update(dict.fromkeys(nodes, until))
+
+    def names(self) -> frozenset[str]:
+        """Nodes to avoid."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {node: until for node, until in self._until.items() if until > now}
+            return frozenset(self._until)
+
 
 _TURN = 8
 """Steps of one file before another file has its turn."""

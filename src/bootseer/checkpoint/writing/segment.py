@@ -29,9 +29,7 @@ from bootseer.blocks.codec import DIGEST_BYTES
 from bootseer.checkpoint.head import Part, Segment, make_segment
 from bootseer.checkpoint.layout import CHUNK_BYTES, num_chunks, parity_chunk, part_size, row_of
 from bootseer.checkpoint.places.place import PartWriter, Place
-from bootseer.checkpoint.writing.lane import Lane
-from bootseer.checkpoint.writing.placement import ExcludedNodes, NodeLoad
-from bootseer.checkpoint.writing.settings import WritingSettings
+from bootseer.checkpoint.writing.lane import ExcludedNodes, Lane, NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, PermanentError, TransientError
 
 

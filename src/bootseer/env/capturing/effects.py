@@ -22,8 +22,8 @@ from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.kernel_state import KernelState
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.watch import Reads
+from bootseer.mounts.kernel import mount_table
 from bootseer.mounts.process import end_child
-from bootseer.mounts.table import mount_table
 
 Enter = Callable[[], None]
 LOOK_S = 10.0

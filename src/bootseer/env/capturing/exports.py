@@ -20,7 +20,7 @@ from bootseer.env.capturing import shell_hooks
 from bootseer.env.capturing.leftovers import is_made_by_chance
 from bootseer.env.capturing.secrets import is_secret_variable
 from bootseer.env.document import Export
-from bootseer.env.keys.variables import search_path
+from bootseer.env.keys.settings import search_path
 
 MAX_BYTES = 4 << 20
 _MAX_VALUE = 128 << 10  # the kernel takes no longer string of an environment

@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bootseer.bring.places import own_folder
-from bootseer.bring.unpacked import delete_tree
+from bootseer.artifact.places import own_folder
+from bootseer.artifact.unpacked import delete_tree
 from bootseer.errors import PermanentError
-from bootseer.mounts import flock
-from bootseer.mounts.table import is_mounted_anywhere
+from bootseer.io import locks
+from bootseer.mounts.kernel import is_mounted_anywhere
 
 _PREFIX = "capture-"
 _LOCK = "lock"
@@ -62,7 +62,7 @@ class CaptureFolder:
 def _locked(captures: Path) -> Iterator[None]:
     folder = os.open(captures, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        flock.lock(folder, captures, _LOCK_S)
+        locks.lock(folder, captures, _LOCK_S)
         yield
     finally:
         os.close(folder)

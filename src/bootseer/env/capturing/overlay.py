@@ -24,8 +24,8 @@ from bootseer.env.capturing import overlay_places
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
 from bootseer.mounts.namespace import Built
-from bootseer.mounts.table import Mount, depth, is_below, mount_table, visible
 
 _ATTRIBUTES = {"nosuid": 2, "nodev": 4, "noexec": 8}
 _PLAIN = re.compile(rb"[A-Za-z0-9_./+=@%~-]+")

@@ -20,8 +20,8 @@ from bootseer.env.capturing.walk import Layer, Walk
 from bootseer.env.changes import Change
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import user_namespace
+from bootseer.mounts.kernel import is_below
 from bootseer.mounts.namespace import Namespace
-from bootseer.mounts.table import is_below
 
 _NEARLY_FULL_BYTES = 16 << 20
 _SHARE_OF_MEMORY = 2

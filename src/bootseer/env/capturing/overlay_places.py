@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 
 from bootseer.mounts import user_namespace
-from bootseer.mounts.table import Mount, depth, is_below
+from bootseer.mounts.kernel import Mount, depth, is_below
 
 _DISKS = {
     "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "reiserfs", "tmpfs", "xfs", "zfs",

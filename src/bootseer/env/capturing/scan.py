@@ -22,7 +22,7 @@ from bootseer.env.capturing.overlay_places import takes_overlay
 from bootseer.env.capturing.walk import LeftOut, join
 from bootseer.env.changes import Action, Change
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import mount_table, visible
+from bootseer.mounts.kernel import mount_table, visible
 
 MAX_ENTRIES = 20_000_000
 _MARK = struct.Struct("<Bq")

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from bootseer.env.keys.variables import looks_secret
+from bootseer.env.keys.settings import looks_secret
 
 # Published content, and the few files in it that an installer writes for this one installation. What lies in
 # `site-packages` is published when the record of its package says so.

@@ -22,8 +22,8 @@ from typing import NoReturn
 from bootseer.env.capturing.fanotify import OPENED, WRITTEN, Group, Overflow
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.mounts.kernel import Mount, is_below, mount_table, visible
 from bootseer.mounts.process import die_with
-from bootseer.mounts.table import Mount, is_below, mount_table, visible
 
 # What these file systems show are no files that a setup could install or depend on.
 # fmt: off

@@ -22,7 +22,7 @@ from bootseer.env.installing.pip_settings import Read, Setting, requirement_file
 from bootseer.env.installing.running import Run, runner
 from bootseer.env.installing.uv_settings import Translation, translate
 from bootseer.env.keys.lock import own_uv
-from bootseer.env.keys.projects import Kind
+from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
 
 _OLDEST_UV = (0, 5, 0)
@@ -76,7 +76,7 @@ def choose(
     constraints: Sequence[str] = (),
     root: str = "/",
     at: Callable[[str], Path] | None = None,
-    kind: Kind = "requirements",
+    kind: FileKind = "requirements",
     own_uv: str = "",
 ) -> Installation:
     """How to install these files for this Python. `kind` says what they are (`keys.projects.grouped`); where pip
@@ -150,7 +150,7 @@ def _translated(
     return translation
 
 
-def plain_command(kind: Kind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:
+def plain_command(kind: FileKind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:
     """How to install them on this machine, without a snapshot. Raises `PermanentError`."""
     run = runner()
     asked = ask(python, env, run)

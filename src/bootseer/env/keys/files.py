@@ -1,22 +1,90 @@
 """How a key looks at the node's files: bounded, never waiting for a pipe or a device, one digest for a content.
 
-Digests of large files are remembered by everything that changes with a file (`facts`). Called by `request_key` and the
-collectors of components.
+What is found out (digests of large files, what an interpreter says of itself) is kept as facts, so that the next start
+need not look again. A fact holds as long as its stamp is the same: device, inode, size and times of what it was read
+from. A file of facts that others could write is not believed: a forged digest would bring the wrong environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import stat
+import struct
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
-from bootseer.env.keys import archives
-from bootseer.env.keys.facts import Facts
 from bootseer.errors import PermanentError
 from bootseer.units import format_bytes
+
+_FACTS_NAME = "facts.json"
+_MAX_FACTS_BYTES = 8 << 20
+_MAX_FACTS = 8192
+
+
+class Facts:
+    """Facts by kind and path. Without a folder nothing is remembered."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: dict[str, list[Any]] | None = None
+        self._changed = False
+
+    def get(self, kind: str, path: str, stamp: Sequence[object]) -> Any:
+        """The fact, if it is known and its stamp is the same; else None."""
+        known = self._load().get(f"{kind}:{path}")
+        return known[1] if known is not None and known[0] == list(stamp) else None
+
+    def put(self, kind: str, path: str, stamp: Sequence[object], value: Any) -> None:
+        """Remember a fact until `save`."""
+        facts = self._load()
+        facts.pop(f"{kind}:{path}", None)  # the newest stand at the end
+        facts[f"{kind}:{path}"] = [list(stamp), value]
+        self._changed = True
+
+    def save(self) -> None:
+        """Write what is new. A folder that cannot be written only costs the next start some time."""
+        if self._folder is None or not self._changed:
+            return
+        facts = dict(list(self._load().items())[-_MAX_FACTS:])
+        with contextlib.suppress(OSError, ValueError):
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            number, name = tempfile.mkstemp(dir=self._folder, prefix=".facts-")
+            try:
+                with os.fdopen(number, "w") as file:
+                    json.dump(facts, file)
+                os.replace(name, self._folder / _FACTS_NAME)  # noqa: PTH105 - a name, no path
+            except BaseException:
+                os.unlink(name)  # noqa: PTH108 - a name, no path
+                raise
+        self._changed = False
+
+    def _load(self) -> dict[str, list[Any]]:
+        if self._known is None:
+            self._known = _read_facts(self._folder / _FACTS_NAME) if self._folder is not None else {}
+        return self._known
+
+
+def _read_facts(path: Path) -> dict[str, list[Any]]:
+    """The facts in a file; none when it is not ours alone to write, or damaged."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(number, "rb") as file:
+            status = os.fstat(number)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022 or status.st_size > _MAX_FACTS_BYTES:
+                return {}
+            found = json.loads(file.read(_MAX_FACTS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: fact for name, fact in found.items() if isinstance(fact, list) and len(fact) == 2}
+
 
 MAX_TEXT_BYTES = 4 << 20
 """Of a script or a requirement file; pip's largest lock files have some 2 MB."""
@@ -68,8 +136,12 @@ class NodeFiles:
             raise PermanentError(f"{path}: more than {format_bytes(MAX_TEXT_BYTES)}, too large for a file of this kind")
         return data
 
+    def may_execute(self, path: str) -> bool:
+        """Whether this process may execute the file."""
+        return os.access(path, os.X_OK)
+
     def is_program(self, path: str) -> bool:
-        """Whether somebody may run the file: who copies it copies that."""
+        """Whether anybody may execute the file: a copy has this mode, too."""
         with _opened(path) as file:
             return bool(os.fstat(file.fileno()).st_mode & 0o111)
 
@@ -83,7 +155,7 @@ class NodeFiles:
             if isinstance(known, str):
                 return known, status.st_size
             if path.endswith(".whl") and status.st_size > _LARGE_WHEEL_BYTES:
-                directory = archives.directory(file.fileno(), status.st_size)
+                directory = zip_directory(file.fileno(), status.st_size)
                 if directory is not None:
                     self._count(path, len(directory))
                     return hashlib.sha256(directory).hexdigest(), status.st_size
@@ -106,44 +178,52 @@ class NodeFiles:
             raise PermanentError(f"{path}: the files that the setup depends on are more than {limit}")
 
 
-class _opened:  # noqa: N801 - used like a function
-    """A regular file, open; a pipe or a device is refused without waiting for it."""
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; a pipe or a device is refused without waiting for it.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> _File:
-        try:
-            number = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        except (OSError, ValueError) as error:
-            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
-            raise PermanentError(f"{self._path}: {why}") from error
-        self._file = _File(number, self._path)
+    Raises `PermanentError`, also for what fails while it is read.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         if not stat.S_ISREG(os.fstat(number).st_mode):
             os.close(number)
-            raise PermanentError(f"{self._path}: not a regular file")
-        return self._file
+            raise PermanentError(f"{path}: not a regular file")
+        with os.fdopen(number, "rb") as file:
+            yield file
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+        raise PermanentError(f"{path}: {why}") from error
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file.fileno())
+
+_END = struct.Struct("<4s4H2IH")
+_END64_PLACE = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_MAX_COMMENT = 65_535
+_MAX_DIRECTORY_BYTES = 64 << 20
 
 
-class _File:
-    """A descriptor whose errors are ours."""
-
-    def __init__(self, number: int, path: str) -> None:
-        self._number = number
-        self._path = path
-
-    def fileno(self) -> int:
-        return self._number
-
-    def read(self, size: int) -> bytes:
-        try:
-            parts, left = [], size
-            while left > 0 and (part := os.read(self._number, left)):
-                parts.append(part)
-                left -= len(part)
-            return b"".join(parts)
-        except OSError as error:
-            raise PermanentError(f"{self._path}: {os.strerror(error.errno or 0)}") from error
+def zip_directory(number: int, size: int) -> bytes | None:
+    """The central directory of the zip archive of `size` bytes behind a descriptor; None when it is no such archive."""
+    try:
+        start = max(size - _END.size - _MAX_COMMENT - _END64_PLACE.size, 0)
+        tail = os.pread(number, size - start, start)
+        at = tail.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > len(tail):
+            return None
+        end = _END.unpack_from(tail, at)
+        length, offset = end[5], end[6]
+        if offset == 0xFFFF_FFFF or length == 0xFFFF_FFFF:
+            place = at - _END64_PLACE.size
+            if place < 0 or tail[place : place + 4] != b"PK\x06\x07":
+                return None
+            data = os.pread(number, _END64.size, _END64_PLACE.unpack_from(tail, place)[2])
+            if len(data) < _END64.size or data[:4] != b"PK\x06\x06":
+                return None
+            length, offset = _END64.unpack(data)[8:10]
+        if not 0 < length <= _MAX_DIRECTORY_BYTES or offset + length > size:
+            return None
+        found = os.pread(number, length, offset)
+    except (OSError, OverflowError):
+        return None
+    return found if len(found) == length and found[:4] == b"PK\x01\x02" else None

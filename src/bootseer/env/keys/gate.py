@@ -2,7 +2,7 @@
 
 The key says that the same was asked for. The gate compares what the platforms are: a snapshot may come from an older
 BootSeer, from another node, or lie under a key that was computed elsewhere. Codes are stable: reports, tests and
-alerts name them. Decides and touches nothing; called before a snapshot is mounted.
+alerts name them. Decides and touches nothing.
 """
 
 from __future__ import annotations
@@ -26,38 +26,43 @@ class Refusal(NamedTuple):
     message: str
 
 
-def check(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+Facts = Mapping[str, Any]
+_SAME: Mapping[Code, str] = {
+    "architecture": "the processor architecture", "python": "Python", "prefix": "a Python in", "base": "the base",
+}  # fmt: skip
+_AT_LEAST: Mapping[Code, str] = {"driver": "NVIDIA's driver", "cuda": "a driver for CUDA"}
+
+
+def check(wanted: Facts, here: Facts) -> Refusal | None:
     """The first reason why a snapshot with the platform `wanted` cannot be used where the platform is `here`.
 
     Facts that the snapshot does not name are not asked for. `wanted` comes from a store: any type may be in it.
     """
-    for rule in (_format, _architecture, _libc, _cpu, _python, _prefix, _gpu, _driver, _cuda, _base, _owners):
-        refusal = rule(wanted, here)
-        if refusal is not None:
-            return refusal
-    return None
-
-
-def _format(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
     found = wanted.get("format")
-    if found == here.get("format", FORMAT):
-        return None
-    return Refusal(
-        "format", f"the snapshot has format {_told(found)}, this BootSeer reads {here.get('format', FORMAT)}"
+    if found != here.get("format", FORMAT):
+        ours = here.get("format", FORMAT)
+        return Refusal("format", f"the snapshot has format {_told(found)}, this BootSeer reads {ours}")
+    return (
+        _same(wanted, here, "architecture")
+        or _libc(wanted, here)
+        or _cpu(wanted, here)
+        or _same(wanted, here, "python")
+        or _same(wanted, here, "prefix")
+        or _gpu(wanted, here)
+        or _at_least(wanted, here, "driver")
+        or _at_least(wanted, here, "cuda")
+        or _same(wanted, here, "base")
+        or _owners(wanted, here)
     )
 
 
-def _same(wanted: Mapping[str, Any], here: Mapping[str, Any], name: str, code: Code, what: str) -> Refusal | None:
+def _same(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
     if wanted.get(name) is None or wanted[name] == here.get(name):
         return None
-    return Refusal(code, f"built for {what} {_told(wanted[name])}, here is {_told(here.get(name))}")
+    return Refusal(name, f"built for {_SAME[name]} {_told(wanted[name])}, here is {_told(here.get(name))}")
 
 
-def _architecture(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _same(wanted, here, "architecture", "architecture", "the processor architecture")
-
-
-def _cpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+def _cpu(wanted: Facts, here: Facts) -> Refusal | None:
     """Code that was compiled on a newer processor may end with an illegal instruction on an older one."""
     level, ours = _level(wanted.get("cpu")), _level(here.get("cpu"))
     if wanted.get("cpu") is None or (level is not None and ours is not None and ours >= level):
@@ -67,7 +72,7 @@ def _cpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
     return Refusal("cpu", f"built on a processor of {_told(wanted.get('cpu'))}, this one is {_told(here.get('cpu'))}")
 
 
-def _libc(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+def _libc(wanted: Facts, here: Facts) -> Refusal | None:
     """The C library is compatible upwards: newer than the builder's is as good."""
     want, have = wanted.get("libc"), here.get("libc")
     if want is None or want == have:
@@ -79,15 +84,7 @@ def _libc(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
     return Refusal("libc", f"built with {_told(want)}, here is {_told(have)}")
 
 
-def _python(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _same(wanted, here, "python", "python", "Python")
-
-
-def _prefix(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _same(wanted, here, "prefix", "prefix", "a Python in")
-
-
-def _gpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
+def _gpu(wanted: Facts, here: Facts) -> Refusal | None:
     """Each kind of GPU here must have been there when kernels were compiled."""
     if wanted.get("gpus") is None:
         return None
@@ -97,30 +94,18 @@ def _gpu(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
     return Refusal("gpu", f"built for {_gpus(built)}, here: {_gpus(ours)}")
 
 
-def _driver(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _at_least(wanted, here, "driver", "NVIDIA's driver")
-
-
-def _cuda(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _at_least(wanted, here, "cuda", "a driver for CUDA")
-
-
-def _at_least(wanted: Mapping[str, Any], here: Mapping[str, Any], name: Code, what: str) -> Refusal | None:
+def _at_least(wanted: Facts, here: Facts, name: Code) -> Refusal | None:
     want, have = wanted.get(name), here.get(name)
     if not want:
         return None
     least, ours = _numbers(str(want)), _numbers(str(have or ""))
     if least and ours and ours >= least:
         return None
-    return Refusal(name, f"built with {what} {_told(want)}, here is {_told(have)}")
+    return Refusal(name, f"built with {_AT_LEAST[name]} {_told(want)}, here is {_told(have)}")
 
 
-def _base(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    return _same(wanted, here, "base", "base", "the base")
-
-
-def _owners(wanted: Mapping[str, Any], here: Mapping[str, Any]) -> Refusal | None:
-    """Owners of the snapshot's files that this user namespace does not know would all become nobody."""
+def _owners(wanted: Facts, here: Facts) -> Refusal | None:
+    """Owners of the snapshot's files that this user namespace does not know would all belong to `nobody`."""
     for name, ranges, what in (("uids", "uid_ranges", "user"), ("gids", "gid_ranges", "group")):
         known = here.get(ranges)
         owners = wanted.get(name)

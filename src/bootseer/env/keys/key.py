@@ -2,8 +2,6 @@
 
 A key is the digest of named components. Each one is a fact that a setup's result may depend on; the names are kept with
 the snapshot, so that a later start that misses can say which of them changed. Decides and touches nothing.
-
-Called by `request_key`, which collects the components, and by the verb `env key`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turn open requirements into a lock: every version and every hash, resolved once, where the job is submitted.
 
 `uv pip compile` does the work. With its answer a setup is pinned: it may be kept for as long as one likes, and each
-node gets the same. Called by the verb `env lock`.
+node gets the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The request key of a setup: everything it depends on, looked up on this node.
 
-One call collects the components (see docs/adr/0013-request-key.md for what is in and what is not). Called by whoever
-starts a job with a setup, and by the verb `env key`.
+One call collects the components; docs/adr/0013-request-key.md says what is in and what is not.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bootseer.env.capturing.exclude import Exclusions, credentials_of
-from bootseer.env.keys import gate, host, installers, interpreter, platform, repositories, trees, variables
-from bootseer.env.keys.facts import Facts
-from bootseer.env.keys.files import NodeFiles
-from bootseer.env.keys.inputs import gather
+from bootseer.env.keys import gate, node, settings
+from bootseer.env.keys.files import Facts, NodeFiles
 from bootseer.env.keys.key import RequestKey, digest_of, key_digest
-from bootseer.env.keys.script import Inputs
+from bootseer.env.keys.script import Inputs, gather
+from bootseer.env.keys.sources import commits_of, read_tree
 from bootseer.errors import BootseerError
+from bootseer.logs import logger
 
 _MAX_LISTED = 40
+_log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,15 @@ def request_key(ask: Ask, *, facts_folder: Path | None = None) -> RequestKey:
 
     `facts_folder` is where facts about unchanged files are kept between starts, see `facts_folder_of`.
     """
-    facts = Facts(facts_folder)
+    began, facts = time.monotonic(), Facts(facts_folder)
     collector = _Collector(ask, NodeFiles(facts, _visible(ask)), facts)
     key = collector.key()
     facts.save()
+    _log.info("request key %s: %d components in %.2f s", key.digest, len(key.components), time.monotonic() - began)
+    for problem in key.problems:
+        _log.info("no snapshot for this setup: %s", problem)
+    for name, value in key.components.items():
+        _log.debug("component %s: %s", name, value)
     return key
 
 
@@ -156,12 +162,12 @@ class _Collector:
             return ""
         prefix = ""
         folders: list[str] = []
-        path = interpreter.find(self._ask.env, self._ask.python)
+        path = node.find_python(self._ask.env, self._ask.python)
         if path is None:
             self._add("python", "none")
         else:
             try:
-                python = interpreter.ask(path, self._ask.env, self._facts)
+                python = node.ask_python(path, self._ask.env, self._facts)
             except BootseerError as error:
                 self._problems[str(error)] = None
             else:
@@ -171,31 +177,31 @@ class _Collector:
                 self._platform |= {"python": python.name, "prefix": prefix}
                 folders = [*python.folders, *self._more_folders(python)]
         self._try(partial(self._fingerprint, folders))
-        self._add("user", f"{os.geteuid()}:{os.getegid()} umask {platform.umask()}")
+        self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
         return prefix
 
-    def _more_folders(self, python: interpreter.Interpreter) -> list[str]:
+    def _more_folders(self, python: node.Interpreter) -> list[str]:
         """Folders of distributions that the user adds to Python's own."""
         env = self._ask.env
         user = env.get("PYTHONUSERBASE") or (f"{env['HOME']}/.local" if env.get("HOME") else "")
         version = ".".join(python.version.split(".")[:2])
-        search = [path for path in variables.search_path(env.get("PYTHONPATH", "")).split(":") if path.startswith("/")]
+        search = [path for path in settings.search_path(env.get("PYTHONPATH", "")).split(":") if path.startswith("/")]
         return [f"{user}/lib/python{version}/site-packages", *search] if user else search
 
     def _fingerprint(self, folders: list[str]) -> None:
-        system = host.system(self._files)
-        installed = host.distributions(folders)
+        system = node.system(self._files)
+        installed = node.distributions(folders)
         self._add("system", f"sha256:{system.digest}", system.lines)
         self._add("distributions", f"sha256:{installed.digest} {len(installed.lines)} entries", installed.lines)
-        uv = host.tool(shutil.which("uv", path=self._ask.env.get("PATH")), self._files)
+        uv = node.tool(shutil.which("uv", path=self._ask.env.get("PATH")), self._files)
         self._add("uv", f"sha256:{uv}" if uv else "none")
         self._platform["base"] = f"host {digest_of([system.digest, installed.digest])}"
 
     def _node(self) -> None:
-        gpus = platform.accelerators(self._ask.env)
-        facts = {"architecture": platform.architecture(), "cpu": platform.cpu_level()}
+        gpus = node.accelerators(self._ask.env)
+        facts = {"architecture": node.architecture(), "cpu": node.cpu_level()}
         if self._ask.base.kind == "host":
-            facts["libc"] = platform.libc()
+            facts["libc"] = node.libc()
         for name, value in facts.items():
             self._add(name, value)
         self._add("gpus", ", ".join(gpus.gpus) or "none")
@@ -203,7 +209,7 @@ class _Collector:
         self._add("driver", gpus.driver.partition(".")[0] or "none")
         self._add("cuda", gpus.cuda or "none")
         self._platform |= facts | {"gpus": list(gpus.gpus), "driver": gpus.driver, "cuda": gpus.cuda}
-        self._platform |= {f"{kind}_ranges": platform.id_ranges(kind) for kind in ("uid", "gid")}
+        self._platform |= {f"{kind}_ranges": node.id_ranges(kind) for kind in ("uid", "gid")}
 
     # -- what it reads -------------------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class _Collector:
         self._repositories(inputs)
 
     def _is_secret(self, path: str) -> bool:
-        """Whether these are credentials: who somebody is does not count, and a digest of a password tells it."""
+        """Whether these are credentials: they do not decide what is installed, and a digest of one could be guessed."""
         rule = self._secrets.why(path)
         return rule is not None and rule.secret
 
@@ -267,7 +273,7 @@ class _Collector:
             if self._files.kind(path) == "file":
                 self._file(kind, path)
                 return
-            tree = trees.read_tree(path, self._files)
+            tree = read_tree(path, self._files)
             value = f"sha256:{tree.digest} {tree.num_files:,} files"
             self._add(f"{kind} {path if kind == 'package' else self._called(path)}", value, (*lines, *tree.lines))
             self._accounted.add(path)
@@ -275,13 +281,13 @@ class _Collector:
         self._try(read)
 
     def _environment(self, path: str) -> None:
-        part = host.environment(path, self._files)
+        part = node.environment(path, self._files)
         self._add(f"environment {path}", f"sha256:{part.digest} {len(part.lines)} entries", part.lines)
         self._accounted.add(path)
 
     def _repositories(self, inputs: Inputs) -> None:
         wanted = inputs.requirements.repositories
-        commits = repositories.commits(wanted.values(), self._ask.env) if wanted else {}
+        commits = commits_of(wanted.values(), self._ask.env) if wanted else {}
         for (address, reference), item in wanted.items():
             name = f"repository {address}{f'@{reference}' if reference else ''}"
             commit = commits.get((address, reference))
@@ -304,7 +310,7 @@ class _Collector:
     # -- what decides beside it ----------------------------------------------------------------------------------------
 
     def _settings(self, inputs: Inputs, prefix: str) -> None:
-        found = installers.settings(self._ask.env, self._ask.cwd, prefix, self._files)
+        found = settings.configuration(self._ask.env, self._ask.cwd, prefix, self._files)
         lines = (*found.lines, *(f"asked {line}" for line in inputs.requirements.settings))
         if lines:
             self._add("installer settings", f"sha256:{digest_of(lines)} {len(lines)} settings", lines)
@@ -317,9 +323,9 @@ class _Collector:
     def _variables(self, inputs: Inputs) -> None:
         env = self._ask.env
         if self._ask.setup is None:  # installers find and write the same in all languages
-            language = variables.LANGUAGE.difference(inputs.variables, self._ask.variables)
+            language = settings.LANGUAGE.difference(inputs.variables, self._ask.variables)
             env = {name: value for name, value in env.items() if name not in language}
-        chosen = variables.choose(
+        chosen = settings.choose_variables(
             env, referenced=inputs.variables, declared=self._ask.variables, assigned=inputs.assigned
         )
         for name, value in chosen.values.items():

@@ -2,8 +2,7 @@
 what gets installed, and what is left open.
 
 pip takes a local path as relative to the working folder, uv as relative to the file: what exists of the two counts.
-Nested files are relative to the file that names them, with both. Decides and touches nothing: files are read by the
-caller's `Files`. Called by `inputs`.
+Nested files are relative to the file that names them, with both. Decides and touches nothing: `NodeFiles` reads.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
-from bootseer.env.keys import projects, requirement
+from bootseer.env.keys import requirement
 from bootseer.env.keys.requirement import Requirement
 from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
+
+if TYPE_CHECKING:
+    from bootseer.env.keys.files import NodeFiles
 
 LOCKS = ("uv.lock", "poetry.lock", "pdm.lock", "pixi.lock", "Pipfile.lock", "conda-lock.yml")
 _PROJECTS = ("pyproject.toml", "setup.py", "setup.cfg", "Pipfile", "environment.yml", "environment.yaml", "pixi.toml")
@@ -40,16 +42,6 @@ _FORMATS = ("--no-binary", "--only-binary")
 _CODING = re.compile(r"[ \t\f]*#.*?coding[:=]")
 _ODD_ENDS = re.compile("[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _SETTINGS = ("--index-url", "--extra-index-url", "--pypi-url", "--no-index", "--find-links", "--pre", "--trusted-host")
-
-
-class Files(Protocol):
-    """How the caller looks at files. Paths are absolute."""
-
-    def kind(self, path: str) -> Literal["file", "folder", ""]:
-        """What is there; links are followed, and what the setup could not see is not there."""
-
-    def read(self, path: str) -> bytes:
-        """The content of a small regular file. Raises a `BootseerError` that says why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,7 @@ class Requirements:
     _covered: bool = False
     """A lock says what everything depends on."""
 
-    def add_files(self, paths: Iterable[tuple[str, bool]], files: Files, cwd: str) -> None:
+    def add_files(self, paths: Iterable[tuple[str, bool]], files: NodeFiles, cwd: str) -> None:
         """Read the files, and what they include. Each comes with whether it is a constraint file."""
         waiting = list(paths)
         seen = set(self.files)
@@ -110,7 +102,9 @@ class Requirements:
             self.files[path] = ()
             waiting += self._file(path, data, constraint, files, cwd)
 
-    def add(self, wanted: Requirement | None, files: Files, folders: Sequence[str], *, no_deps: bool = False) -> None:
+    def add(
+        self, wanted: Requirement | None, files: NodeFiles, folders: Sequence[str], *, no_deps: bool = False
+    ) -> None:
         """Take in one requirement; `folders` are what a path may be relative to."""
         if wanted is None:
             return
@@ -139,11 +133,11 @@ class Requirements:
             for words in [words for words in self.unpinned if words.startswith(_DEPENDENCIES)]:
                 del self.unpinned[words]
 
-    def _file(self, path: str, data: bytes, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
+    def _file(self, path: str, data: bytes, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
         name = posixpath.basename(path)
         if path in self.given:
             try:
-                kind = projects.kind_of(path, data)
+                kind = requirement.kind_of(path, data)
                 if kind != "requirements":
                     return self._other(kind, path, data, files)
             except BootseerError as error:
@@ -163,7 +157,7 @@ class Requirements:
         self._covered |= bool(_COMPILED.search(text[:4000]))
         return self._text(text, posixpath.dirname(path), constraint, files, cwd)
 
-    def _text(self, text: str, folder: str, constraint: bool, files: Files, cwd: str) -> list[tuple[str, bool]]:
+    def _text(self, text: str, folder: str, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
         found: list[tuple[str, bool]] = []
         for line in _lines(text):
             self.variables.update(_VARIABLE.findall(line))
@@ -186,27 +180,27 @@ class Requirements:
             self.add(wanted, files, (cwd, folder))
         return found
 
-    def _other(self, kind: projects.Kind, path: str, data: bytes, files: Files) -> list[tuple[str, bool]]:
+    def _other(self, kind: requirement.FileKind, path: str, data: bytes, files: NodeFiles) -> list[tuple[str, bool]]:
         """A file of `--requirements` in another form than that of pip."""
         folder = posixpath.dirname(path)
-        self.files[path] = projects.counted(kind, path, data)
-        for wanted in projects.asked(kind, path, data):
+        self.files[path] = requirement.counted(kind, path, data)
+        for wanted in requirement.asked(kind, path, data):
             self.add(wanted, files, (folder,))
         beside = posixpath.join(folder, "pyproject.toml")
         if kind == "uv.lock" and files.kind(beside) == "file":
-            self.files[beside] = projects.counted("pyproject", beside, files.read(beside))
+            self.files[beside] = requirement.counted("pyproject", beside, files.read(beside))
         if kind in ("uv.lock", "pylock"):
             self._covered = True
         else:
             self._dependencies(posixpath.basename(path))
-        return self._text(projects.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
+        return self._text(requirement.lines_of_pip(data), folder, False, files, folder) if kind == "conda" else []
 
-    def _setting(self, option: str, value: str, folders: Sequence[str], files: Files) -> None:
+    def _setting(self, option: str, value: str, folders: Sequence[str], files: NodeFiles) -> None:
         self.settings.append(f"{option} {without_credentials(value)}".rstrip())
         if option == "--find-links":
             self.find_links += [path for path in _places(value, folders) if files.kind(path) == "folder"]
 
-    def _local(self, wanted: Requirement, files: Files, folders: Sequence[str], no_deps: bool) -> None:
+    def _local(self, wanted: Requirement, files: NodeFiles, folders: Sequence[str], no_deps: bool) -> None:
         places = [path for path in _places(wanted.target, folders) if files.kind(path)]
         if not places:
             # The setup itself may make it; then what it is made from counts.

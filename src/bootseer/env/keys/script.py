@@ -1,25 +1,108 @@
-"""What a setup script depends on, as far as its text tells: scripts and requirement files that it runs, files and
-folders that it names, variables that it reads, and what it fetches without naming a version.
+"""What a setup depends on, as far as texts tell: scripts and requirement files that its script runs, files and folders
+that it names, variables that it reads, and what it fetches without naming a version. Followed to the end: scripts that
+run scripts, requirement files that include others.
 
 Rather too much than too little: a file too many costs a start that does not find its snapshot, one that is missing
 would bring yesterday's environment. What no text can tell (a program that reads its own configuration) is found when
-the setup runs and its reads are watched. Decides and touches nothing: `Look` does. Called by `inputs`.
+the setup runs and its reads are watched. Decides and touches nothing: `NodeFiles` does.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from bootseer.env.keys import installs, programs, requirement, shell
-from bootseer.env.keys.installs import option_values
+from bootseer.env.keys import programs, requirement, shell
+from bootseer.env.keys.programs import option_values, read_install
 from bootseer.env.keys.requirements import Requirements, is_requirements_name
-from bootseer.env.keys.script_paths import Look, Paths, is_of_system, is_packaged
+from bootseer.env.keys.settings import looks_secret
 from bootseer.env.keys.shell import Command
-from bootseer.env.keys.variables import looks_secret
+from bootseer.errors import BootseerError
 from bootseer.store.addresses import without_credentials
+
+if TYPE_CHECKING:
+    from bootseer.env.keys.files import NodeFiles
+
+_SYSTEM = (
+    "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run", "/sbin", "/sys",
+    "/tmp", "/usr", "/var",  # noqa: S108 - nothing is written there
+)  # fmt: skip
+"""Folders whose content is the base's, or nobody's: naming one does not make it an input. A file there does count,
+unless a package brought it."""
+_PACKAGED = (
+    "/dev", "/proc", "/sys", "/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin",
+)  # fmt: skip
+_OWN_FOLDER = re.compile(r"\$\{(0|BASH_SOURCE(\[0\])?)%/\*\}")
+_MAX_WORD = 4096
+
+
+class Paths:
+    """The paths of one script."""
+
+    def __init__(self, cwd: str, folder: str, look: NodeFiles) -> None:
+        """`cwd` is where the script runs, `folder` where it lies."""
+        self.bases = list(dict.fromkeys((cwd, folder)))
+        """Folders that relative words may start from, the likeliest first."""
+        self.values: Mapping[str, str] = {}
+        """Variables, as far as they are known."""
+        self._folder = folder
+        self._look = look
+
+    def expand(self, word: str) -> str:
+        """The word with what is known put in."""
+        word = _OWN_FOLDER.sub(lambda _: self._folder, shell.expanded(word, self.values))
+        if word == "~" or word.startswith("~/"):
+            word = self.values.get("HOME", "~") + word[1:]
+        return word.removeprefix("file://")
+
+    def is_absolute(self, word: str) -> bool:
+        """Whether it does not matter where the script runs."""
+        return self.expand(word).startswith("/")
+
+    def places(self, word: str) -> list[str]:
+        """Absolute paths that a word may mean. A variable at its beginning that is not known stands for some folder."""
+        word = self.expand(word)
+        while "$" in word.partition("/")[0] and "/" in word:
+            word = word.partition("/")[2]
+        if (
+            not word
+            or len(word) > _MAX_WORD
+            or "://" in word
+            or word[0] == "-"
+            or any(sign in word for sign in "$\0\n")
+        ):
+            return []
+        return list(dict.fromkeys(posixpath.normpath(posixpath.join(base, word)) for base in self.bases))
+
+    def existing(self, word: str) -> list[str]:
+        """Those of them that are there; a pattern means all that match."""
+        found = []
+        for path in self.places(word):
+            folder, _, last = path.rpartition("/")
+            if any(letter in last for letter in "*?["):
+                found += [f"{folder}/{name}" for name in self._look.names(folder) if fnmatch.fnmatchcase(name, last)]
+            elif self._look.kind(path):
+                found.append(path)
+        return found
+
+
+def is_of_system(folder: str) -> bool:
+    """Whether a folder is the base's, or nobody's."""
+    return _below(folder, _SYSTEM)
+
+
+def is_packaged(path: str) -> bool:
+    """Whether a package most likely brought the file."""
+    return _below(path, _PACKAGED)
+
+
+def _below(path: str, folders: Sequence[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _PIP = re.compile(r"pip[\d.]*")
@@ -57,12 +140,12 @@ class Script:
     env: Mapping[str, str]
 
 
-def read_script(script: Script, look: Look, inputs: Inputs) -> None:
+def read_script(script: Script, look: NodeFiles, inputs: Inputs) -> None:
     """Add to `inputs` what this script names. What it runs is added for the caller to read."""
     _Reader(script, look, inputs).read(script.text)
 
 
-def read_program(script: Script, look: Look, inputs: Inputs) -> None:
+def read_program(script: Script, look: NodeFiles, inputs: Inputs) -> None:
     """The same for a program in another language: quoted words that are files, and variables by their usual idioms."""
     reader = _Reader(script, look, inputs)
     for found in re.finditer(r"(?:environ(?:\.get)?\s*[\[(]|getenv\s*\()\s*['\"](\w+)['\"]", script.text):
@@ -75,7 +158,7 @@ def read_program(script: Script, look: Look, inputs: Inputs) -> None:
 class _Reader:
     """Reads one script. Relative words are looked for in each folder that the script may be in."""
 
-    def __init__(self, script: Script, look: Look, inputs: Inputs) -> None:
+    def __init__(self, script: Script, look: NodeFiles, inputs: Inputs) -> None:
         self._script = script
         self._look = look
         self._inputs = inputs
@@ -183,7 +266,7 @@ class _Reader:
             self.candidate(word, folders=False, script=True)
 
     def _pip(self, words: Sequence[str]) -> None:
-        install = installs.read(words[1:])
+        install = read_install(words[1:])
         if install is None:
             return
         asked = self._inputs.requirements
@@ -281,3 +364,71 @@ class _Reader:
                 wanted = requirement.Requirement("vcs", "", address, self._paths.expand(branch))
                 self._inputs.requirements.repositories[address, wanted.reference] = wanted
                 return
+
+
+_MAX_SCRIPTS = 500
+_SHELL_LINE = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-\S+\s+)*)?\S*?(?:ba|da|z|k|a)?sh\b")
+_PROGRAM_LINE = re.compile(rb"#!.*(python|perl|ruby|node)")
+# Variables by which pip and uv are given files, and whether those only constrain.
+_FILE_VARIABLES = {
+    "PIP_REQUIREMENT": False,
+    "PIP_CONSTRAINT": True,
+    "UV_CONSTRAINT": True,
+    "UV_OVERRIDE": True,
+    "UV_BUILD_CONSTRAINT": True,
+    "PIP_BUILD_CONSTRAINT": True,
+}
+
+
+def gather(
+    setup: str | None, requirements: Sequence[str], cwd: str, env: Mapping[str, str], files: NodeFiles
+) -> Inputs:
+    """What the script and the files depend on. What cannot be read is among its problems, never an exception."""
+    inputs = Inputs()
+    for path in requirements:
+        inputs.requirement_files[whole := posixpath.normpath(posixpath.join(cwd, path))] = False
+        inputs.requirements.given.add(whole)
+    for name, constraint in _FILE_VARIABLES.items():
+        for word in env.get(name, "").split():
+            inputs.requirement_files.setdefault(posixpath.normpath(posixpath.join(cwd, word)), constraint)
+    for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_SRC"):
+        if env.get(name) and not env[name].startswith("/"):
+            inputs.place = f"{name} is relative to it"
+    if setup is not None:
+        path = posixpath.normpath(posixpath.join(cwd, setup))
+        # Without the right to execute it is given to a shell, whatever its first line says.
+        inputs.files[path] = not files.may_execute(path)
+    read: set[str] = set()
+    while waiting := [path for path in inputs.files if path not in read]:
+        for path in waiting:
+            read.add(path)
+            if len(read) > _MAX_SCRIPTS:
+                inputs.requirements.problems.append(
+                    f"{setup}: names more than {_MAX_SCRIPTS:,} files; give it a folder"
+                )
+                return inputs
+            _follow(path, cwd, env, files, inputs)
+    inputs.requirements.add_files(inputs.requirement_files.items(), files, cwd)
+    inputs.requirements.close()
+    inputs.variables |= inputs.requirements.variables
+    if inputs.requirements.uses_cwd and "VIRTUAL_ENV" not in env:
+        inputs.place = inputs.place or "a checkout that is installed in place lies in it"
+    return inputs
+
+
+def _follow(path: str, cwd: str, env: Mapping[str, str], files: NodeFiles, inputs: Inputs) -> None:
+    """Look into a file that the setup names, if it is one that names others."""
+    if path in inputs.requirement_files:
+        return
+    try:
+        head = files.read(path)
+    except BootseerError:
+        return  # too large or unreadable: its digest, if it has one, is all; the caller takes it
+    if b"\0" in head[:8192]:
+        return
+    script = Script(head.decode("utf-8", "replace"), path, cwd, env)
+    if inputs.files[path] or _SHELL_LINE.match(head) or path.endswith((".sh", ".bash")):
+        if not (_PROGRAM_LINE.match(head) and not inputs.files[path]):
+            read_script(script, files, inputs)
+    elif _PROGRAM_LINE.match(head) or path.endswith(".py"):
+        read_program(script, files, inputs)

@@ -7,18 +7,18 @@
 
 A document that can be read is a snapshot that can be used: it is written last. Between what a publisher writes and what
 somebody else deletes at that moment stands a second look on both sides (`publish`, `prune.prune`): a document whose
-objects are not there does not stay.
-Called by `launch.environment_seek`, `launch.environment_publish` and the verbs of `cli.env`. Safe to use from many
+objects are not there does not stay. Safe to use from many
 threads, processes and nodes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
+from bootseer.artifact.objects import WRITE_S, missing, put
+from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.env.document import MAX_BYTES, EnvironmentDocument, OtherVersionError, document_name, is_key
 from bootseer.env.life.decide import Lookup
 from bootseer.env.life.tombstone import Tombstone
@@ -33,12 +33,11 @@ from bootseer.errors import (
 )
 from bootseer.io.tasks import Tasks
 from bootseer.store.retry import read_all, retrying
-from bootseer.store.store import MAX_CREATE_BYTES, Store, Stored
+from bootseer.store.store import MAX_CREATE_BYTES, Store
 
 FOLDER = "environments/"
 FIND_S = 10.0
 """A start waits no longer for an answer: the real setup is waiting."""
-_WRITE_S = 60.0
 _LIST_S = 600.0
 _THREADS = 8
 MAX_DOCUMENTS = 10_000
@@ -127,10 +126,10 @@ class Catalog:
         if not replace:
             created = retrying(
                 lambda left_s: self.store.create(document.name, data, refs=document.objects, timeout_s=left_s),
-                deadline_s=_WRITE_S,
+                deadline_s=WRITE_S,
             )
             # An attempt whose answer was lost may have been ours.
-            if not created and self.find(document.key, timeout_s=_WRITE_S) != document:
+            if not created and self.find(document.key, timeout_s=WRITE_S) != document:
                 self._bury(document, now_s)
                 return False
         else:
@@ -183,7 +182,7 @@ class Catalog:
     def _present(self, key: str) -> tuple[bool, EnvironmentDocument | None]:
         """Whether there is a document, and it itself if it can be read."""
         try:
-            document = self.find(key, timeout_s=_WRITE_S)
+            document = self.find(key, timeout_s=WRITE_S)
         except (CorruptError, SignatureError, OtherVersionError) as error:
             self._say(f"what was stored for an environment that cannot be read stays: {error}")
             return True, None
@@ -194,45 +193,17 @@ class Catalog:
         put(self.store, tombstone.name, tombstone.encode())
 
     def _check_objects(self, document: EnvironmentDocument) -> None:
-        missing = self.missing(document.objects)
-        if not missing:
+        absent = missing(self.store, document.objects)
+        if not absent:
             return
         self.store.delete(document.name)
         raise PermanentError(
-            f"{self.store.uri}: {missing[0].name} of the environment is not there, or not as large as it should be; "
+            f"{self.store.uri}: {absent[0].name} of the environment is not there, or not as large as it should be; "
             "it was not published"
         )
 
-    def missing(self, objects: Iterable[Stored]) -> list[Stored]:
-        """Those that the store does not have, or not in this size."""
-        wanted = list(dict.fromkeys(objects))
-
-        def is_missing(stored: Stored) -> bool:
-            try:
-                return retrying(lambda left_s: self.store.stat(stored.name)).size_bytes != stored.size_bytes
-            except NotFoundError:
-                return True
-
-        with Tasks("bootseer-environments", min(_THREADS, len(wanted) or 1)) as pool:
-            return [stored for stored, gone in zip(wanted, pool.map(is_missing, wanted), strict=True) if gone]
-
 
 _UNREAD = ("unreachable", "other-version")
-
-
-def put(store: Store, name: str, data: bytes, refs: Iterable[Stored] = (), *, timeout_s: float = _WRITE_S) -> None:
-    """Write a small object, in place of one that may be there, with retries."""
-
-    def attempt(left_s: float) -> None:
-        upload = store.upload()
-        try:
-            upload.write(data)
-            upload.commit(name, refs=tuple(refs))
-        finally:
-            upload.abort()
-
-    refs = tuple(refs)
-    retrying(attempt, deadline_s=timeout_s)
 
 
 def _checked(key: str) -> str:

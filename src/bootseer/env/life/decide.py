@@ -9,7 +9,6 @@ A start asks up to four times, and goes on with what the last answer says:
 
 Whatever goes wrong here ends as `INSTALL`: the start is slower and right. Only `require` turns it into `FAIL`, before
 anything was installed. `REASONS` says what each code means; codes are stable and stand in events and reports.
-Called by `launch.environment_seek`; the look-ups themselves are in `catalog`, `lease`, `quarantine` and `local`.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "n
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a look for the snapshot found. Made by `catalog.look`."""
+    """What a look for the snapshot found."""
 
     kind: Literal["found", "none", "unsigned", "broken", "other-version", "unreachable"]
     document: EnvironmentDocument | None = None

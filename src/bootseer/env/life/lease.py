@@ -4,8 +4,7 @@
 who waits takes a lease over whose beat stands still (`lease_state`). Two may believe for a moment that they hold it:
 in stores that cannot create in one step, and when two take over at once. Both then build, the first who publishes wins,
 and nothing is wrong. Without a lease there is no waiting: whatever the store refuses, the caller installs for himself.
-
-Called by `launch.environment_seek`: `elect`, then `Lease.beat` beside the build, or `wait`. Everything has a
+ Everything has a
 deadline; clock, sleep and chance are arguments. A `Lease` belongs to one thread, with the one that beats it.
 """
 
@@ -20,8 +19,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from bootseer.artifact.objects import put
 from bootseer.env.document import EnvironmentDocument, is_key
-from bootseer.env.life.catalog import Catalog, put
+from bootseer.env.life.catalog import Catalog
 from bootseer.env.life.decide import Ended
 from bootseer.env.life.lease_state import MAX_BYTES, TTL_S, LeaseRecord, Next, Sight, Watch
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError, UsageError

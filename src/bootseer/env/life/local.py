@@ -2,11 +2,10 @@
 
     <cache>/environments/environments/<key>/document    snapshots that were used or built here, named as in stores
     <cache>/environments/environments/<key>/quarantine  what is held against them, where the store does not take it
-    <cache>/environments/sha256/...                     their indexes and manifests (`bring.kept_objects`)
+    <cache>/environments/sha256/...                     their indexes and manifests (`artifact.objects`)
 
 A document's content never changes, so that an old one is worth as much as it was when it was found: its age limit and
-its quarantine hold here, too. A full disk costs the copy alone.
-Called by `launch.environment_seek` and `launch.environment_restore`. Safe to use from many threads and processes.
+its quarantine hold here, too. A full disk costs the copy alone. Safe to use from many threads and processes.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bootseer.bring.kept_objects import KeptObjects
-from bootseer.bring.places import environments_folder, own_folder
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.objects import LocalObjects
+from bootseer.artifact.places import environments_folder, own_folder
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.document import EnvironmentDocument, document_name
 from bootseer.env.life.catalog import FIND_S, Catalog
 from bootseer.env.life.decide import Lookup
@@ -40,7 +39,7 @@ class Local:
         `BootseerError` where that folder is not this user's."""
         # Closed: snapshots hold files that only their owner may read, in objects with other modes.
         self._folder = own_folder(environments_folder(cache), private=True)
-        self._kept = KeptObjects(self._folder, say)
+        self._kept = LocalObjects(self._folder, say)
         self._catalog = Catalog(self.store, signatures=signatures)
 
     @property

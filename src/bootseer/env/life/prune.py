@@ -7,7 +7,7 @@ Where not everything can be read that may name an object, nothing is deleted.
 
 Somebody may publish the same content while it is deleted here. Both sides look again: a publisher whether his objects
 are there, this one for new documents that need what he deleted; such a document goes, and the next start builds anew.
-Every step may be interrupted and repeated: a tombstone goes last. Called by `cli.env`.
+Every step may be interrupted and repeated: a tombstone goes last.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from bootseer.bring.hotsets import hotset_name
+from bootseer.artifact.hotsets import hotset_name
+from bootseer.artifact.objects import put
 from bootseer.env.document import MAX_BYTES, EnvironmentDocument, document_name
-from bootseer.env.life.catalog import Catalog, Listing, put
+from bootseer.env.life.catalog import Catalog, Listing
 from bootseer.env.life.lease import lease_name, look
 from bootseer.env.life.quarantine import quarantine_name
 from bootseer.env.life.tombstone import TRASH, Tombstone

@@ -2,8 +2,6 @@
 
 A quarantine is only advice (`quarantine_state` has the rules): a store that does not answer costs a line, a state that
 cannot be read counts as none, and of two nodes that write at once one may be lost, to be told again by the next job.
-Called by `launch.environment_suspect` when a job ended, by `launch.environment_seek` before `decide`, by
-`launch.environment_publish` after a build, and by `cli.env_remove` to clear.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from bootseer.artifact.objects import put
 from bootseer.env.document import EnvironmentDocument
-from bootseer.env.life.catalog import put
 from bootseer.env.life.quarantine_state import MAX_BYTES, State
 from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.store.retry import read_all

@@ -1,7 +1,7 @@
 """What is left of a removed snapshot until its objects are deleted: a tombstone with their names and a time.
 
 The document goes at once, so that nobody finds the snapshot any more; whoever found it before may read its objects for
-some time yet. Kept as `environments/trash/<key>-<16 hex>`. Decides and touches nothing. Used by `catalog` and `prune`.
+some time yet. Kept as `environments/trash/<key>-<16 hex>`. Decides and touches nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What `roots` wants to know of folders, looked up in the tree that a setup left behind.
-
-Called by `launch.environment_capture`.
-"""
+"""What `roots` wants to know of folders, looked up in the tree that a setup left behind."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The job gets mounts of its own in which each root shows the snapshot's files ove
 is the machine as it is. What the job changes in a root goes into a layer of this run (`private`), so that the snapshot
 and the next job stay clean. After a capture the layer is what the setup has just written, and everything is the same.
 
-Each root takes a few system calls, whatever lies in it. Called by `launch.environment_restore` and
-`launch.environment_capture`.
+Each root takes a few system calls, whatever lies in it.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.artifact.progress import Say
 from bootseer.env.restoring import private
 from bootseer.env.restoring.points import Points
 from bootseer.env.restoring.private import PrivateFolder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
+from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
-from bootseer.mounts.table import is_below, mount_table, visible
 from bootseer.mounts.user_namespace import is_host
 
-Say = Callable[[str], None]
 Where = Callable[[str], Path]
 _MEMORY = "memory"
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")

@@ -1,5 +1,5 @@
 """Look and write below a folder without ever following a symbolic link: one in somebody's project must not lead us
-anywhere. Called by `loose` and `place`.
+anywhere.
 """
 
 from __future__ import annotations

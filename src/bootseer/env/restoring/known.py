@@ -1,7 +1,7 @@
 """Which files were compared with which digest before, so that large ones are not read again at every start.
 
 A file is known by its size, times and inode; the kernel changes the time of the last change with every write. A file
-that was changed a moment before it was read is not noted: a later change could have the same time. Called by `loose`.
+that was changed a moment before it was read is not noted: a later change could have the same time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ tree itself. Where neither can be mounted everything is fetched and written out.
 layer's `facts`.
 
 The mount ends with this process: when it was killed, the next start takes away what it left.
-Called by `launch.environment_restore`, `launch.environment_look` and `launch.image_environment`.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.bringing import Bringing, Say, Stage, Subject
-from bootseer.bring.brought import Brought
-from bootseer.bring.forecast import CachedLayer, Loading
-from bootseer.bring.hotsets import HotSets
-from bootseer.bring.kept_objects import KeptObjects
-from bootseer.bring.places import blocks_folder, environments_folder, own_folder
-from bootseer.bring.release import release_unused
-from bootseer.bring.room import Room
-from bootseer.bring.shown import Show, unseen
-from bootseer.bring.signatures import UNSIGNED, Signatures
-from bootseer.bring.unpacked import UNPACKED, keep_unpacked
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.hotsets import HotSets
+from bootseer.artifact.loading import CachedLayer, Loading
+from bootseer.artifact.materialize import Materializer, Subject
+from bootseer.artifact.mount_handle import MountHandle
+from bootseer.artifact.objects import LocalObjects
+from bootseer.artifact.places import blocks_folder, environments_folder, own_folder
+from bootseer.artifact.progress import Say, Show, Stage, no_progress
+from bootseer.artifact.room import Room, release_unused
+from bootseer.artifact.signatures import UNSIGNED, Signatures
+from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.unpack import unpack_layer
 from bootseer.erofs.reader import ErofsReader
@@ -40,10 +38,10 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts import kept, kernel, user_namespace
 from bootseer.mounts.daemon import FILES, Daemon
 from bootseer.mounts.ladder import Way
-from bootseer.mounts.layer_tree import LayerTree
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState, Runtime
+from bootseer.mounts.trees import layer_tree
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -74,7 +72,7 @@ class Bring:
     """Whether the files are written out without any try to mount them: where nothing can be mounted over them."""
 
 
-class Layer(Brought):
+class Layer(MountHandle):
     """A snapshot's files on this node, seen by the process that brought them."""
 
     def __init__(
@@ -124,7 +122,7 @@ def bring_layer(
     *,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
-    show: Show = unseen,
+    show: Show = no_progress,
 ) -> Layer:
     """Bring the snapshot of this document from `store`, which is not asked when everything is here.
 
@@ -137,9 +135,9 @@ def bring_layer(
     release_unused(runtime, room, bring.cache)
     if breaks_forks(store.uri):
         with stage("store"):
-            do_apart(lambda: _learn(document, store.uri, bring, say))
+            run_in_child(lambda: _learn(document, store.uri, bring, say))
     with stage("index"):
-        index = KeptObjects(environments_folder(bring.cache), say).index(document.file, store)
+        index = LocalObjects(environments_folder(bring.cache), say).index(document.file, store)
     folder = runtime.new_folder()
     try:
         file = room.open(index)
@@ -157,7 +155,7 @@ def bring_layer(
                 publish=bring.publish,
                 signatures=bring.signatures,
             )
-            layers = Bringing(
+            layers = Materializer(
                 subject, cache, folder, [CachedLayer(index, file)], bring.lifeline, stage, say, show, room
             )
             return _Showing(document, layers, runtime, bring).layer()
@@ -172,9 +170,9 @@ def bring_layer(
 def _learn(document: EnvironmentDocument, store_uri: str, bring: Bring, say: Say) -> None:
     """In a child: get all that must be known before the mount from the store to this node."""
     store = open_store(store_uri, plain_http=bring.plain_http)
-    KeptObjects(environments_folder(bring.cache), say).index(document.file, store)
+    LocalObjects(environments_folder(bring.cache), say).index(document.file, store)
     if bring.workload:
-        HotSets(bring.cache, document.digest, store, say, bring.signatures).bring(bring.workload)
+        HotSets(bring.cache, document.digest, store, say, bring.signatures).fetch(bring.workload)
 
 
 def _is_root() -> bool:
@@ -185,7 +183,7 @@ def _is_root() -> bool:
 class _Showing:
     """One layer in the making."""
 
-    def __init__(self, document: EnvironmentDocument, layers: Bringing, runtime: Runtime, bring: Bring) -> None:
+    def __init__(self, document: EnvironmentDocument, layers: Materializer, runtime: Runtime, bring: Bring) -> None:
         self._document = document
         self._layers = layers
         self._runtime = runtime
@@ -265,7 +263,7 @@ class _Showing:
 
     def _served(self) -> Path:
         """By a daemon, file by file."""
-        self._layers.as_tree(LayerTree, None)
+        self._layers.as_tree(layer_tree, None)
         return self._layers.folder / FILES
 
     def _unpacked(self, why: str) -> tuple[Way, Path]:

@@ -4,8 +4,7 @@ A path is written when nothing is there, or what the setup had found itself (`En
 left it stays. Everything else is a conflict: nothing at all is written then, and the real setup runs. Most of
 the system has no `before`: that it is the same is for the request key to say, and it is written over.
 
-Nothing is changed here (`place` does that). Called by `launch.environment_restore`, and by `environment_capture` for
-what a setup has just left.
+Nothing is changed here (`place` does that).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bootseer.env.restoring.known import Known
 from bootseer.env.restoring.roots import is_checked, is_system, lies_in
 from bootseer.env.snapshot.entry import Entry
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import is_below, mount_table
+from bootseer.mounts.kernel import is_below, mount_table
 
 Where = Callable[[str], Path]
 """Where the snapshot's version of a path can be read."""

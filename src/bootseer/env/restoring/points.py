@@ -4,7 +4,7 @@
     <changes>/points/<digest>    says which folders we made for a root
 
 Nobody sees anything in them outside of a run's own mounts. The last run that uses one takes it away, if it is still
-empty; what a killed run left, the next one does. Called by `host`.
+empty; what a killed run left, the next one does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from bootseer.env.restoring.inside import Inside, new_folder
 from bootseer.env.restoring.private import is_shown
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.mounts import flock
+from bootseer.io import locks
 
 _LOCK_S = 60.0
 """Longer than a namespace may take to be made."""
@@ -42,7 +42,7 @@ class Points:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            flock.lock(lock, self._folder / "lock", _LOCK_S)
+            locks.lock(lock, self._folder / "lock", _LOCK_S)
             yield
         finally:
             os.close(lock)

@@ -7,7 +7,7 @@
 
 What a job writes into `/usr` and the like ends with it, as an environment must be what its snapshot says: a line tells
 of it, unless it is caches. Everything else could be a result that nobody expected there, so that it is kept for a week,
-and the user hears where. What a killed run left, a later one looks through. Called by `host`.
+and the user hears where. What a killed run left, a later one looks through.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.places import own_folder
-from bootseer.bring.unpacked import delete_tree
+from bootseer.artifact.places import own_folder
+from bootseer.artifact.progress import Say
+from bootseer.artifact.unpacked import delete_tree
 from bootseer.env.restoring.roots import is_system
 from bootseer.errors import PermanentError
-from bootseer.mounts.table import is_mounted_anywhere
+from bootseer.mounts.kernel import is_mounted_anywhere
 
 _LOCK, _RECORD, _FILES = "lock", "run.json", "files"
 _KEPT_S = 7 * 86_400.0
 _MAX_BYTES = 1 << 20
 _CACHE = re.compile(r"cache", re.IGNORECASE)
 """In the name of a file or folder: `__pycache__`, `ld.so.cache`, `fontconfig-cache`."""
-Say = Callable[[str], None]
 
 
 class PrivateFolder:

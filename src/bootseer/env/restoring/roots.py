@@ -13,8 +13,7 @@ own. All the rest is loose: it is copied to its place. The rule, for each change
 
 The folder that the job works in, and those around it, are roots only where they are a venv or a conda environment: a
 checkpoint must not end with the job. Of a folder of the system around it those beside it are. A root that lies in
-another root is not needed. Decides and touches nothing. Called by `launch.environment_view` (the result stands in the
-document); by captures and `loose`, which ask what kind of path one is.
+another root is not needed. Decides and touches nothing.
 """
 
 from __future__ import annotations

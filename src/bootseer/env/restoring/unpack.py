@@ -2,7 +2,7 @@
 
 For machines that cannot mount it, but can mount an overlay over the result. As root everything is as in the snapshot;
 other users own all files, and their marks are those of overlays in user namespaces. The folder must be new: then no
-name in it leads elsewhere. Called by `layer`.
+name in it leads elsewhere.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
 from pathlib import Path
 
+from bootseer.artifact.progress import ProgressCallback
 from bootseer.blocks.block_file import BlockFile
 from bootseer.blocks.writer import BlockWriter
-from bootseer.bring.shown import Heard
 from bootseer.erofs.format import BLOCK, Attributes
 from bootseer.erofs.reader import ErofsReader
 from bootseer.erofs.tree import ROOT
@@ -70,7 +70,7 @@ def convert(
     return document
 
 
-def all_layers(source: Source, heard: Heard) -> Progress:
+def all_layers(source: Source, heard: ProgressCallback) -> Progress:
     """A progress of layers that tells `heard` of all of them together, in bytes."""
     sizes = {number: layer.size_bytes for number, layer in enumerate(source.layers)}
     done: dict[int, int] = {}

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.codec import DEFAULT_LEVEL
 from bootseer.blocks.writer import DEFAULT_BLOCK_SIZE, BlockWriter
-from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.erofs.format import BLOCK
 from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, SignatureError

@@ -2,22 +2,22 @@
 
 An image that nobody converted is converted on this node, into a store in the node's cache: everything is pulled and
 unpacked once, as it would be without BootSeer. Where signatures are required, this is done only for an image that is
-named by its digest, because then all that comes is compared with what the user said. Called by `image.mounting.mount`.
+named by its digest, because then all that comes is compared with what the user said.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from bootseer.artifact.places import converted_folder, metadata_folder, own_folder
+from bootseer.artifact.progress import Say, Show, Stage, no_progress
+from bootseer.artifact.signatures import Signatures
 from bootseer.blocks.index import Index
-from bootseer.bring.places import converted_folder, metadata_folder, own_folder
-from bootseer.bring.shown import Show, unseen
-from bootseer.bring.signatures import Signatures
 from bootseer.errors import BootseerError, NotFoundError, SignatureError, UsageError
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata, read_document
@@ -31,9 +31,6 @@ from bootseer.store.store import Store
 
 _ASK_S = 20.0
 """How long a registry may take to tell what a tag stands for, before the last answer is used."""
-
-Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
-Say = Callable[[str], None]
 
 
 class Wanted(Protocol):
@@ -72,7 +69,7 @@ class Found:
     """Why the image had to be converted here; empty when it had not."""
 
 
-def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = unseen) -> Found:
+def find(wanted: Wanted, *, stage: Stage = lambda name: nullcontext({}), say: Say, show: Show = no_progress) -> Found:
     """Find the image, or convert it. Raises `UsageError` for an image that is not there or may not be converted."""
     metadata = Metadata(own_folder(metadata_folder(wanted.cache), make=False), say)
     local_uri = str(own_folder(converted_folder(wanted.cache), make=False))

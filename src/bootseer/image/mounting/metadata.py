@@ -4,7 +4,6 @@ All of it is immutable once the digest is known, and is kept on the node, so tha
 registry nor store to start it again. Only a tag has to be asked for; when the registry does not answer, the digest that
 it had last is used, and that is said.
 
-Called by `image.mounting.mount`, `cli.image_inspect` and `cli.image_hotset`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from bootseer.artifact.objects import LocalObjects
+from bootseer.artifact.progress import Say
+from bootseer.artifact.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.blocks.index import Index
-from bootseer.bring.kept_objects import KeptObjects
-from bootseer.bring.signatures import UNSIGNED, Signatures, stored_limit
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.image.document import MAX_DOCUMENT_BYTES, ImageDocument, document_name
 from bootseer.image.reference import Reference
@@ -29,14 +29,12 @@ from bootseer.store.store import Store
 _THREADS = 8
 _TAG_BYTES = 256
 
-Say = Callable[[str], None]
-
 
 class Metadata:
     """What this node knows of images. `folder` is made when something is kept; a full disk costs the copy alone."""
 
     def __init__(self, folder: Path, say: Say) -> None:
-        self._kept = KeptObjects(folder, say)
+        self._kept = LocalObjects(folder, say)
         self._say = say
 
     def digest_of(self, reference: Reference, ask: Callable[[], str]) -> str:

@@ -6,7 +6,6 @@ is not possible or not worth it, everything is fetched first. Where the kernel c
 the tree is served file by file, or written out (`ways`). Which way was taken, and why, is in `facts`: a fallback costs
 time and is never silent.
 
-Called by `cli.image_mount` and `launch.image_stage`.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bootseer.bring.apart import breaks_forks, do_apart
-from bootseer.bring.bringing import Bringing, Say, Stage, Subject
-from bootseer.bring.forecast import CachedLayer
-from bootseer.bring.hotsets import HotSets
-from bootseer.bring.places import blocks_folder
-from bootseer.bring.release import release_unused
-from bootseer.bring.room import Room
-from bootseer.bring.shown import Show, unseen
-from bootseer.bring.unpacked import UNPACKED, keep_unpacked
+from bootseer.artifact.child import breaks_forks, run_in_child
+from bootseer.artifact.hotsets import HotSets
+from bootseer.artifact.loading import CachedLayer
+from bootseer.artifact.materialize import Materializer, Subject
+from bootseer.artifact.places import blocks_folder
+from bootseer.artifact.progress import Say, Show, Stage, no_progress
+from bootseer.artifact.room import Room, release_unused
+from bootseer.artifact.unpacked import UNPACKED, keep_unpacked
 from bootseer.cache.cache import Cache
-from bootseer.cache.errors import CacheFull
+from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, UsageError
-from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID
+from bootseer.fuse.syscalls import MS_NODEV, MS_NOSUID, number_of
 from bootseer.image.mounting import show, ways
 from bootseer.image.mounting.found import Found, find
 from bootseer.image.mounting.mounted import CHANGES, MountedImage
 from bootseer.image.mounting.request import Request
-from bootseer.mounts import kernel, user_namespace
+from bootseer.mounts import user_namespace
 from bootseer.mounts.daemon import FILES
 from bootseer.mounts.ladder import Choice, Facts, Way
 from bootseer.mounts.process import ProcessId
@@ -54,7 +52,7 @@ def mount_image(
     suid: bool = False,
     stage: Stage = lambda name: nullcontext({}),
     say: Say = lambda line: None,
-    show: Show = unseen,
+    show: Show = no_progress,
     facts: Facts | None = None,
 ) -> MountedImage:
     """Mount the image on `target`, which is made when it is not there.
@@ -79,7 +77,7 @@ def mount_image(
     release_unused(runtime, room, request.cache)
     if breaks_forks(request.store):
         with stage("store"):
-            do_apart(lambda: _learn(request, say))
+            run_in_child(lambda: _learn(request, say))
     found = find(request, stage=stage, say=say, show=show)
     folder = runtime.new_folder()
     with contextlib.ExitStack() as opened:
@@ -89,7 +87,7 @@ def mount_image(
                 file = room.open(index)
                 opened.callback(file.close)
                 stack.append(CachedLayer(index, file))
-            bringing = Bringing(_subject(request, found), cache, folder, stack, lifeline, stage, say, show, room)
+            bringing = Materializer(_subject(request, found), cache, folder, stack, lifeline, stage, say, show, room)
             return _Mounting(request, found, bringing, runtime, target, writable, attributes, tuple(above)).mount(facts)
         except BaseException as error:
             with contextlib.suppress(BootseerError, OSError):
@@ -121,7 +119,7 @@ def _learn(request: Request, say: Say) -> None:
     found = find(request, say=say)
     if request.workload:
         sets = HotSets(request.cache, found.document.digest, found.store, say, request.signatures)
-        sets.bring(request.workload)
+        sets.fetch(request.workload)
 
 
 @dataclass(slots=True)
@@ -130,7 +128,7 @@ class _Mounting:
 
     request: Request
     found: Found
-    layers: Bringing
+    layers: Materializer
     runtime: Runtime
     target: Path
     writable: Path | None
@@ -212,7 +210,7 @@ class _Mounting:
                 return
             except BootseerError as error:
                 show.undo(layers.folder, self.target)
-                if not loop and kernel.number_of(error) == errno.ENOTBLK:
+                if not loop and number_of(error) == errno.ENOTBLK:
                     # No kernel mounts a file of this file system (tmpfs) as it is, wherever its blocks come from.
                     raise _WayFailed(str(error)) from error
                 try:
@@ -224,7 +222,7 @@ class _Mounting:
 
     def _show_tree(self) -> None:
         """A daemon shows all layers as one tree: in a namespace of our own without root, or by a set-uid program."""
-        from bootseer.mounts.merged_tree import MergedTree
+        from bootseer.mounts.trees import MergedTree
 
         layers = self.layers
         if layers.lifeline:

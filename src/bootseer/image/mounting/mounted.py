@@ -1,7 +1,6 @@
 """An image that is mounted: what is known of it, and how it is taken away again.
 
 Works from what was written down of the mount, so that another process than the one that mounted it can do both.
-Called by `image.mounting.mount`, which makes it, by `launch.image_stage` and by `cli.image_mount`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bootseer.bring.brought import Brought
-from bootseer.bring.places import CACHE, RUNTIME, containers_folder, own_folder
+from bootseer.artifact.mount_handle import MountHandle
+from bootseer.artifact.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
@@ -25,7 +24,7 @@ CHANGES = "changes"
 """Key of a mount's details: the folder with what was changed in it, which goes with the mount."""
 
 
-class MountedImage(Brought):
+class MountedImage(MountHandle):
     """One mounted image, seen by the process that mounted it."""
 
     def __init__(

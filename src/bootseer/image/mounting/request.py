@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bootseer.bring.forecast import Loading
-from bootseer.bring.signatures import UNSIGNED, Signatures
+from bootseer.artifact.loading import Loading
+from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.image.reference import Reference
 
 if TYPE_CHECKING:

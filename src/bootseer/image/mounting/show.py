@@ -1,7 +1,4 @@
-"""Show the layers of an image as one tree, with a place for changes: the mounts of all ways.
-
-Called by `image.mounting.mount`.
-"""
+"""Show the layers of an image as one tree, with a place for changes: the mounts of all ways."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bootseer.bring.forecast import CachedLayer
+from bootseer.artifact.loading import CachedLayer
 from bootseer.errors import BootseerError
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kept, kernel, layers

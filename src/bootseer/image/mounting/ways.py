@@ -1,8 +1,7 @@
 """Which way images are mounted on this machine by this process: what it can do, the choice, and its words.
 
 Root's usual way is not probed: whether it works shows when it is gone. Everybody else, and root after a failure, tries
-the parts for real in throw-away processes. Called by `mount`, which goes the way, and by `cli.doctor`, which tells
-of it.
+the parts for real in throw-away processes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""Do something in a process of its own, for clients of stores that a fork would break.
+
+The clients of object stores and of HDFS run threads of their own for as long as the process lives. A mount daemon is
+forked from this process, and would inherit their locks without their threads. So whatever must be asked of such a store
+before the fork is asked by a child, which leaves its answers in the node's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+from bootseer import errors
+from bootseer.errors import BootseerError, TransientError
+from bootseer.mounts.process import end_child
+
+DEADLINE_S = 300.0
+"""More than all deadlines of what is asked for together: only for a client that hangs."""
+_MAX_BYTES = 65_536
+_END_S = 10.0
+
+
+def breaks_forks(uri: str | None) -> bool:
+    """Whether the client of this store must not be used before a fork."""
+    return (uri or "").partition("://")[0] in ("s3", "gs", "az", "hdfs")
+
+
+def run_in_child(work: Callable[[], object], *, deadline_s: float = DEADLINE_S) -> None:
+    """Run `work` in a child process and wait for its end. Raises the `BootseerError` that it raised.
+
+    `TransientError` after `deadline_s` seconds: the child is killed then.
+    """
+    answer, report = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        _work(work, report)
+    os.close(report)
+    try:
+        said = _hear(answer, deadline_s)
+        status = end_child(pid, _END_S, kill=False)
+    except BaseException:
+        end_child(pid)
+        raise
+    if said:
+        kind, message = json.loads(said)
+        found = getattr(errors, kind, None)
+        raise (found if isinstance(found, type) and issubclass(found, BootseerError) else BootseerError)(message)
+    if status is None:
+        end_child(pid)
+        raise TransientError(f"the process that asked the store has answered, and not ended for {_END_S:g} s")
+    if status:
+        raise TransientError(f"the process that asked the store ended with status {status}")
+
+
+def _hear(answer: int, deadline_s: float) -> bytes:
+    """What the child says until it ends."""
+    said, end = b"", time.monotonic() + deadline_s
+    with os.fdopen(answer, "rb", buffering=0) as pipe:
+        while len(said) < _MAX_BYTES:
+            if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TransientError(f"the process that asked the store has not answered for {deadline_s:g} s")
+            piece = pipe.read(_MAX_BYTES - len(said))
+            if not piece:
+                break
+            said += piece
+    return said
+
+
+def _work(work: Callable[[], object], report: int) -> None:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        work()
+        code = 0
+    except BaseException as error:  # nothing may unwind into the parent's code
+        kind = type(error).__name__ if isinstance(error, BootseerError) else "TransientError"
+        message = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
+        os.write(report, json.dumps([kind, message[:4000]]).encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,135 @@
+"""Lazy or whole: whether a start with blocks on demand will beat a plain, parallel pull of everything.
+
+The prediction is a handful of products, on purpose: it has to be right about extremes (a small image, a hot set that is
+nearly everything, a slow round trip without a hot set), where one way is slower by a factor. Its inputs are what is
+known before anything is fetched: sizes, and the hot set that earlier starts of the same workload left behind.
+
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from bootseer.blocks.index import Index
+from bootseer.fetch.hotset import Block
+from bootseer.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from bootseer.cache.file import CachedFile
+
+Loading = Literal["auto", "lazy", "pull"]
+"""Lazily, all of it first, or whichever is predicted to be faster."""
+Mode = Literal["lazy", "pull"]
+LAZY: Mode = "lazy"
+PULL: Mode = "pull"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The model's constants, each with where it comes from."""
+
+    small_bytes: int = 32 << 20
+    """Below this a pull takes well under a second on any cluster's network, and a daemon would only be in the way."""
+    hot_share: float = 0.8
+    """From here on the rest is so little that fetching it too costs less than a daemon for it."""
+    bytes_per_s: float = 119e6
+    """1 Gbit/s, the slowest network that GPU nodes have."""
+    latency_s: float = 0.01
+    """A registry in the same region, time to first byte included."""
+    verify_bytes_per_s: float = 500e6
+    """Decompression and digests on the few cores that a start may take; a pull cannot be faster."""
+    used_share: float = 0.35
+    """What a training start reads of its image: 29 to 42 % of a 412 MB image with PyTorch, by three lazy formats."""
+    demand_bytes: int = 1 << 20
+    """What one request of a waiting reader brings on average, with the kernel's read-ahead."""
+    readers: float = 2.0
+    """How many readers wait at once while programs are imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """A layer and what this node has of it."""
+
+    index: Index
+    file: CachedFile
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its size as stored."""
+        return sum(stripe.size_bytes for stripe in self.index.stripes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What of that is not on this node."""
+        missing = self.file.missing(0, self.index.size_bytes)
+        # Adding up a million places one by one would take longer than it is worth.
+        if len(missing) == self.index.num_blocks:
+            return self.stored_bytes
+        return sum(self.index.place(block).length for block in missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What is to be fetched, bytes as stored. What this node has already is left out of all of it."""
+
+    stored_bytes: int
+    num_blocks: int
+    hot_bytes: int | None = None
+    """Of the hot set; None when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Which way, why, and the two times that were compared (None: not computed, the sizes alone decided)."""
+
+    mode: Mode
+    reason: str
+    lazy_s: float | None = None
+    pull_s: float | None = None
+
+
+def choose_loading(loading: Loading, missing: Sequence[CachedLayer], plan: Sequence[Block] | None) -> Prediction:
+    """Lazily or not: as the user said, or as is predicted for the layers that are not complete."""
+    if loading == "pull":
+        return Prediction(PULL, "asked for")
+    if loading == "lazy":
+        return Prediction(LAZY, "asked for")
+    num_blocks = sum(layer.index.num_blocks - layer.file.num_ready for layer in missing)
+    hot_bytes = None if plan is None else _hot_bytes(missing, plan)
+    return predict(Missing(sum(layer.missing_bytes for layer in missing), num_blocks, hot_bytes))
+
+
+def predict(missing: Missing, settings: Settings | None = None) -> Prediction:
+    """Whether to start lazily or to pull everything first."""
+    known = settings or Settings()
+    stored, hot = missing.stored_bytes, missing.hot_bytes
+    if missing.num_blocks == 0:
+        return Prediction(PULL, "nothing is missing on this node")
+    if stored <= known.small_bytes:
+        return Prediction(PULL, f"only {format_bytes(stored)} to fetch: a pull is over at once")
+    if hot is not None and hot >= known.hot_share * stored:
+        return Prediction(PULL, f"the hot set is {hot / stored:.0%} of what is to be fetched")
+    rate, latency_s = min(known.bytes_per_s, known.verify_bytes_per_s), known.latency_s
+    pull_s = latency_s + stored / rate
+    # A hot set covers nine tenths of what is needed, or is recorded anew.
+    demand_bytes = known.used_share * stored if hot is None else 0.1 * hot
+    # Hot blocks stream in one after the other; what readers wait for costs round trips on top.
+    waits = demand_bytes / known.demand_bytes / known.readers
+    fetched = min(demand_bytes + (hot or 0), stored)
+    lazy_s = latency_s + fetched / rate + waits * latency_s
+    how = f"{format_seconds(lazy_s)} lazily against {format_seconds(pull_s)} for all {format_bytes(stored)}"
+    basis = "without a hot set" if hot is None else f"hot set {format_bytes(hot)}"
+    return Prediction(LAZY if lazy_s < pull_s else PULL, f"predicted {how}, {basis}", lazy_s, pull_s)
+
+
+def _hot_bytes(missing: Sequence[CachedLayer], plan: Sequence[Block]) -> int:
+    layers = {layer.index.identity: layer for layer in missing}
+    total = 0
+    for identity, block in plan:
+        layer = layers.get(identity)
+        if layer is not None and block < layer.index.num_blocks and not layer.file.ready(block):
+            total += layer.index.place(block).length
+    return total

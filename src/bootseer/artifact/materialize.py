@@ -1,0 +1,257 @@
+"""Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
+ Fork-safe stores are opened again
+in the daemon; this process has no thread of its own when the daemon is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bootseer.artifact.child import breaks_forks
+from bootseer.artifact.hotsets import KEPT, HotSets, HotSetUpdater
+from bootseer.artifact.loading import PULL, CachedLayer, Loading, choose_loading
+from bootseer.artifact.mount_handle import failures
+from bootseer.artifact.progress import Say, Show, Stage
+from bootseer.artifact.room import Room
+from bootseer.artifact.signatures import UNSIGNED, Signatures
+from bootseer.cache.cache import Cache
+from bootseer.cache.disk import CacheFull
+from bootseer.errors import BootseerError, PermanentError, TransientError
+from bootseer.fetch.hotset import Block
+from bootseer.logs import logger
+from bootseer.mounts.daemon import Daemon, DaemonSpec, start_daemon
+from bootseer.mounts.fetched import Fetched, FetchedFile, MakeTree
+from bootseer.mounts.trees import LazyFiles
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+_LOG = logger(__name__)
+RECORD = "record"
+"""The file in a mount's folder that tells what its start needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose block files they are, and where they come from."""
+
+    name: str
+    """For people, and in the table of mounts."""
+    digest: str
+    """Whose hot sets are used and kept."""
+    store: Store
+    store_uri: str
+    is_shared: bool
+    """Whether other nodes see the store."""
+    plain_http: bool
+    cache: Path
+    """The node's cache."""
+    loading: Loading = "auto"
+    workload: str = ""
+    """Which hot set; empty: none is used, and nothing is recorded."""
+    publish: bool = True
+    """Whether what was recorded goes to the store."""
+    fallback: str = ""
+    """Why this is a fallback already, however the files come."""
+    signatures: Signatures = UNSIGNED
+    """About hot sets: who reads the document has looked at its signature."""
+
+
+@dataclass(slots=True)
+class Materializer:
+    """The block files of one mount on their way. `mode` and `reason` say how they come, for the report."""
+
+    subject: Subject
+    cache: Cache
+    folder: Path
+    """The mount's own."""
+    stack: list[CachedLayer]
+    lifeline: bool
+    """Whether a daemon ends with this process."""
+    stage: Stage
+    say: Say
+    show: Show
+    room: Room
+    daemon: Daemon | None = None
+    mode: str = ""
+    reason: str = ""
+    full: CacheFull | None = None
+    """Why all of it cannot be here: it is not tried again for another way to show it."""
+
+    def lazily(self) -> None:
+        """Have what is missing served as files, for the kernel to mount. What cannot be served is fetched."""
+        missing, plan = self._missing_and_plan()
+        if missing and self.mode != "pull":
+            try:
+                with self.stage("daemon"):
+                    self.daemon = self._start_daemon(missing, plan)
+            except (BootseerError, OSError) as error:
+                self.fetch_after(error)
+        self._note_conversion()
+
+    def as_tree(self, make_tree: MakeTree, at: Path | None) -> None:
+        """Have all layers served as one tree, `at` a folder or below the mount's own. Raises what the daemon raised."""
+        _, plan = self._missing_and_plan()
+        with self.stage("daemon"):
+            self.daemon = self._start_daemon(self.stack, plan, make_tree=make_tree, at=at)
+        self._note_conversion()
+
+    def all_of_it(self, why: str) -> None:
+        """Fetch everything, because of `why`."""
+        self._trust()
+        self.fall_back(why)
+        if not all(layer.file.trusted for layer in self.stack):
+            self._pull()
+
+    def fetch_after(self, error: Exception) -> None:
+        """Fetch everything, because it could not be served. Raises `TransientError` where its store is to blame."""
+        self.check_origin()
+        self.stop_daemon()
+        self.fall_back(f"it cannot be served lazily: {error}")
+        self.say(f"{self.reason}; all of it is fetched first")
+        self._pull()
+
+    def check_origin(self) -> None:
+        """Raise `TransientError` if the daemon got nothing from its store: then no other way to show it can help."""
+        failed = failures(self.daemon).get("first_failure") if self.daemon is not None else None
+        if failed:
+            raise TransientError(f"{self.subject.name} cannot be read: {failed}")
+
+    def fall_back(self, why: str) -> None:
+        """Note that this is not how it was meant."""
+        _LOG.info("fallback: %s", why)
+        self.mode, self.reason = "fallback", why
+
+    def stop_daemon(self) -> None:
+        """End the daemon, if there is one."""
+        if self.daemon is not None:
+            with contextlib.suppress(BootseerError):
+                self.daemon.stop()
+            self.daemon = None
+            # The next one writes a record of its own.
+            for name in (RECORD, KEPT):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
+        """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
+        self._trust()
+        missing = [layer for layer in self.stack if not layer.file.trusted]
+        if not missing:
+            self.mode, self.reason = "local", "all of it is on this node"
+            return missing, None
+        if self.room.is_short(sum(layer.missing_bytes for layer in missing)):
+            self.room.clean_up()
+        plan = self._hot_set()
+        prediction = choose_loading(self.subject.loading, missing, plan)
+        self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
+        if prediction.mode == PULL:
+            self.mode = "pull"
+            try:
+                self._pull()
+            except CacheFull as error:
+                self.fall_back(f"not all of it fits on this node: {error}")
+                self.say(f"{self.reason}; it is served lazily")
+                missing = [layer for layer in self.stack if not layer.file.trusted]
+        _LOG.info(
+            "%s (%s): %d of %d files are not whole on this node, %d hot blocks",
+            self.mode, self.reason, len(missing), len(self.stack), len(plan or ()),
+        )  # fmt: skip
+        return missing, plan
+
+    def _note_conversion(self) -> None:
+        if self.subject.fallback:
+            self.fall_back(self.subject.fallback)
+
+    def _trust(self) -> None:
+        """Complete layers whose word cannot be taken are compared with their digests once."""
+        for layer in self.stack:
+            if layer.file.complete and not layer.file.trusted:
+                with self.stage("verify"):
+                    self._verify(layer)
+
+    def _verify(self, layer: CachedLayer) -> None:
+        """Where a full disk keeps nobody from reading, but the result cannot be noted, the layer is served instead."""
+        try:
+            layer.file.verify_all(len(os.sched_getaffinity(0)))
+        except CacheFull:
+            self.room.clean_up()
+            with contextlib.suppress(CacheFull):
+                layer.file.sync()
+
+    def _hot_set(self) -> list[Block] | None:
+        if not self.subject.workload:
+            return None
+        # A store that must be asked by another process was: what it knew is on this node now.
+        store = None if breaks_forks(self.subject.store_uri) else self.subject.store
+        subject = self.subject
+        sets = HotSets(subject.cache, subject.digest, store, self.say, subject.signatures)
+        hot_set = sets.load(subject.workload)
+        return hot_set.plan() if hot_set is not None and not hot_set.stale else None
+
+    def _start_daemon(
+        self,
+        served: Sequence[CachedLayer],
+        plan: Sequence[Block] | None,
+        *,
+        make_tree: MakeTree = LazyFiles,
+        at: Path | None = None,
+    ) -> Daemon:
+        subject = self.subject
+        update = HotSetUpdater(
+            store=subject.store_uri if subject.publish and subject.is_shared else None,
+            plain_http=subject.plain_http,
+            cache_root=subject.cache,
+            digest=subject.digest,
+            workload=subject.workload,
+            signatures=subject.signatures,
+            plan=plan,
+        )
+        files = [
+            FetchedFile(layer.index.identity, layer.index, subject.store_uri, subject.plain_http) for layer in served
+        ]
+        opened = Fetched(
+            files=tuple(files),
+            cache_root=self.cache.root,
+            record=self.folder / RECORD if subject.workload else None,
+            hand_over=update,
+            hot=None if plan is None else lambda: plan,
+            make_tree=make_tree,
+        )
+        label = f"bootseer:{subject.name}"
+        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
+
+    def _pull(self) -> None:
+        """Fetch everything that is missing, at full speed. Evicts for it when it does not fit. Raises `CacheFull`."""
+        if self.full is not None:
+            raise self.full
+        try:
+            self._fetch_all()
+        except CacheFull as error:
+            sizes = [(layer, layer.file.missing(0, layer.index.size_bytes)) for layer in self.stack]
+            if not self.room.make(sum(len(missing) * layer.index.block_size for layer, missing in sizes)):
+                self.full = error
+                raise
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
+        from bootseer.fetch.fetcher import Fetcher
+
+        with self.stage("pull") as facts:
+            facts["reason"] = self.reason
+            origin = open_store(self.subject.store_uri, plain_http=self.subject.plain_http)
+            fetcher = Fetcher(on_problem=self.say)
+            try:
+                for layer in self.stack:
+                    if not layer.file.trusted:
+                        fetcher.add(layer.index, origin, layer.file)
+                with self.show(f"fetching {self.subject.name}", "blocks") as heard:
+                    fetcher.pull_all(heard)
+            finally:
+                fetcher.close()
+                origin.close()
+        self._trust()
+        if not all(layer.file.trusted for layer in self.stack):
+            raise PermanentError(f"{self.cache.root}: what was fetched does not stay there; is the disk sound?")

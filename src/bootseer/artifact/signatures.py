@@ -1,0 +1,223 @@
+"""Signatures of documents and hot sets in stores: made when they are written, verified before they are used.
+
+A signed object is a DSSE envelope: payload and signatures (ed25519) in one object, so that both are replaced in one
+step. What is signed is the payload with the object's name, so that no signed object can stand for another one. The
+format is written down in docs/formats/signed-object.md, the reasons in docs/adr/0029-signatures.md.
+
+Keys are files in PEM, as `openssl genpkey -algorithm ed25519` makes them. They are read when they are needed, also in
+child processes, so that no secret is held or passed on.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bootseer.errors import CorruptError, SignatureError, UsageError
+from bootseer.io.trusted_folder import open_trusted, owners
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+TYPE = "application/vnd.bootseer.object.v1; name="
+"""What is signed is of this type; the object's name follows."""
+MAX_SIGNATURES = 16
+_MAX_TEXT = 512
+_BEGIN = b'{"payload":"'
+_MAX_KEY_BYTES = 1 << 20
+_PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
+_MAKE = "openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out PUBLIC"
+
+
+def stored_limit(payload_bytes: int) -> int:
+    """Size in bytes of the largest object, signed or not, whose payload has at most so many bytes."""
+    return payload_bytes * 4 // 3 + (MAX_SIGNATURES + 1) * 2 * _MAX_TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Signatures:
+    """What is signed, and whose signatures are required. By default nothing is, and signatures are not looked at."""
+
+    signing: tuple[str, ...] = ()
+    """Files of private keys: what is written is signed with each of them."""
+    trusted: str = ""
+    """File or folder of public keys: what is read must be signed with one of them. Empty: need not be signed."""
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether those who require what is required here could use what is written."""
+        return bool(self.signing) or not self.trusted
+
+    def check(self) -> None:
+        """Raise `UsageError` unless all keys can be used, and what is signed here would be accepted here."""
+        trusted = _public_keys(self.trusted) if self.trusted else {}
+        own = {key_id(_private_key(path).public_key()) for path in self.signing}
+        if trusted and own and own.isdisjoint(trusted):
+            raise UsageError(
+                f"{self.signing[0]}: what it signs would not be accepted, it is not among the keys in {self.trusted}",
+                hint=f"openssl pkey -in {self.signing[0]} -pubout prints its public key",
+            )
+
+    def seal(self, name: str, payload: bytes) -> bytes:
+        """The object of this name as it is stored: the payload itself where there is no key to sign it."""
+        if not self.signing:
+            return payload
+        kind = TYPE + name
+        rows = []
+        for path in self.signing:
+            key = _private_key(path)
+            signature = key.sign(_signed_bytes(kind, payload))
+            rows.append({"keyid": key_id(key.public_key()), "sig": base64.b64encode(signature).decode()})
+        value = {"payload": base64.b64encode(payload).decode(), "payloadType": kind, "signatures": rows}
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+    def open(self, name: str, data: bytes, where: str, *, reuse: bool = False) -> bytes:
+        """The payload of an object that a store has under this name. `where` is the store, for messages.
+
+        `reuse`: it becomes part of what is signed here, so that it must be signed where that is, with a trusted key or
+        one of those that sign here. Raises `SignatureError` where no signature counts, `CorruptError` for no envelope.
+        """
+        required = bool(self.trusted or (reuse and self.signing))
+        if not is_signed(data):
+            if required:
+                raise SignatureError(f"{where}: {name} is not signed")
+            return data
+        payload, kind, rows = _parse(data, f"{where}: {name}")
+        if kind != TYPE + name:
+            raise SignatureError(f"{where}: {name} is not what was signed: that is {kind.removeprefix(TYPE)[:200]!r}")
+        if required:
+            keys = _public_keys(self.trusted) if self.trusted else {}
+            if reuse:
+                own = (_private_key(path).public_key() for path in self.signing)
+                keys |= {key_id(key): key for key in own}
+            _verify(_signed_bytes(kind, payload), rows, keys, f"{where}: {name}")
+        return payload
+
+
+UNSIGNED = Signatures()
+
+
+def is_signed(data: bytes) -> bool:
+    """Whether an object is an envelope; nothing is said about its signatures."""
+    return data.startswith(_BEGIN)
+
+
+def key_id(key: Ed25519PublicKey) -> str:
+    """What a key is called: the SHA-256 of its public half in DER."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _signed_bytes(kind: str, payload: bytes) -> bytes:
+    """DSSE's pre-authentication encoding: no two pairs of type and payload give the same bytes."""
+    return b"DSSEv1 %d %s %d %s" % (len(kind.encode()), kind.encode(), len(payload), payload)
+
+
+def _parse(data: bytes, where: str) -> tuple[bytes, str, list[tuple[str, bytes]]]:
+    try:
+        value: Any = json.loads(data)
+        kind, rows = value["payloadType"], value["signatures"]
+        if not isinstance(kind, str) or len(kind) > 2 * _MAX_TEXT or not 1 <= len(rows) <= MAX_SIGNATURES:
+            raise ValueError("no type, or no signatures, or too many")
+        found = [(str(row["keyid"])[:_MAX_TEXT], _decoded(row["sig"])) for row in rows]
+        return _decoded(value["payload"]), kind, found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{where}: the envelope of its signatures cannot be read: {error}") from error
+
+
+def _decoded(text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError("something is no text")
+    try:
+        return base64.b64decode(text.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise ValueError(f"not base64: {error}") from error
+
+
+def _verify(signed: bytes, rows: list[tuple[str, bytes]], keys: dict[str, Ed25519PublicKey], where: str) -> None:
+    """One good signature is enough: others may be there for those who trust other keys."""
+    from cryptography.exceptions import InvalidSignature
+
+    known = [(keys[name], signature) for name, signature in rows if name in keys]
+    for key, signature in known:
+        try:
+            key.verify(signature, signed)
+        except InvalidSignature:
+            continue
+        return
+    if known:
+        raise SignatureError(f"{where}: its signature does not match")
+    names = ", ".join(name[:16] if name.isalnum() else repr(name[:16]) for name, _ in rows[:3])
+    raise SignatureError(f"{where}: signed by a key that is not trusted ({names})")
+
+
+def _library() -> Any:
+    """The modules of the library that we need. Any: types would cost its import where there is no signature."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ModuleNotFoundError as error:
+        raise UsageError("the library for signatures is missing", hint="pip install 'bootseer[sign]'") from error
+    return serialization, ed25519
+
+
+def _private_key(path: str) -> Ed25519PrivateKey:
+    serialization, ed25519 = _library()
+    try:
+        key = serialization.load_pem_private_key(_read(Path(path), 0o077, "may be read by others", "600"), None)
+    except (ValueError, TypeError) as error:  # another format; a password is wanted
+        raise UsageError(f"{path}: not a private key without a password, in PEM", hint=_MAKE) from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise UsageError(f"{path}: not an ed25519 key", hint=_MAKE)
+    found: Ed25519PrivateKey = key
+    return found
+
+
+def _public_keys(place: str) -> dict[str, Ed25519PublicKey]:
+    """The keys in a file, or in the files of a folder that end in `.pem`, by their ids."""
+    serialization, ed25519 = _library()
+    path = Path(place)
+    found = {}
+    if path.is_dir() and path.stat().st_mode & 0o022:
+        raise UsageError(f"{path}: this folder of keys may be written by others", hint=f"chmod go-w {path}")
+    if path.exists():  # else reading it says so
+        folder = path if path.is_dir() else path.parent
+        os.close(open_trusted(folder, otherwise="keep the trusted keys in another folder", shared=True))
+    for file in sorted(path.glob("*.pem")) if path.is_dir() else [path]:
+        for block in _PUBLIC.findall(_read(file, 0o022, "may be written by others", "go-w")):
+            try:
+                key = serialization.load_pem_public_key(block)
+            except ValueError as error:
+                raise UsageError(f"{file}: a public key in it cannot be read", hint=_MAKE) from error
+            if not isinstance(key, ed25519.Ed25519PublicKey):
+                raise UsageError(f"{file}: a key in it is not an ed25519 key", hint=_MAKE)
+            found[key_id(key)] = key
+    if not found:
+        raise UsageError(f"{place}: no public keys (PEM) are there", hint=_MAKE)
+    return found
+
+
+def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
+    try:
+        # Not blocking: what is named may be a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{path}: not a file", hint=_MAKE)
+            # In a folder like /tmp anybody may have put it there, or the link to it.
+            if not {status.st_uid, path.lstat().st_uid} <= set(owners()):
+                raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")
+            if status.st_mode & forbidden:
+                raise UsageError(f"{path}: this key {why}", hint=f"chmod {mend} {path}")
+            return file.read(_MAX_KEY_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path}: the key cannot be read: {error.strerror}", hint=_MAKE) from error

@@ -1,0 +1,123 @@
+"""The workload key: which starts of an image read the same blocks, so that the record of one serves the others.
+
+A hot set belongs to an image and a workload. Two starts have the same workload when they run the same program in the
+same way, whatever values its options have. The rule, on the words of the command:
+
+- The program counts by its base name without version digits (`/usr/bin/python3.11` is `python`).
+- So do plain words directly behind a program, script or module (`accelerate launch`, `mytool train`): at most two, of
+  letters, `-` and `_` alone.
+- `-m MODULE` counts, and every word that is the name of a script (`train.py`), with the folder above it and digits
+  in that folder as `#` (`job-123/train.py` is `job-#/train.py`).
+- `-c TEXT` counts: of a shell's text the commands in it, by the same rule; any other text as it stands.
+- Nothing else does: options, their values, paths of data and outputs, `NAME=value` words.
+
+The setup key (what was installed in front of the command) and the role (torchelastic's ROLE_NAME) count as they are.
+The image's digest is not part of it: it is the other half of a hot set's name.
+
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+_VERSION = "bootseer.workload/1"
+_SCRIPT = re.compile(r"[^=]+\.(?:py|pyz|sh|bash|pl|rb|js|lua|jl|R|jar)")
+_VERB = re.compile(r"[A-Za-z][A-Za-z_-]*")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_MODULE = re.compile(r"[A-Za-z_][\w.]*")
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "busybox"})
+_MAX_VERBS = 2
+_MAX_DEPTH = 3
+_PUNCTUATION = ";|&()<>"
+
+
+def workload_key(command: Sequence[str], *, setup: str = "", role: str = "") -> str:
+    """A name for the workload of this command: readable in front, 12 hex digits behind; safe in the names of objects.
+
+    `setup` is a digest of what was installed in front of the command, `role` tells kinds of processes of one job
+    apart. Both are empty where there is none.
+    """
+    parts = list(_parts(command, 0))
+    text = "\0".join([_VERSION, setup, role, *parts])
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return f"{_label(parts)}-{digest}"
+
+
+def _parts(words: Sequence[str], depth: int) -> Iterator[str]:
+    """What of one command counts, in order."""
+    words = [*words]
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        words.pop(0)
+    if not words:
+        return
+    program = _program(words[0])
+    yield f"program {program}"
+    verbs = 0  # how many more plain words may follow; options end it
+    if not _is_shell(program):
+        verbs = _MAX_VERBS
+    for before, word in pairwise(words):
+        if before == "-m" and _MODULE.fullmatch(word):
+            yield f"module {word}"
+            verbs = _MAX_VERBS
+        elif before == "-c":
+            yield from _text(program, word, depth)
+            verbs = 0
+        elif not word.startswith("-") and _SCRIPT.fullmatch(word):
+            yield f"script {_script(word)}"
+            verbs = _MAX_VERBS
+        elif verbs and _VERB.fullmatch(word):
+            yield f"verb {word}"
+            verbs -= 1
+        else:
+            verbs = 0
+
+
+def _program(word: str) -> str:
+    name = word.rstrip("/").rpartition("/")[2]
+    return name if _SCRIPT.fullmatch(name) else re.sub(r"[\d.]+$", "", name) or name
+
+
+def _is_shell(program: str) -> bool:
+    return program in _SHELLS
+
+
+def _script(word: str) -> str:
+    *folders, name = [part for part in word.split("/") if part not in ("", ".")]
+    return "/".join([*(re.sub(r"\d+", "#", folder) for folder in folders[-1:]), name])
+
+
+def _text(program: str, text: str, depth: int) -> Iterator[str]:
+    """What counts of the text behind `-c`."""
+    if not _is_shell(program) or depth >= _MAX_DEPTH:
+        yield f"text {text}"
+        return
+    try:
+        lexer = shlex.shlex(text.replace("\n", " ; "), posix=True, punctuation_chars=_PUNCTUATION)
+        lexer.whitespace_split = True
+        words = list(lexer)
+    except ValueError:  # an open quote: the shell will complain, we need not
+        yield f"text {text}"
+        return
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word and all(letter in _PUNCTUATION for letter in word):
+            yield from _parts(command, depth + 1)
+            command = []
+        else:
+            command.append(word)
+
+
+def _label(parts: Sequence[str]) -> str:
+    """The part that tells most to a reader: the last script or module, else the first program."""
+    kinds = [part.partition(" ")[::2] for part in parts]
+    scripts = [name for kind, name in kinds if kind in ("script", "module")]
+    programs = [name for kind, name in kinds if kind == "program"]
+    # Of a shell's text the first program that is no shell.
+    names = scripts[-1:] or [name for name in programs if not _is_shell(name)] or programs
+    name = names[0].rpartition("/")[2] if names else ""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"

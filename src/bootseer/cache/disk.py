@@ -1,0 +1,211 @@
+"""The files of a cache on its disk: their names, how they are opened, replaced and punched, and what can go wrong.
+
+Files in a cache may be cut, foreign or of another kind, so that each is opened without following links and without
+waiting for the other end of a pipe, and is then checked to be a regular file. The format is docs/formats/cache.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+
+FILES = "files"
+NEW = "new"
+TRASH = "trash"
+ROOT_LOCK = "lock"
+COUNTER = "counter"
+
+INDEX = "index"
+DATA = "data"
+LIVE = "live"
+DURABLE = "durable"
+USE = "use"
+LEASE = "lease"
+LAST_USE = "last-use"
+PINS = "pins"
+
+_ENTRY = {INDEX, DATA, LIVE, DURABLE, USE, LEASE, LAST_USE, PINS}
+
+_DIGITS = 20
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_KEEP_SIZE = 0x01  # <linux/falloc.h>
+_PUNCH_HOLE = 0x02
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
+
+
+class CacheFull(TransientError):  # noqa: N818 - a state that callers handle, rather than a mistake
+    """There is no room for this on the disk. What was there before is still there."""
+
+
+class MissingBlocks(BootseerError):  # noqa: N818 - an answer that callers handle: fetch them and read again
+    """These blocks are not in the cache, or were found damaged and are not any more."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        super().__init__(f"{len(blocks)} blocks are not in the cache, the first of them is {blocks[0]}")
+        self.blocks = list(blocks)
+
+
+class Damaged(Exception):  # noqa: N818 - never leaves this package: the entry is replaced
+    """A file of an entry is not what it must be, so that nothing in this entry can be believed."""
+
+
+@contextlib.contextmanager
+def mapped(action: str, path: Path) -> Iterator[None]:
+    """Turn `OSError` into an error of ours that says what could not be done, and where."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action} {path}: {error.strerror or error}"
+        if error.errno in NO_SPACE:
+            what_to_do = "free space on this disk (bootseer cache prune --to SIZE), or give another cache folder"
+            raise CacheFull(f"{message}; {what_to_do}") from error
+        if error.errno in _REFUSED:
+            raise AccessError(f"{message}; give a cache folder that this user may write") from error
+        if error.errno in _BUSY:
+            raise TransientError(message) from error
+        raise PermanentError(message) from error
+
+
+def is_identity(name: str) -> bool:
+    """Whether a folder of this name is an entry."""
+    return _IDENTITY.fullmatch(name) is not None
+
+
+def boot_id() -> str:
+    """A random name of the time since this machine's kernel started."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def open_file(path: Path, flags: int = os.O_RDWR) -> int:
+    """Open a file of an entry. Raises `Damaged` when it is no regular file, and `OSError`."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
+            raise Damaged(f"{path} is not a file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Damaged(f"{path} is not a file")
+    return fd
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """A whole file of an entry. Raises `Damaged` when it is larger than it can be, and `OSError`."""
+    fd = open_file(path, os.O_RDONLY)
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Damaged(f"{path} is too large")
+    return data
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace a file in one step; with `durable` a crash of the machine leaves the old or the new one, whole.
+
+    Raises `OSError`, and leaves nothing behind then.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            write_all(fd, data, 0)
+            if durable:
+                os.fsync(file.fileno())
+        try:
+            temporary.replace(path)
+        except IsADirectoryError:  # a foreign folder in its place
+            discard(path)
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data`, however little the kernel takes at a time. Raises `OSError`."""
+    written = os.pwrite(fd, data, offset)
+    while written < len(data):
+        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def read_number(path: Path) -> int:
+    """A number that `write_number` wrote. Raises `Damaged` and `FileNotFoundError`."""
+    try:
+        return int(read_file(path, _DIGITS))
+    except ValueError as error:
+        raise Damaged(f"{path} is no number") from error
+
+
+def write_number(path: Path, number: int) -> None:
+    """Write a number into a file. Raises `OSError` and `Damaged`."""
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        # In place, and always of the same length: nothing is left behind when the process dies.
+        os.pwrite(fd, b"%0*d" % (_DIGITS, number), 0)
+    finally:
+        os.close(fd)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a crash of the machine. Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder or file that nobody can find any more; what cannot be removed now is for the next `prune`."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def sweep(entry: Path) -> None:
+    """Remove what processes left in an entry that died while they replaced a file."""
+    for path in entry.iterdir():
+        if path.name not in _ENTRY:
+            discard(path)
+
+
+def can_punch(fd: int) -> bool:
+    """Whether the file system of a file, open for writing, can do it. Raises `OSError`."""
+    try:
+        punch(fd, os.fstat(fd).st_size + (1 << 20), 4096)  # behind the end there is nothing to lose
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Make a hole, of whole pages of the file system inside the range. The file keeps its size. Raises `OSError`."""
+    if _fallocate()(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _fallocate() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function

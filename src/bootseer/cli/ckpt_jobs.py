@@ -1,0 +1,278 @@
+"""`bootseer ckpt list`, `latest`, `stat`, `remove` and `policy`: what a job has, and how it is kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.ckpt_place import STRIPES, changed, files_at, split
+from bootseer.cli.command import json_option, with_options
+from bootseer.cli.output import Output, table
+from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from bootseer.checkpoint.catalog import Anatomy, PartFound
+
+
+@click.command("list")
+@click.argument("job", metavar="JOB")
+@json_option("bootseer.checkpoints/1")
+def list_command(job: str, output: Output) -> None:
+    """List the checkpoints in the folder JOB, the newest last. It need not have been written by BootSeer.
+
+    \b
+    bootseer ckpt list hdfs://namenode/jobs/moe
+    """
+    from rich.text import Text
+
+    from bootseer.checkpoint.catalog import checkpoints
+    from bootseer.checkpoint.latest import read_latest
+    from bootseer.render.clean import clean
+
+    with files_at(job) as files:
+        refused: list[str] = []
+        found = checkpoints(files, "", refused.append)
+        problem = ""
+        try:
+            latest = read_latest(files.place, "")
+        except CorruptError as error:
+            latest, problem = None, str(error)
+        uri = files.place.uri
+    if latest is not None and latest not in refused and not any(one.is_latest for one in found):
+        problem = f"latest names {latest}, which is not there"
+    now_s = time.time()
+    rows = table("name", "step", "size", "files", "kind", "age", "", right=("step", "size", "files", "age"))
+    for one in found:
+        rows.add_row(
+            Text(clean(one.name)),
+            "-" if one.step is None else str(one.step),
+            format_bytes(one.size_bytes),
+            f"{one.num_files:,}",
+            _kind(one.num_striped, one.num_files),
+            format_seconds(max(now_s - one.mtime_ns / 1e9, 0)),
+            Text("latest", "bold") if one.is_latest else "",
+        )
+    output(
+        {
+            "job": uri,
+            "latest": latest,
+            "problem": problem,
+            "checkpoints": [
+                {
+                    "name": one.name,
+                    "step": one.step,
+                    "size_bytes": one.size_bytes,
+                    "files": one.num_files,
+                    "striped_files": one.num_striped,
+                    "changed_at": one.mtime_ns / 1e9,
+                    "age_s": max(now_s - one.mtime_ns / 1e9, 0.0),
+                    "latest": one.is_latest,
+                }
+                for one in found
+            ],
+            "refused": refused,
+        },
+        rows,
+        *([Text(f"you may not read {clean(', '.join(refused))}", "yellow")] if refused else []),
+        *([Text(problem, "red")] if problem else []),
+        f"{plural(len(found), 'checkpoint')} in {uri}",
+    )
+
+
+def _kind(num_striped: int, num_files: int) -> str:
+    if num_striped == 0:
+        return "ordinary"
+    # Small files of a striped checkpoint are ordinary; what matters is whether all are.
+    return "striped" if num_striped == num_files else f"{num_striped:,} striped"
+
+
+@click.command("latest")
+@click.argument("job", metavar="JOB")
+@click.argument("name", metavar="[NAME]", required=False)
+@json_option("bootseer.checkpoint-latest/1")
+def latest_command(job: str, name: str | None, output: Output) -> None:
+    """Print the name of the checkpoint that JOB is to resume from, or let it be NAME.
+
+    It stands in the file `latest` in JOB, which training code may read and write as well. The exit code is 1 when there
+    is none, or when it names a checkpoint that is not there.
+
+    \b
+    bootseer ckpt latest hdfs://namenode/jobs/moe
+    bootseer ckpt latest hdfs://namenode/jobs/moe step-900
+    """
+    from bootseer.checkpoint.catalog import missing_parts, newest_whole
+    from bootseer.checkpoint.latest import read_latest, set_latest
+
+    with files_at(job) as files:
+        uri = files.place.uri
+        if name is not None:
+            try:
+                set_latest(files, "", name)
+            except NotFoundError as error:
+                raise UsageError(f"{uri} has no {name}", hint=f"bootseer ckpt list {job}", exit_code=1) from error
+        found = read_latest(files.place, "")
+        problem = ""
+        if found is None:
+            problem = f"{uri} has no latest"
+        else:
+            try:
+                if missing_parts(files, found):
+                    problem = f"{uri}: latest names {found}, which has lost some of its parts"
+            except NotFoundError:
+                problem = f"{uri}: latest names {found}, which is not there"
+        other = newest_whole(files, "", without=found) if problem else None
+    document = {"job": uri, "latest": found, "problem": problem, "newest_whole": other}
+    output(document, *([] if problem else [found]))
+    if problem:
+        newest = f"; the newest whole checkpoint is {other}" if other else "; there is no whole checkpoint"
+        hint = f"bootseer ckpt latest {job} {other}" if other else ""
+        raise UsageError(problem + newest, hint=hint, exit_code=1)
+
+
+@click.command("stat")
+@click.argument("file", metavar="FILE")
+@json_option("bootseer.checkpoint-file/1")
+def stat_command(file: str, output: Output) -> None:
+    """Show the segments and parts of a file, and where they lie: now, and where they were put when that differs.
+
+    The exit code is 1 when a part is missing.
+
+    \b
+    bootseer ckpt stat hdfs://namenode/jobs/moe/step-1000/model.safetensors
+    """
+    from bootseer.checkpoint.catalog import anatomy
+
+    folder, name = split(file)
+    with files_at(folder) as files:
+        found = anatomy(files, name)
+        uri = f"{files.place.uri}/{name}"
+    output({"file": uri, **_as_json(found)}, *_stat_lines(uri, found))
+    if any(part.problem for segment in found.segments for part in segment.parts):
+        raise SystemExit(1)
+
+
+def _as_json(found: Anatomy) -> dict[str, Any]:
+    entry = found.info.entry
+    return {
+        "size_bytes": found.info.size_bytes,
+        "striped": found.info.is_striped,
+        "id": found.id,
+        "mode": f"{entry.mode:04o}",
+        "owner": entry.owner,
+        "group": entry.group,
+        "changed_at": entry.mtime_ns / 1e9,
+        "bytes_by_node": dict(found.bytes_by_node),
+        "segments": [
+            {
+                "start": segment.start,
+                "size_bytes": segment.size_bytes,
+                "parts": [
+                    {
+                        "name": part.part.name,
+                        "kind": part.kind,
+                        "size_bytes": part.part.size_bytes,
+                        "sha256": part.part.sha256,
+                        "nodes": list(part.nodes),
+                        "put_on": list(part.part.nodes),
+                        "problem": part.problem,
+                    }
+                    for part in segment.parts
+                ],
+            }
+            for segment in found.segments
+        ],
+    }
+
+
+def _stat_lines(uri: str, found: Anatomy) -> list[str]:
+    entry = found.info.entry
+    kind = "striped" if found.info.is_striped else "ordinary"
+    lines = [
+        f"{uri}: {kind}, {format_bytes(found.info.size_bytes)}, mode {entry.mode:04o}, {entry.owner}:{entry.group}"
+    ]
+    for node, size_bytes in sorted(found.bytes_by_node.items()):
+        lines.append(f"  {node}  {format_bytes(size_bytes)}")
+    for number, segment in enumerate(found.segments):
+        lines.append(f"segment {number}: {format_bytes(segment.size_bytes)} from byte {segment.start:,} on")
+        lines += [f"  {_part_words(part)}" for part in segment.parts]
+    return lines
+
+
+def _part_words(part: PartFound) -> str:
+    words = f"{part.part.name}  {part.kind}  {format_bytes(part.part.size_bytes)}"
+    if part.problem:
+        return f"{words}  {part.problem}; it was put on {', '.join(part.part.nodes) or 'a folder'}"
+    was = ", ".join(part.part.nodes)
+    moved = f"; it was put on {was}" if was and set(part.nodes) != set(part.part.nodes) else ""
+    return f"{words}  {', '.join(part.nodes)}{moved}".rstrip()
+
+
+@click.command("remove")
+@click.argument("names", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also the one that `latest` names, which names the newest of the others then, and a whole job.",
+)
+@json_option("bootseer.checkpoints-removed/1")
+def remove_command(names: tuple[str, ...], force: bool, output: Output) -> None:
+    """Remove checkpoints: each is hidden at once and deleted then. What dead writers have left beside them goes too.
+
+    \b
+    bootseer ckpt remove hdfs://namenode/jobs/moe/step-900 hdfs://namenode/jobs/moe/step-800
+    """
+    from bootseer.checkpoint.catalog import remove
+    from bootseer.checkpoint.latest import LATEST
+
+    removed: list[dict[str, object]] = []
+    for uri in names:
+        folder, name = split(uri)
+        if name == LATEST:
+            raise UsageError(f"{uri} is not a checkpoint", hint="name the checkpoint itself")
+        with files_at(folder) as files:
+            freed = remove(files, "", name, force=force)
+        removed.append({"checkpoint": uri, "size_bytes": freed})
+        if not output.as_json:
+            output({}, f"{uri}: removed, {format_bytes(freed)}")
+    if output.as_json:
+        output({"removed": removed})
+
+
+@click.command("policy")
+@click.argument("folder", metavar="FOLDER")
+@with_options(STRIPES)
+@click.option("--inherit", is_flag=True, help="Take back what was set for this folder.")
+@json_option("bootseer.checkpoint-policy/1")
+def policy_command(folder: str, inherit: bool, output: Output, **stripes: object) -> None:
+    """Show how files are striped that are written into FOLDER and the folders below it, or set it.
+
+    Files that are there stay as they are.
+
+    \b
+    bootseer ckpt policy hdfs://namenode/jobs
+    bootseer ckpt policy hdfs://namenode/jobs --stripes 8 --parity
+    """
+
+    with files_at(folder) as files:
+        list(files.names(""))  # a file has no policy
+        if inherit:
+            if any(value is not None for value in stripes.values()):
+                raise UsageError("--inherit takes back what other options set", hint="give one or the other")
+            files.set_policy("", None)
+        policy, said_by = files.policy_and_folder("")
+        new = changed(policy, stripes)
+        if new is not None:
+            files.set_policy("", new)
+            policy, said_by = files.policy_and_folder("")
+    source = f"set for {said_by}" if said_by else "by default"
+    parity = " and parity" if policy.parity else ""
+    copies = "the storage's own number of" if policy.replication is None else str(policy.replication)
+    output(
+        {"folder": folder, "set_for": said_by, "policy": asdict(policy)},
+        f"{policy.stripes} stripes{parity}, parts of up to {format_bytes(policy.part_bytes)}, {copies} copies, "
+        f"{source}",
+    )

@@ -1,0 +1,337 @@
+"""`bootseer env list`, `show`, `remove` and `prune`: the snapshots of a store; and how all verbs of `env` find one.
+
+A key may be given by its first digits, as long as only one snapshot has them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bootseer.cli.command import json_option, with_options
+from bootseer.cli.env_options import parse_duration
+from bootseer.cli.image_options import signatures
+from bootseer.cli.options import FLAG, Option
+from bootseer.cli.output import Output, table
+from bootseer.errors import NotFoundError, UsageError
+from bootseer.units import format_bytes, format_seconds, plural
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from bootseer.env.document import EnvironmentDocument
+    from bootseer.env.life.catalog import Catalog
+    from bootseer.mounts.state import Runtime
+    from bootseer.store.store import Store
+
+STORE = (
+    Option("store", ("--store",), "Where the snapshots are (default: this node's cache).", metavar="URI"),
+    Option("plain_http", ("--plain-http",), "Speak to a registry without encryption.", FLAG, default=False),
+)
+_LEAST_DIGITS = 4
+
+
+def cache() -> Path:
+    """The node's cache."""
+    from bootseer.artifact.places import cache_root
+
+    return cache_root(os.environ, os.getuid())
+
+
+@contextmanager
+def catalog_of(given: str | None, plain_http: bool, trust: Mapping[str, Any] | None = None) -> Iterator[Catalog]:
+    """The snapshots of a store. `trust` are the values of `TRUST`, for verbs that use what is in a snapshot."""
+    from bootseer.artifact.places import STORE as VARIABLE
+    from bootseer.artifact.signatures import UNSIGNED
+    from bootseer.env.life.catalog import Catalog
+    from bootseer.launch.environment.task import own_store
+    from bootseer.launch.supervise import say
+    from bootseer.store.open import open_store
+
+    uri = given or os.environ.get(VARIABLE)
+    with closing(open_store(uri or own_store(cache()), plain_http=plain_http)) as store:
+        # This node's own store holds nothing but what this node made.
+        yield Catalog(store, say, UNSIGNED if trust is None or not uri else signatures(trust, os.environ))
+
+
+def full_key(catalog: Catalog, digits: str) -> str:
+    """The key that begins with these digits. Raises `UsageError` when there is none, or more than one."""
+    from bootseer.env.document import is_key
+
+    if is_key(digits):
+        return digits
+    if len(digits) < _LEAST_DIGITS or not set(digits) <= set("0123456789abcdef"):
+        raise UsageError(
+            f"{digits!r} is not a key", hint=f"give at least its first {_LEAST_DIGITS} digits: bootseer env list"
+        )
+    found = sorted(key for key in catalog.keys("document") if key.startswith(digits))
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} snapshots begin with {digits}", hint="give more digits: bootseer env list")
+    if not found:
+        raise UsageError(
+            f"{catalog.store.uri}: no snapshot begins with {digits}", hint="bootseer env list", exit_code=1
+        )
+    return found[0]
+
+
+def document_of(catalog: Catalog, digits: str) -> EnvironmentDocument:
+    """The snapshot whose key begins with these digits. Raises `UsageError` when there is none."""
+    key = full_key(catalog, digits)
+    document = catalog.find(key)
+    if document is None:
+        raise NotFoundError(f"{catalog.store.uri}: no snapshot has the key {key[:12]}; bootseer env list shows all")
+    return document
+
+
+@click.command("list")
+@with_options(STORE)
+@json_option("bootseer.environments/1")
+def list_command(store: str | None, plain_http: bool, output: Output) -> None:
+    """List the snapshots of a store, the newest first: key, age, who built it, what it has.
+
+    \b
+    bootseer env list --store hdfs://namenode/bootseer
+    """
+    from rich.text import Text
+
+    with catalog_of(store, plain_http) as catalog:
+        listing = catalog.all()
+        where = catalog.store.uri
+    documents = sorted(listing.documents, key=lambda document: document.built_s, reverse=True)
+    now_s = time.time()
+    rows = table("key", "age", "files", "size", "built by", "state", "what", right=("age", "files", "size"))
+    for document in documents:
+        rows.add_row(
+            document.key[:12],
+            format_seconds(max(now_s - document.built_s, 0)),
+            f"{document.num_files:,}",
+            format_bytes(document.size_bytes),
+            Text(document.builder),
+            _state(document, now_s),
+            Text(document.what),
+        )
+    output(
+        {
+            "store": where,
+            "environments": [_row(document, now_s) for document in documents],
+            "broken": list(listing.broken),
+            "unread": list(listing.unread),
+        },
+        rows,
+        *(Text(line, "red") for line in (*listing.broken, *listing.unread)),
+        f"{plural(len(documents), 'environment')} in {where}",
+    )
+
+
+def _state(document: EnvironmentDocument, now_s: float) -> str:
+    words = ["untrusted"] if document.trust == "untrusted" else []
+    return ", ".join([*words, *(["too old"] if document.expired(now_s) else [])]) or "ready"
+
+
+def _row(document: EnvironmentDocument, now_s: float) -> dict[str, Any]:
+    return {
+        "key": document.key,
+        "digest": document.digest,
+        "what": document.what,
+        "builder": document.builder,
+        "built_at": document.built_s,
+        "age_s": max(now_s - document.built_s, 0.0),
+        "max_age_s": document.max_age_s,
+        "state": _state(document, now_s),
+        "trust": document.trust,
+        "setup_s": document.setup_s,
+        "num_files": document.num_files,
+        "size_bytes": document.size_bytes,
+        "stored_bytes": sum(stored.size_bytes for stored in document.objects),
+        "job": document.job,
+        "version": document.version,
+    }
+
+
+@click.command("show")
+@click.argument("key", metavar="KEY")
+@with_options(STORE)
+@json_option("bootseer.environments/1")
+def show_command(key: str, store: str | None, plain_http: bool, output: Output) -> None:
+    """Show the snapshot whose key begins with KEY: packages, folders, exports, what the key is made of.
+
+    \b
+    bootseer env show 3fa9
+    """
+    with catalog_of(store, plain_http) as catalog:
+        document = document_of(catalog, key)
+    now_s = time.time()
+    output(
+        {
+            "components": dict(document.components),
+            "platform": dict(document.platform),
+            "roots": list(document.roots),
+            "num_loose": document.num_loose,
+            "packages": list(document.packages),
+            "exports": [
+                {"name": export.name, "kind": export.kind, "value": export.value} for export in document.exports
+            ],
+            "unaccounted": list(document.unaccounted),
+            "left_out": [{"path": one.path, "rule": one.rule, "reason": one.reason} for one in document.left_out],
+            **_row(document, now_s),
+        },
+        *_facts(document, now_s),
+    )
+
+
+def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
+    from rich.text import Text
+
+    age = format_seconds(max(now_s - document.built_s, 0))
+    limit = "" if document.max_age_s is None else f", serves for {format_seconds(document.max_age_s)}"
+    rows = [
+        ("key", document.key),
+        ("digest", document.digest),
+        ("made from", document.what),
+        ("built", f"{age} ago by {document.builder}, job {document.job or '-'}, BootSeer {document.version}{limit}"),
+        ("state", f"{_state(document, now_s)}, {document.trust}"),
+        ("setup took", format_seconds(document.setup_s)),
+        ("files", f"{document.num_files:,}, {format_bytes(document.size_bytes)}"),
+        ("stored", format_bytes(sum(stored.size_bytes for stored in document.objects))),
+        *(("folder", root) for root in document.roots),
+    ]
+    if document.num_loose:
+        rows.append(("elsewhere", f"{document.num_loose:,} files, written to their places"))
+    rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
+    rows += [("not in key", path) for path in document.unaccounted]
+    rows += [("left out", f"{one.path} ({one.rule}): {one.reason}") for one in document.left_out]
+    rows += [("key part", f"{name}: {value}") for name, value in document.components.items()]
+    rows += [("package", name) for name in document.packages]
+    for name, text in rows:
+        yield Text(f"{name:<12}", "dim").append(text, "not dim")
+
+
+@click.command("remove")
+@click.argument("keys", metavar="[KEY]...", nargs=-1)
+@with_options(STORE)
+@click.option("--package", metavar="NAME[==V]", help="All snapshots that have this package.")
+@click.option("--older-than", metavar="TIME", help="All snapshots older than this, as 30d.")
+@click.option("--dry-run", "-n", is_flag=True, help="Only say which.")
+@json_option("bootseer.environments-removed/1")
+def remove_command(
+    keys: tuple[str, ...],
+    store: str | None,
+    plain_http: bool,
+    package: str | None,
+    older_than: str | None,
+    dry_run: bool,
+    output: Output,
+) -> None:
+    """Remove snapshots: later starts run the setup again. What is mounted stays until it is not needed.
+
+    The files in the store go a day later, by `bootseer env prune`.
+
+    \b
+    bootseer env remove 3fa9
+    bootseer env remove --package requests==2.31.0
+    """
+    if not keys and package is None and older_than is None:
+        raise UsageError("nothing to remove", hint="give a KEY, --package NAME or --older-than 30d")
+    now_s = time.time()
+    with catalog_of(store, plain_http) as catalog:
+        found = [full_key(catalog, key) for key in keys]
+        if package is not None or older_than is not None:
+            found += [document.key for document in _chosen(catalog.all().documents, package, older_than, now_s)]
+        found = list(dict.fromkeys(found))
+        gone = found if dry_run else [key for key in found if catalog.remove(key, now_s) is not None]
+    output(
+        {"dry_run": dry_run, "removed": gone},
+        *(key[:12] for key in gone),
+        f"{len(gone)} environments {'would be removed' if dry_run else 'removed'}",
+    )
+
+
+def _chosen(
+    documents: Iterable[EnvironmentDocument], package: str | None, older_than: str | None, now_s: float
+) -> Iterator[EnvironmentDocument]:
+    age_s = None if older_than is None else parse_duration(older_than, "--older-than")
+    for document in documents:
+        if age_s is not None and now_s - document.built_s <= age_s:
+            continue
+        if package is None or any(_is(package, installed) for installed in document.packages):
+            yield document
+
+
+def _is(wanted: str, installed: str) -> bool:
+    """Whether `name==version` of a snapshot is the wanted package, of any version if none is said."""
+    name, _, version = wanted.partition("==")
+    its_name, _, its_version = installed.partition("==")
+    return _plain(name) == _plain(its_name) and (not version or version == its_version)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip().lower())
+
+
+@click.command("prune")
+@with_options(STORE)
+@click.option("--grace", metavar="TIME", default="1d", show_default=True, help="Only what was removed so long ago.")
+@json_option("bootseer.environments-removed/1")
+def prune_command(store: str | None, plain_http: bool, grace: str, output: Output) -> None:
+    """Delete the files of snapshots that were removed or are too old. What this node has mounted stays.
+
+    Other nodes' mounts are not known here: the grace is longer than they take to fetch a snapshot.
+
+    \b
+    bootseer env prune --store hdfs://namenode/bootseer
+    """
+    from rich.text import Text
+
+    from bootseer.artifact.places import runtime_root
+    from bootseer.env.life import prune as life
+    from bootseer.mounts.state import Runtime
+
+    runtime = Runtime(runtime_root(os.environ, os.getuid()))
+    with catalog_of(store, plain_http) as catalog:
+        done = life.prune(
+            catalog,
+            time.time(),
+            grace_s=parse_duration(grace, "--grace"),
+            in_use=_mounted(runtime),
+            also_used=lambda: _of_images(catalog.store),
+        )
+    output(
+        {
+            "removed": done.expired,
+            "objects": done.num_objects,
+            "freed_bytes": done.freed_bytes,
+            "waiting": done.num_waiting,
+            "in_use": done.num_in_use,
+            "problems": done.problems,
+        },
+        *(Text(problem, "red") for problem in done.problems),
+        f"freed {format_bytes(done.freed_bytes)} in {done.num_objects} files; {len(done.expired)} environments "
+        f"were too old, {done.num_waiting} wait for their grace, {done.num_in_use} are in use",
+    )
+    if done.problems:
+        raise SystemExit(1)
+
+
+def _mounted(runtime: Runtime) -> set[str]:
+    from bootseer.mounts.kept import kept
+
+    return {layer for state in runtime.all() for layer in state.layers} | set(kept(runtime))
+
+
+def _of_images(store: Store) -> Iterator[str]:
+    """Content names that converted images in the same store need."""
+    from bootseer.image.mounting.metadata import read_document
+
+    for stored in list(store.list("images/")):
+        kind, _, digest = stored.name.removeprefix("images/").partition("-")
+        try:
+            yield from (needed.name for needed in read_document(store, f"{kind}:{digest}").objects)
+        except NotFoundError:
+            continue  # deleted meanwhile

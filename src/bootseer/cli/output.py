@@ -1,0 +1,198 @@
+"""What verbs print on standard output, how wide, and the progress they show on standard error.
+
+Standard output may be closed, full, a pipe that is not read, or unable to encode a bar's blocks: none of these is
+worth a traceback. Progress is one line: on a terminal drawn at most ten times a second and gone at the end; in a log
+written once when something takes long, to say why nothing happens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from bootseer.errors import PermanentError
+from bootseer.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bootseer.artifact.progress import ProgressCallback, Unit
+
+
+_WIDTH = 80
+"""Piped output has no width of its own; 80 columns fit everywhere."""
+_MIN_WIDTH = 60
+
+
+class Output(NamedTuple):
+    """What a verb with `--json` prints at its end: one document, or lines."""
+
+    schema: str
+    as_json: bool
+
+    def __call__(self, document: Mapping[str, object], *lines: object) -> None:
+        """Print the document, or the lines: text, also rich's, and tables, of which empty ones are left out."""
+        if self.as_json:
+            print_json({"schema": self.schema, **document})
+            return
+        from rich.table import Table
+
+        from bootseer.render.clean import clean
+
+        with terminal() as console:
+            for line in lines:
+                if not isinstance(line, Table):
+                    console.print(clean(line) if isinstance(line, str) else line, soft_wrap=True)
+                elif line.row_count:
+                    console.print(line)
+
+
+def table(*columns: str, right: Collection[str] = (), fold: bool = True) -> Table:
+    """A table without lines. Columns in `right` hold numbers."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold" if fold else "ellipsis")
+    return made
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON document and a newline. Raises `PermanentError` when it cannot be written."""
+    with _standard_output() as file:
+        json.dump(value, file, ensure_ascii=False)
+        file.write("\n")
+
+
+@contextmanager
+def terminal(color: str = "auto") -> Iterator[Console]:
+    """A console on standard output; `color` is auto, always or never. Raises `PermanentError` as `print_json`."""
+    from rich.console import Console
+
+    forced = {"always": True, "never": False}.get(color)
+    with _standard_output() as file:
+        width = None if file.isatty() else _piped_width()
+        console = Console(
+            file=file, width=width, force_terminal=forced, no_color=forced is False, highlight=False, markup=False
+        )
+        yield console
+
+
+def _piped_width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return max(int(columns), _MIN_WIDTH) if columns.isascii() and columns.isdecimal() and len(columns) < 6 else _WIDTH
+
+
+@contextmanager
+def _standard_output() -> Iterator[TextIO]:
+    file = sys.stdout
+    if file is None:
+        raise PermanentError("standard output is closed: there is nowhere to print to")
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
+    try:
+        yield file
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Nothing may be left for the interpreter to flush at its exit: it would fail again, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise PermanentError(f"standard output: cannot be written: {error.strerror or error}") from error
+
+
+_EVERY_S = 0.1
+_LONG_S = 2.5
+"""From here on somebody wonders. Longer than an unmount waits for those that let go of their files in a moment."""
+_WIDTH = 24
+_COLUMNS = 80
+
+
+class Progress:
+    """A context manager; what shows may be called from any thread, as often as anybody likes.
+
+    `line`: without a terminal one line is written once it takes long, otherwise nothing is.
+    """
+
+    def __init__(self, what: str, *, line: bool = False) -> None:
+        self._what = what
+        self._began_s = time.monotonic()
+        self._next_s = 0.0
+        self._on = sys.stderr is not None and sys.stderr.isatty()
+        self._line = line and sys.stderr is not None and not self._on
+        self._shown = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def show(self, done: int, total: int, note: str = "") -> None:
+        """So much of so much is done, in any unit."""
+        self._show(done, total, f"{done:,} of {total:,}", note)
+
+    def show_bytes(self, done: int, total: int, note: str = "") -> None:
+        """So many bytes of so many are done; a total of 0 is not known."""
+        of = f" of {format_bytes(total)}" if total else ""
+        self._show(done, total, f"{format_bytes(done)}{of}", note)
+
+    def wait(self) -> None:
+        """It goes on, nobody knows how long: shown once it takes long."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s >= _LONG_S:
+            self._show(0, 0, f"for {waited_s:.0f} s", "")
+
+    def _show(self, done: int, total: int, amount: str, note: str) -> None:
+        now_s = time.monotonic()
+        if self._line and now_s - self._began_s >= _LONG_S:
+            self._line = False
+            _write(f"bootseer: still {self._what} {amount}{f' {note}' if note else ''}\n")
+        if not self._on or (now_s < self._next_s and done != total):
+            return
+        self._next_s = now_s + _EVERY_S
+        self._shown = True
+        filled = round(_WIDTH * min(done / total, 1)) if total else 0
+        bar = f"[{'#' * filled}{'-' * (_WIDTH - filled)}] " if total else ""
+        behind = f", {note}" if note else ""
+        # A line that wraps could not be taken back.
+        _write("\r\x1b[K" + f"{self._what} {bar}{amount}{behind}"[: _columns() - 1])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown:
+            _write("\r\x1b[K")
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody can read it: what is shown goes on
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _columns() -> int:
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
+    return _COLUMNS
+
+
+@contextmanager
+def shown(what: str, unit: Unit) -> Iterator[ProgressCallback]:
+    """Progress of a job's start: a `bring.shown.Show`."""
+    with Progress(what, line=True) as progress:
+
+        def heard(done: int, total: int) -> None:
+            if unit == "bytes":
+                progress.show_bytes(done, total)
+            elif unit:
+                progress.show(done, total, unit)
+            else:
+                progress.wait()
+
+        yield heard

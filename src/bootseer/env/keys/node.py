@@ -1,0 +1,367 @@
+"""What this node is: the job's Python, the processor, C library and GPUs, and a fingerprint of what is installed.
+
+The interpreter is asked once for version, ABI, prefix and folders; the answer is kept as long as it is the same file.
+A shim or wrapper script is asked each time: what it starts depends on more than itself. That there is no GPU is a fact
+like any other: a resolver without a GPU may choose other wheels.
+
+The fingerprint is of the system that a setup in host mode starts from: its distribution, packages, and the
+distributions of the job's Python. It changes when a package does, and by nothing else: no access time, log, cache or
+host name is in it. A job that ran leaves it as it was, since what a setup writes goes into a snapshot, not onto the
+node. Budget: 50 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bootseer.env.keys.files import Facts, NodeFiles
+from bootseer.env.keys.key import digest_of
+from bootseer.env.keys.settings import search_path
+from bootseer.errors import BootseerError, PermanentError
+from bootseer.machine import child
+
+_DPKG = "/var/lib/dpkg/status"
+_FIELD = re.compile(rb"^(Package|Version|Architecture|Status): (.*)$", re.MULTILINE)
+_DATABASES = (
+    "/usr/lib/sysimage/rpm/rpmdb.sqlite", "/var/lib/rpm/rpmdb.sqlite", "/var/lib/rpm/Packages.db",
+    "/var/lib/rpm/Packages",    "/lib/apk/db/installed",
+)  # fmt: skip
+_MAX_DATABASE_BYTES = 64 << 20
+_MAX_RECORD_BYTES = 64 << 20
+_BESIDE = ("/usr/local/bin", "/usr/local/sbin", "/usr/local/lib")
+_TOOLKITS = ("/usr/local/cuda/version.json", "/usr/local/cuda/version.txt")
+_DISTRIBUTIONS = (".dist-info", ".egg-info", ".egg-link", ".pth", ".egg")
+_MAX_LINES = 2000
+
+
+class Part(NamedTuple):
+    """A part of the fingerprint: a digest, and what is in it."""
+
+    digest: str
+    lines: tuple[str, ...]
+
+
+def system(files: NodeFiles) -> Part:
+    """Distribution and packages of the system, and what lies beside them without a package."""
+    parts: list[str] = []
+    lines: list[str] = []
+    for path in ("/etc/os-release", "/usr/lib/os-release"):
+        if files.kind(path) == "file":
+            parts += ("os-release", files.digest(path)[0])
+            name = re.search(r'^PRETTY_NAME="?([^"\n]+)', files.read(path).decode("utf-8", "replace"), re.MULTILINE)
+            lines += [f"distribution {name[1]}"] if name else []
+            break
+    installed = _dpkg()
+    parts += ("dpkg", *installed)
+    lines += installed[:_MAX_LINES]
+    for path in _DATABASES:
+        if files.kind(path) == "file":
+            parts += (path, files.digest(path)[0])
+            lines.append(f"database {path}")
+    for folder in _BESIDE:
+        found = [f"{folder}/{entry}" for entry in _listed(folder)]
+        parts += (folder, *found)
+        lines += found[:_MAX_LINES]
+    for path in _TOOLKITS:
+        if files.kind(path) == "file":
+            parts += (path, files.digest(path)[0])
+    return Part(digest_of(parts), tuple(lines))
+
+
+def distributions(folders: Iterable[str]) -> Part:
+    """What is installed in folders of distributions: names, versions, and what their records say of their files."""
+    parts: list[str] = []
+    lines: list[str] = []
+    for folder in dict.fromkeys(folders):
+        try:
+            names = sorted(os.listdir(folder))  # noqa: PTH208 - names are wanted
+        except OSError:
+            continue
+        names = [name for name in names if name.endswith(_DISTRIBUTIONS) and not name.startswith("~")]
+        if names:  # an empty folder is as good as none
+            parts.append(folder)
+        for name in names:
+            record = _record(f"{folder}/{name}")
+            parts += (name, record)
+            lines.append(f"{name} {record[:8]}")
+    return Part(digest_of(parts), tuple(lines[:_MAX_LINES]))
+
+
+def environment(prefix: str, files: NodeFiles) -> Part:
+    """A Python environment that a setup names: its configuration and its distributions."""
+    parts = [files.digest(f"{prefix}/pyvenv.cfg")[0]] if files.kind(f"{prefix}/pyvenv.cfg") == "file" else []
+    libraries = [
+        f"{prefix}/lib/{name}/site-packages" for name in files.names(f"{prefix}/lib") if name.startswith("python")
+    ]
+    conda = [name for name in files.names(f"{prefix}/conda-meta") if name.endswith(".json")]
+    found = distributions(libraries)
+    return Part(digest_of([*parts, found.digest, *conda]), (*found.lines, *conda))
+
+
+def _dpkg() -> Sequence[str]:
+    """The installed packages, sorted; nothing where there is no dpkg."""
+    try:
+        with open(_DPKG, "rb") as file:  # noqa: PTH123 - bounded
+            data = file.read(_MAX_DATABASE_BYTES + 1)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise PermanentError(f"{_DPKG}: {os.strerror(error.errno or 0)}") from error
+    if len(data) > _MAX_DATABASE_BYTES:
+        raise PermanentError(f"{_DPKG}: too large to be a list of packages")
+    return sorted(packages(data))
+
+
+def packages(data: bytes) -> Iterator[str]:
+    """`name:architecture version` of each package that a status file of dpkg calls installed."""
+    for stanza in data.split(b"\n\n"):
+        found = {name: value.decode("utf-8", "replace") for name, value in _FIELD.findall(stanza)}
+        if b"Package" in found and found.get(b"Status", "").endswith(" installed"):
+            yield f"{found[b'Package']}:{found.get(b'Architecture', '')} {found.get(b'Version', '')}"
+
+
+def _record(path: str) -> str:
+    """A digest of what a distribution says of its files. Bytecode is left out: who made it last is not of interest."""
+    for name in ("RECORD", "METADATA", "PKG-INFO", "SOURCES.txt", ""):
+        whole = f"{path}/{name}" if name else path
+        try:
+            if name and not os.path.isfile(whole):  # noqa: PTH113 - many calls
+                continue
+            if not os.path.isfile(whole) or os.path.getsize(whole) > _MAX_RECORD_BYTES:  # noqa: PTH113, PTH202
+                break
+            with open(whole, "rb") as file:  # noqa: PTH123
+                data = file.read(_MAX_RECORD_BYTES)
+        except OSError as error:
+            raise PermanentError(f"{whole}: {os.strerror(error.errno or 0)}") from error
+        if name == "RECORD":
+            return digest_of(sorted(line for line in data.splitlines() if b".pyc," not in line))
+        return digest_of([data])
+    return digest_of(["a folder"])
+
+
+def _listed(folder: str) -> Iterator[str]:
+    """Files and links right in a folder, with size or target: not the time, which a copy changes."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        try:
+            if entry.is_symlink():
+                yield f"{entry.name} -> {os.readlink(entry.path)}"  # noqa: PTH115 - the text
+            elif entry.is_file():
+                yield f"{entry.name} {entry.stat().st_size}"
+        except OSError:
+            continue
+
+
+def tool(path: str | None, files: NodeFiles) -> str:
+    """A digest of a program that the setup uses, empty when there is none."""
+    if path is None:
+        return ""
+    try:
+        return files.digest(path)[0]
+    except BootseerError:
+        return "unreadable"
+
+
+_PYTHON_DEADLINE_S = 10.0
+_ASK = """
+import json, sys, site, _imp
+print("bootseer:" + json.dumps({
+    "implementation": sys.implementation.name,
+    "version": ".".join(map(str, sys.version_info[:3])) + sys.version_info[3].replace("final", ""),
+    "abi": (_imp.extension_suffixes() or [""])[0],
+    "prefix": sys.prefix,
+    "base_prefix": sys.base_prefix,
+    "folders": list(dict.fromkeys(site.getsitepackages() + [path for path in sys.path if path.endswith("-packages")])),
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python."""
+
+    path: str
+    """As found on PATH, links not followed: a virtual environment is known by its link."""
+    implementation: str
+    version: str
+    abi: str
+    """The suffix of extension modules, which names version, flags and C library."""
+    prefix: str
+    base_prefix: str
+    folders: Sequence[str]
+    """`site-packages` and `dist-packages` of the installation, without the user's."""
+
+    @property
+    def name(self) -> str:
+        """Implementation, version and ABI in one word."""
+        return f"{self.implementation}-{self.version}{self.abi}"
+
+
+def find_python(env: Mapping[str, str], python: str | None) -> str | None:
+    """The interpreter that the setup's `python3` is; None when there is none."""
+    if python is not None:
+        return shutil.which(python, path=env.get("PATH"))
+    return shutil.which("python3", path=env.get("PATH")) or shutil.which("python", path=env.get("PATH"))
+
+
+def ask_python(path: str, env: Mapping[str, str], facts: Facts) -> Interpreter:
+    """Its answer. Raises `PermanentError` when it gives none in time."""
+    stamp = _stamp(path)
+    known = facts.get("python", path, stamp) if stamp else None
+    if known is None:
+        known = _run(path, env)
+        if stamp:
+            facts.put("python", path, stamp, known)
+    try:
+        return Interpreter(path=path, **known)
+    except TypeError as error:
+        raise PermanentError(f"{path}: gives no usable answer about itself") from error
+
+
+def _run(path: str, env: Mapping[str, str]) -> dict[str, object]:
+    # -I: nothing of the user's or of the working folder may change the answer, which is kept.
+    clean = {**env, "PYTHONPATH": search_path(env.get("PYTHONPATH", ""))}
+    answer = child.run([path, "-I", "-c", _ASK], deadline_s=_PYTHON_DEADLINE_S, env=clean)
+    for line in answer.output.splitlines():
+        if line.startswith("bootseer:"):
+            try:
+                found = json.loads(line.removeprefix("bootseer:"))
+            except ValueError:
+                break
+            names = {name for name in Interpreter.__dataclass_fields__ if name != "path"}
+            if isinstance(found, dict) and set(found) == names:
+                return found
+    why = answer.error or f"ended with code {answer.code}"
+    raise PermanentError(f"{path}: cannot be asked for its version: {why}")
+
+
+def _stamp(path: str) -> list[object]:
+    """What the answer depends on; empty when that cannot be told."""
+    try:
+        real = os.path.realpath(path)
+        status = Path(real).stat()
+        with open(real, "rb") as file:  # noqa: PTH123 - a string
+            if file.read(4) != b"\x7fELF":
+                return []
+    except OSError:
+        return []
+    stamp: list[object] = [real, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    for folder in (Path(path).parent, Path(path).parent.parent):
+        try:
+            config = (folder / "pyvenv.cfg").stat()
+            stamp += [config.st_ino, config.st_mtime_ns, config.st_size]
+        except OSError:
+            stamp.append(None)
+    return stamp
+
+
+_GPU_DEADLINE_S = 5.0
+_LEVELS = (
+    ("x86-64-v2", frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))),
+    ("x86-64-v3", frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))),
+    ("x86-64-v4", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """NVIDIA's GPUs of this node. Empty fields: there are none, or nobody answers."""
+
+    gpus: tuple[str, ...] = ()
+    """Compute capabilities, each once, sorted."""
+    driver: str = ""
+    cuda: str = ""
+    """The newest CUDA that the driver can do."""
+
+
+def architecture() -> str:
+    """`x86_64`, `aarch64`, ..."""
+    return os.uname().machine
+
+
+def cpu_level() -> str:
+    """The level of the x86-64 ABI that this processor reaches; elsewhere the name of the architecture."""
+    machine = architecture()
+    if machine != "x86_64":
+        return machine
+    found = re.search(r"^flags\s*:\s*(.+)$", _head("/proc/cpuinfo", 65_536), re.MULTILINE)
+    return level_of(found[1].split() if found else ())
+
+
+def level_of(flags: object) -> str:
+    """The level for the names of /proc/cpuinfo."""
+    have, level = set(flags if isinstance(flags, list | tuple) else ()), "x86-64-v1"
+    for name, needed in _LEVELS:
+        if not needed <= have:
+            break
+        level = name
+    return level
+
+
+def libc() -> str:
+    """Name and version of the C library: `glibc 2.36`, `musl 1.2.4`, or empty."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        found = sorted(Path("/lib").glob("ld-musl-*.so.1"))
+        return "musl" if found else ""
+
+
+def accelerators(env: Mapping[str, str]) -> Accelerators:
+    """What NVIDIA's driver says. Costs a program's start only where there is a driver."""
+    version = _head("/proc/driver/nvidia/version", 4096)
+    program = shutil.which("nvidia-smi", path=env.get("PATH")) if version or Path("/dev/nvidiactl").exists() else None
+    driver = re.search(r"Kernel Module\D*\s(\d+\.\d[\d.]*)", version)
+    if program is None:
+        return Accelerators(driver=driver[1] if driver else "")
+    answer = child.run(
+        [program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"],
+        deadline_s=_GPU_DEADLINE_S,
+        env=env,
+    )
+    return read_accelerators(
+        answer.output if answer.code == 0 else "", _cuda(program, env), driver[1] if driver else ""
+    )
+
+
+def read_accelerators(rows: str, cuda: str, driver: str) -> Accelerators:
+    """The answer of `nvidia-smi` as facts. GPUs that are hidden from this job count: another job gets those."""
+    found = re.findall(r"^\s*(\d+\.\d+)\s*,\s*(\d[\d.]*)\s*$", rows, re.MULTILINE)
+    return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver, cuda)
+
+
+def _cuda(program: str, env: Mapping[str, str]) -> str:
+    answer = child.run([program], deadline_s=_GPU_DEADLINE_S, env=env)
+    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", answer.output)
+    return found[1] if found else ""
+
+
+def id_ranges(kind: str) -> list[list[int]]:
+    """The ids that exist in this user namespace, as first id and count. `kind` is `uid` or `gid`."""
+    rows = [line.split() for line in _head(f"/proc/self/{kind}_map", 65_536).splitlines()]
+    return [[int(row[0]), int(row[2])] for row in rows if len(row) == 3]
+
+
+def umask() -> str:
+    """The umask in octal digits."""
+    found = re.search(r"^Umask:\s*(\d+)$", _head("/proc/self/status", 65_536), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _head(path: str, limit: int) -> str:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - the first bytes only
+            return file.read(limit).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,300 @@
+"""Which settings are in the key: environment variables, and what the configuration files of pip, uv and conda say.
+
+In are those that change what an installer does and those the setup names. Everything that tells one rank, node or
+attempt from another stays out, even when the script names it: with them in the key no start would ever find a
+snapshot. Secrets stay out too: of a secret variable and of `.netrc` (where an index is set) only the presence counts,
+addresses lose their passwords. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bootseer.errors import BootseerError
+from bootseer.store.addresses import without_credentials
+
+if TYPE_CHECKING:
+    from bootseer.env.keys.files import NodeFiles
+
+ALLOWED = frozenset(
+    """
+    AR AS BLAS_LIBS BLIS_NUM_THREADS CC CFLAGS CMAKE_ARGS CMAKE_BUILD_TYPE CMAKE_GENERATOR CMAKE_PREFIX_PATH
+    CMAKE_TOOLCHAIN_FILE CPATH CPLUS_INCLUDE_PATH CPP CPPFLAGS CXX CXXFLAGS C_INCLUDE_PATH DEBIAN_FRONTEND FC FFLAGS
+    FORCE_CMAKE FORCE_CUDA HOME LANG LANGUAGE LC_ALL LC_CTYPE LD LDFLAGS LDSHARED LD_LIBRARY_PATH LD_PRELOAD
+    LD_RUN_PATH LIBRARY_PATH MAKEFLAGS NVCC NVCC_APPEND_FLAGS NVCC_FLAGS NVCC_PREPEND_FLAGS PATH PKG_CONFIG_LIBDIR
+    PKG_CONFIG_PATH PYTORCH_ROCM_ARCH RUSTFLAGS SETUPTOOLS_SCM_PRETEND_VERSION SETUPTOOLS_USE_DISTUTILS
+    SETUPTOOLS_ENABLE_FEATURES SKBUILD_CMAKE_ARGS SKBUILD_CONFIGURE_OPTIONS SOURCE_DATE_EPOCH TORCH_CUDA_ARCH_LIST
+    TORCH_NVCC_FLAGS TZ USE_CUDA USE_ROCM VIRTUAL_ENV
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+LANGUAGE = frozenset({"LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"})
+"""How programs talk and sort: of those that are allowed, what matters to scripts alone."""
+ALLOWED_PREFIXES = tuple(
+    """
+    PIP_ UV_ CONDA_ MAMBA_ POETRY_ PDM_ PIXI_ PYTHON CUDA_ CUDNN_ NVTE_ TORCH_CUDA_ FLASH_ATTENTION_ FLASH_ATTN_
+    XFORMERS_ DS_BUILD_ APEX_ SETUPTOOLS_SCM_PRETEND_VERSION_FOR_
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+
+_IDENTITY = frozenset(
+    """
+    RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
+    ROLE_WORLD_SIZE NNODES NUM_NODES MASTER_ADDR MASTER_PORT HOSTNAME HOST HOSTFILE NODE_NAME NODENAME POD_NAME
+    POD_UID POD_IP POD_NAMESPACE HOST_IP JOB_ID JOB_NAME JOB_UID RUN_ID TASK_ID ATTEMPT TRACEPARENT TRACESTATE PWD
+    OLDPWD SHLVL _ TERM TERM_PROGRAM COLORTERM COLUMNS LINES DISPLAY XAUTHORITY WINDOWID TMPDIR TEMP TMP
+    XDG_RUNTIME_DIR XDG_SESSION_ID XDG_CACHE_HOME DBUS_SESSION_BUS_ADDRESS LS_COLORS PS1 PS4 PROMPT_COMMAND MAIL
+    EDITOR VISUAL PAGER LESS LESSOPEN LOGNAME HISTFILE CI RANDOM SECONDS LINENO EPOCHSECONDS EPOCHREALTIME PPID
+    BASHPID UID EUID GROUPS BASH BASH_SOURCE BASH_VERSION BASH_VERSINFO BASH_ENV BASHOPTS SHELLOPTS BASH_COMMAND
+    BASH_LINENO FUNCNAME PIPESTATUS IFS OPTARG OPTIND REPLY DIRSTACK SRANDOM CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER
+    CUDA_CACHE_PATH CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS
+    CUDA_MODULE_LOADING CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY MAX_JOBS OMP_NUM_THREADS MKL_NUM_THREADS
+    CMAKE_BUILD_PARALLEL_LEVEL
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+"""Who runs this, and where it shows."""
+_MANNERS = frozenset(
+    """
+    PIP_CACHE_DIR PIP_NO_CACHE_DIR PIP_DISABLE_PIP_VERSION_CHECK PIP_DEFAULT_TIMEOUT PIP_TIMEOUT PIP_RETRIES
+    PIP_PROGRESS_BAR PIP_LOG PIP_QUIET PIP_VERBOSE PIP_NO_COLOR PIP_NO_INPUT PIP_ROOT_USER_ACTION PIP_CERT
+    PIP_CLIENT_CERT PIP_KEYRING_PROVIDER PIP_EXISTS_ACTION PIP_REPORT PIP_NO_PYTHON_VERSION_WARNING
+    PIP_RESUME_RETRIES PIP_PROXY UV_CACHE_DIR UV_NO_CACHE UV_CONCURRENT_DOWNLOADS UV_CONCURRENT_BUILDS
+    UV_CONCURRENT_INSTALLS UV_NO_PROGRESS UV_HTTP_TIMEOUT UV_REQUEST_TIMEOUT UV_HTTP_RETRIES UV_NATIVE_TLS
+    UV_SYSTEM_CERTS UV_INSECURE_HOST UV_KEYRING_PROVIDER UV_QUIET UV_NO_WRAP UV_PREVIEW UV_LOCK_TIMEOUT
+    UV_STACK_SIZE UV_LOG_CONTEXT UV_OFFLINE UV_LINK_MODE PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONSTARTUP
+    PYTHONBREAKPOINT PYTHONHISTFILE PYTHON_HISTORY PYTHON_COLORS PYTHON_BASIC_REPL PYTHONPYCACHEPREFIX
+    PYTHONTRACEMALLOC PYTHONPROFILEIMPORTTIME PYTHONASYNCIODEBUG PYTHONINSPECT PYTHONDEBUG PYTHONVERBOSE CONDA_SHLVL
+    CONDA_PROMPT_MODIFIER CONDA_CHANGEPS1 CONDA_PKGS_DIRS CONDA_PREFIX_1 CONDA_REPORT_ERRORS CONDA_QUIET
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+"""How an installer talks, waits and caches."""
+_IRRELEVANT_PREFIXES = tuple(
+    """
+    SLURM_ SLURMD_ PMI_ PMIX_ OMPI_ PRTE_ HYDRA_ MPI_ PBS_ LSB_ SGE_ FLUX_ PALS_ PET_ TORCHELASTIC_ TORCHX_
+    SKYPILOT_ KUBERNETES_ RAY_ VC_ JOB_COMPLETION_ BATCH_ AWS_BATCH_ BOOTSEER_ SSH_ OTEL_ NCCL_ GLOO_ WANDB_
+    MLFLOW_ VSCODE_ TMUX STY BASH_FUNC_
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+_NUMBERED = re.compile(
+    r"_PORT$|_PORT_|_SERVICE_HOST$|^PORT$|_(?:HOST|NODE|POD)_?(?:NAME|IP)$|_RANK$|_PROXY$", re.IGNORECASE
+)
+_SECRET_WORDS = frozenset(
+    """
+    TOKEN TOKENS SECRET SECRETS PASSWORD PASSWD PASS PASSPHRASE PWD PAT KEY KEYS APIKEY CREDENTIAL CREDENTIALS AUTH
+    AUTHORIZATION COOKIE NETRC
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+_LISTS = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "PKG_CONFIG_PATH"})
+_HOOK = "/hook/path"
+
+
+class Variables(NamedTuple):
+    """`values` go into the key by name; `notes` are words about what was left out."""
+
+    values: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a variable of this name is taken for a secret."""
+    called = name.upper().replace("TOKENIZER", "")  # those make other tokens
+    return bool(_SECRET_WORDS.intersection(called.split("_"))) or "TOKEN" in called or "PASSWORD" in called
+
+
+def is_irrelevant(name: str) -> bool:
+    """Whether it tells ranks, nodes and attempts apart, or only how an installer talks."""
+    return (
+        name in _IDENTITY or name in _MANNERS or name.startswith(_IRRELEVANT_PREFIXES) or bool(_NUMBERED.search(name))
+    )
+
+
+def is_allowed(name: str) -> bool:
+    """Whether it is in every key, named by the setup or not."""
+    return (name in ALLOWED or name.startswith(ALLOWED_PREFIXES)) and not is_irrelevant(name)
+
+
+def choose_variables(
+    env: Mapping[str, str],
+    *,
+    referenced: Iterable[str] = (),
+    declared: Iterable[str] = (),
+    assigned: Iterable[str] = (),
+) -> Variables:
+    """The variables of `env` that are in the key.
+
+    `referenced` are those the script names, `declared` those the user names (they count whatever they are called);
+    `assigned` are set by the script before it could read them.
+    """
+    declared, referenced, assigned = set(declared), set(referenced), set(assigned)
+    # A list with nothing but our hook in it is not there in a start without the hook.
+    env = {name: value for name, value in env.items() if name not in _LISTS or search_path(value)}
+    wanted = {name for name in env if is_allowed(name)} | declared | (referenced - assigned)
+    values: dict[str, str] = {}
+    left_out = []
+    for name in sorted(wanted):
+        if name not in declared and is_irrelevant(name):
+            left_out.append(name)
+        elif name not in env:
+            # That it is not set is a value: `${CUDA:-12.4}` depends on it.
+            values[name] = "not set"
+        elif looks_secret(name):
+            values[name] = "set, a secret"
+        else:
+            values[name] = _value(name, env[name], told=is_allowed(name))
+    secret = [name for name, value in values.items() if value == "set, a secret"]
+    notes = []
+    if left_out:
+        notes.append(f"named by the setup, but different on each node, so not in the key: {', '.join(left_out)}")
+    if secret:
+        notes.append(f"look like secrets, only their presence counts: {', '.join(secret)}")
+    return Variables(values, tuple(notes))
+
+
+def search_path(value: str) -> str:
+    """A list of folders without BootSeer's own hook, which is not there in every start."""
+    return ":".join(word for word in value.split(":") if not (word.rstrip("/").endswith(_HOOK) and "bootseer" in word))
+
+
+def _value(name: str, value: str, *, told: bool) -> str:
+    text = search_path(value) if name in _LISTS else value
+    text = without_credentials(text)
+    if told:
+        return f"={text}"
+    # A name that is not known to be harmless: the key needs to see a change, nobody needs to see the value.
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+
+_MAX_LINES = 500
+
+
+class Configuration(NamedTuple):
+    """`lines` are in the key, in order; `files` were read for them, also those that say nothing about installers: of a
+    `pyproject.toml` above the working folder uv and pip read no more than we do."""
+
+    lines: tuple[str, ...]
+    files: tuple[str, ...]
+    find_links: tuple[str, ...]
+    """Local folders that are searched for distributions."""
+    problems: tuple[str, ...]
+
+
+def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFiles) -> Configuration:
+    """What the configuration files of this user and node say. `prefix` is the job's Python's, or empty."""
+    home = env.get("HOME", "")
+    lines: list[str] = []
+    read: list[str] = []
+    problems: list[str] = []
+    links: list[str] = []
+    for path, reader in _places(env, cwd, home, prefix):
+        if files.kind(path) != "file":
+            continue
+        try:
+            found = list(reader(files.read(path), posixpath.basename(path)))
+        except BootseerError as error:
+            problems.append(str(error))
+            continue
+        read.append(path)
+        for section, name, value in found:
+            lines.append(f"{section} {name} = {without_credentials(value)}")
+            if name == "find-links":
+                links += [word.removeprefix("file://") for word in value.split()]
+    named = [*env.get("PIP_FIND_LINKS", "").split(), *env.get("UV_FIND_LINKS", "").replace(",", " ").split()]
+    links += [word.removeprefix("file://") for word in named]
+    netrc = env.get("NETRC") or f"{home}/.netrc"
+    said = [line.lower() for line in lines] + [name.lower().replace("_", "-") for name, value in env.items() if value]
+    indexes = any("index" in words and "no-index" not in words for words in said)
+    if indexes and files.kind(netrc) == "file":  # without it, an index may answer that it has no such package
+        lines.append("netrc is there")
+    folders = tuple(dict.fromkeys(path for word in links if files.kind(path := posixpath.join(cwd, word)) == "folder"))
+    return Configuration(tuple(lines[:_MAX_LINES]), tuple(read), folders, tuple(problems))
+
+
+def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Configuration files and who reads them; for pip a later one outranks those before."""
+    own = env.get("PIP_CONFIG_FILE")
+    config = env.get("XDG_CONFIG_HOME") or f"{home}/.config"
+    if own != "/dev/null":
+        for folder in (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":"):
+            yield f"{folder}/pip/pip.conf", _pip
+        yield "/etc/pip.conf", _pip
+        if home:
+            yield f"{home}/.pip/pip.conf", _pip
+            yield f"{config}/pip/pip.conf", _pip
+        if prefix:
+            yield f"{prefix}/pip.conf", _pip
+        if own:
+            yield posixpath.join(cwd, own), _pip
+    if env.get("UV_NO_CONFIG", "") in ("", "0", "false"):
+        if env.get("UV_CONFIG_FILE"):
+            yield posixpath.join(cwd, env["UV_CONFIG_FILE"]), _uv
+        else:
+            yield "/etc/uv/uv.toml", _uv
+            yield f"{config}/uv/uv.toml", _uv
+            folder = cwd
+            for _ in range(40):  # uv takes the first that it meets on the way up
+                yield f"{folder}/uv.toml", _uv
+                yield f"{folder}/pyproject.toml", _uv
+                if folder == "/":
+                    break
+                folder = posixpath.dirname(folder)
+    for path in ("/etc/conda/.condarc", f"{home}/.condarc", env.get("CONDARC", "")):
+        if path:
+            yield path, _conda
+    yield f"{home}/.pydistutils.cfg", _pip
+
+
+def _pip(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read_string(data.decode("utf-8-sig", "replace"))
+    except configparser.Error:
+        yield "pip", "unreadable", "yes"
+        return
+    for section in parser.sections():
+        for option, value in parser.items(section):
+            key = option.replace("_", "-")
+            if not is_irrelevant(f"PIP_{key.replace('-', '_').upper()}"):
+                shown = "a secret" if looks_secret(key.replace("-", "_")) else " ".join(value.split())
+                yield f"pip {section}", key, shown
+
+
+def _uv(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
+    try:
+        found: Any = tomllib.loads(data.decode())
+    except ValueError:
+        yield "uv", "unreadable", "yes"
+        return
+    if name == "pyproject.toml":
+        tool = found.get("tool")
+        found = tool.get("uv") if isinstance(tool, dict) else None
+    if isinstance(found, dict):
+        for key, value in _flat(found, "", 0):
+            if not is_irrelevant(f"UV_{key.rpartition('.')[2].replace('-', '_').upper()}"):
+                yield "uv", key, value
+
+
+def _flat(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and depth < 8:
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key), depth + 1)
+    elif isinstance(value, list) and depth < 8:
+        for item in value:
+            yield from _flat(item, name, depth + 1)
+    elif looks_secret(name.rpartition(".")[2].replace("-", "_")):
+        yield name, "a secret"
+    else:
+        yield name, str(value)
+
+
+def _conda(data: bytes, name: str) -> Iterator[tuple[str, str, str]]:
+    """Its lines as they are, but comments: YAML, whose order is the channels' order."""
+    for line in data.decode("utf-8", "replace").splitlines():
+        text = line.partition(" #")[0].rstrip()
+        if text and not text.startswith("#"):
+            key = text.partition(":")[0].strip(" -")
+            yield "conda", key, "a secret" if looks_secret(key) else text.strip()

@@ -1,0 +1,197 @@
+"""What a setup takes from folders and repositories: a folder's content as one digest, the commit of a branch or tag.
+
+Of a folder count names, kinds, who may execute, link targets, bytes: not times, owners and other modes, which differ
+from one checkout to the next. Left out is what tools leave behind in a source tree and no build reads: version
+control's own files, bytecode, caches of tools, what an installation from the tree builds in it, virtual environments.
+Otherwise a setup would change its own key by its first run.
+
+A moved branch is another key: `git ls-remote` is asked, with a deadline, never for a password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from bootseer.env.keys.files import MAX_FILES, NodeFiles
+from bootseer.env.keys.key import digest_of
+from bootseer.env.keys.requirement import Requirement
+from bootseer.errors import PermanentError
+from bootseer.io.tasks import Tasks
+from bootseer.machine import child
+
+_JUNK_FOLDERS = frozenset(
+    """
+    .git .hg .svn __pycache__ .mypy_cache .pytest_cache .ruff_cache .tox .nox .eggs .ipynb_checkpoints .hypothesis
+    .venv .idea .vscode node_modules _skbuild
+    """.split()  # noqa: SIM905 - a list of this length reads better as text
+)
+_JUNK = re.compile(r".*\.(pyc|pyo|swp|egg-info)|\.DS_Store|\.coverage|\.nfs[0-9a-f]+")
+# What setuptools, scikit-build and meson-python make in folders of these names; what else is in them counts.
+_BUILT = {
+    "build": re.compile(r"(lib|temp|bdist|scripts)([.-].*)?|__editable__\..*|(cp|pp|py)\d.*"),
+    "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
+}
+_BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
+"""By one of these a folder is known that was made from something else."""
+_MAX_LINES = 500
+_VERSIONED = re.compile(
+    rb"setuptools[_-]scm|hatch-vcs|versioneer|\bpbr\b|vcs-versioning|dunamai|versioningit|git describe|rev-parse"
+)
+
+
+class Tree(NamedTuple):
+    """A folder's content."""
+
+    digest: str
+    num_files: int
+    size_bytes: int
+    lines: tuple[str, ...]
+    """The first files, each with the beginning of its digest."""
+
+
+def read_tree(path: str, files: NodeFiles) -> Tree:
+    """The digest of a folder. Raises `PermanentError` when it is too large or cannot be read."""
+    parts: list[str] = []
+    lines: list[str] = []
+    num_files = size_bytes = 0
+    for num_entries, (name, kind, whole) in enumerate(_walk(path, ())):
+        if num_entries > 2 * MAX_FILES:
+            raise PermanentError(f"{path}: more than {MAX_FILES:,} files; name the ones that count with --env-input")
+        parts += (name, kind)
+        if kind.startswith("file"):
+            digest, size = files.digest(whole)
+            parts.append(digest)
+            num_files += 1
+            size_bytes += size
+            if len(lines) < _MAX_LINES:
+                lines.append(f"{name} {digest[:8]}")
+    state = _version_control(path, files)
+    if state:
+        parts += ("version control", state)
+        lines.append(f"version-control {state[:8]}")
+    return Tree(digest_of(parts), num_files, size_bytes, tuple(lines))
+
+
+def _walk(folder: str, above: tuple[tuple[int, int], ...], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name below the folder, kind with what else counts, and path of each entry, in one fixed order."""
+    try:
+        status = os.stat(folder)  # noqa: PTH116 - many calls, no object for each
+        own = (status.st_dev, status.st_ino)
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
+    except OSError as error:
+        raise PermanentError(f"{folder}: {os.strerror(error.errno or 0)}") from error
+    if own in above or len(above) > 100:
+        return  # a link that leads back up
+    below = os.path.basename(prefix.rstrip("/"))  # noqa: PTH119 - a string; empty for the tree itself, whose name is nothing
+    for entry in entries:
+        name = f"{prefix}{entry.name}"
+        try:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            target = os.readlink(entry.path) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - the text, not a path
+            # What a link leads to ends up in a build as the thing itself.
+            mode = entry.stat().st_mode if target and os.path.exists(entry.path) else mode  # noqa: PTH110
+        except OSError as error:
+            raise PermanentError(f"{entry.path}: {os.strerror(error.errno or 0)}") from error
+        link = f" -> {target}" if target else ""
+        if stat.S_ISDIR(mode):
+            if not _is_junk(below, entry.name, entry.path):
+                yield name, f"folder{link}", entry.path
+                yield from _walk(entry.path, (*above, own), f"{name}/")
+        elif _JUNK.fullmatch(entry.name) or _is_built(below, entry.name):
+            continue
+        elif stat.S_ISREG(mode):
+            yield name, f"file{' x' if mode & 0o111 else ''}{link}", entry.path
+        else:
+            yield name, f"{stat.S_IFMT(mode):o}{link}", entry.path
+
+
+def _is_junk(folder: str, name: str, path: str) -> bool:
+    if name in _JUNK_FOLDERS or _JUNK.fullmatch(name) or _is_built(folder, name):
+        return True
+    if any(os.path.lexists(f"{path}/{mark}") for mark in _BUILD_FOLDER):
+        return True
+    if name in _BUILT:
+        with contextlib.suppress(OSError):  # the walk says it
+            return all(_is_built(name, child) for child in os.listdir(path))  # noqa: PTH208 - names
+    return False
+
+
+def _is_built(folder: str, name: str) -> bool:
+    """Whether it is something built, by the name of the folder that it is in."""
+    built = _BUILT.get(folder)
+    return built is not None and built.fullmatch(name) is not None
+
+
+def _version_control(path: str, files: NodeFiles) -> str:
+    """Commit and tags, when the project takes its version from them; they say nothing about the content else."""
+    build = b"".join(
+        files.read(f"{path}/{name}")
+        for name in ("pyproject.toml", "setup.py", "setup.cfg")
+        if files.kind(f"{path}/{name}")
+    )
+    if not _VERSIONED.search(build):
+        return ""
+    folder = path
+    while folder != "/" and files.kind(f"{folder}/.git") != "folder":
+        folder = os.path.dirname(folder)  # noqa: PTH120 - a string
+    git = f"{folder}/.git"
+    if files.kind(git) != "folder":
+        return ""
+    parts = []
+    head = files.read(f"{git}/HEAD").decode("utf-8", "replace").strip()
+    reference = head.removeprefix("ref: ")
+    if reference != head and files.kind(f"{git}/{reference}") == "file" and ".." not in reference:
+        parts.append(files.read(f"{git}/{reference}"))
+    if files.kind(f"{git}/packed-refs") == "file":
+        parts.append(files.read(f"{git}/packed-refs"))
+    for tag in files.names(f"{git}/refs/tags"):
+        if files.kind(f"{git}/refs/tags/{tag}") == "file":
+            parts += (tag.encode(), files.read(f"{git}/refs/tags/{tag}"))
+    return digest_of([head, *parts])
+
+
+DEADLINE_S = 5.0
+_MAX_ASKED = 32
+_COMMIT = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\t(\S+)")
+
+
+def commits_of(wanted: Iterable[Requirement], env: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """The commit for each address and reference; those that could not be told are not there."""
+    asked = list(wanted)
+    found = {(item.target, item.reference): item.reference for item in asked if item.pinned}
+    open_ones = [item for item in asked if not item.pinned and item.target.startswith("git+")][:_MAX_ASKED]
+    program = shutil.which("git", path=env.get("PATH"))
+    if program is None or not open_ones:
+        return found
+    quiet = {**env, "GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "SSH_ASKPASS": "true", "LC_ALL": "C"}
+    quiet.setdefault("GIT_SSH_COMMAND", f"ssh -o BatchMode=yes -o ConnectTimeout={DEADLINE_S:.0f}")
+    with Tasks("bootseer-git", min(8, len(open_ones))) as pool:
+        answers = list(pool.map(lambda item: _ask(program, item, quiet), open_ones))
+    for item, commit in zip(open_ones, answers, strict=True):
+        if commit:
+            found[item.target, item.reference] = commit
+    return found
+
+
+def _ask(program: str, item: Requirement, env: Mapping[str, str]) -> str:
+    address, reference = item.target.removeprefix("git+"), item.reference or "HEAD"
+    if address.startswith("-") or reference.startswith("-"):
+        return ""
+    # The patterns are matched against ends of names: `main` would also find `feature/main`.
+    answer = child.run(
+        [program, "ls-remote", "--", address, reference, f"{reference}^{{}}"], deadline_s=DEADLINE_S, env=env
+    )
+    if answer.code != 0:
+        return ""
+    lines: dict[str, str] = {name: commit for commit, name in _COMMIT.findall(answer.output)}
+    for name in (reference, f"refs/tags/{reference}^{{}}", f"refs/tags/{reference}", f"refs/heads/{reference}"):
+        if name in lines:
+            return lines[name]
+    return ""

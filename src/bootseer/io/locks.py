@@ -1,0 +1,64 @@
+"""Locks on whole files and folders (`flock`), between processes: one falls when its holder dies, however it dies.
+
+A lock belongs to the open file description, which a forked child shares: it falls when the last descriptor is closed.
+All waits end: a holder that hangs must not hold up a start for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bootseer.errors import TransientError
+
+HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
+_POLL_S = 0.005
+
+
+def try_flock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file or folder, or change the kind of the lock, without waiting."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD_BY_ANOTHER:
+            return False
+        raise
+    return True
+
+
+def lock(fd: int, path: Path, deadline_s: float) -> None:
+    """Lock an open file or folder. `TransientError`, with `path`, when other processes hold it for `deadline_s`."""
+    until = time.monotonic() + deadline_s
+    while not try_flock(fd):
+        if time.monotonic() >= until:
+            raise TransientError(f"{path} has been locked for {deadline_s:g} s by process {holders(path) or '?'}")
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def flocked(path: Path, *, deadline_s: float) -> Iterator[int]:
+    """Hold a file, made when it is missing; yields its descriptor. Raises as `lock` does, and `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        lock(fd, path, deadline_s)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def holders(path: Path) -> list[int]:
+    """Pids that hold a whole-file lock, as far as the kernel shows them: not those of other pid namespaces."""
+    try:
+        status = path.stat()
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    # "7: FLOCK  ADVISORY  READ  1234 fd:01:5678 0 EOF"; lines of waiters have "->" in their second place
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    rows = [line.split() for line in lines]
+    return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file} - {-1, 0})

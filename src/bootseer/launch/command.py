@@ -1,0 +1,138 @@
+"""One command: what the user said of it, and how it is started, waited for and written down."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from bootseer.artifact.progress import Show, no_progress
+from bootseer.launch import supervise
+from bootseer.launch.supervise import say
+from bootseer.trace.event import BEGIN, END, FAILED, OK
+
+if TYPE_CHECKING:
+    from bootseer.launch.checkpoint import CheckpointWanted
+    from bootseer.launch.environment.task import EnvironmentWanted
+    from bootseer.launch.image.start import Wanted
+    from bootseer.launch.session import Session
+
+
+class Options(NamedTuple):
+    """What the user said to `bootseer run`; None and empty leave it to the environment."""
+
+    setup: str | None = None
+    requirements: Sequence[str] = ()
+    spool: str | None = None
+    """Root folder of the spools."""
+    sinks: Sequence[str] = ("spool",)
+    """`spool`, `stderr`, `otlp` or `otlp=URL`."""
+    hook: bool = True
+    began_pattern: re.Pattern[bytes] | None = None
+    quiet: bool = False
+    image: Wanted | None = None
+    """The container image that the command runs in."""
+    environment: EnvironmentWanted | None = None
+    """How what the setup makes is to come; None: by running it."""
+    checkpoint: CheckpointWanted | None = None
+    """Checkpoints that are mounted for the command."""
+    show: Show = no_progress
+    """Shows people what a start waits for."""
+
+
+def run_stage(name: str, attrs: Mapping[str, object], command: Sequence[str], env: Mapping[str, str]) -> int:
+    """`bootseer stage`: run the command between a begin and an end event; returns its exit code.
+
+    Without tracing, become the command.
+    """
+    from bootseer.trace.tracer import from_environment
+
+    tracer = from_environment(env)
+    if tracer is None:
+        return supervise.replace_process(command, env)
+    supervise.block_signals()
+    own_group = not supervise.in_foreground()
+    with tracer.span(name, attrs) as span:
+        try:
+            pid = supervise.spawn(command, {**env, **tracer.environment()}, own_group=own_group)
+            code = supervise.wait(pid, own_group=own_group, tracer=tracer)
+        except supervise.CannotStart as error:
+            say(str(error))
+            code = error.code
+        if code:
+            span.fail(f"exit code {code}")
+    return code
+
+
+def run_command(
+    command: Sequence[str],
+    options: Options,
+    env: dict[str, str],
+    session: Session | None,
+    *,
+    own_group: bool,
+    program: str = "",
+    span: str = "",
+    enter: Callable[[], None] | None = None,
+) -> int:
+    """Start the command, wait for it, and write down both; returns its exit code. Signals must be blocked.
+
+    `program` is what the command is called where it is not its first word; `span` is its span's id where others know
+    it already; `enter` leads the command's process to where it is to run.
+    """
+    if session is not None:
+        attrs = {"program": os.path.basename(program or command[0])}
+        span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
+        env.update(session.tracer.environment(span))
+    relays = []
+    if options.began_pattern is not None and session is not None:
+        from bootseer.launch.relay import Relay, follow_window_size
+
+        found = _once(session.training_began)
+        try:
+            relays = [Relay(target, options.began_pattern, found) for target in (1, 2)]
+        except OSError as error:  # no pseudo terminal is left, or no descriptor
+            say(f"the output cannot be watched for the pattern ({error}); the command runs without")
+        else:
+            follow_window_size(relays)
+    try:
+        stdout, stderr = (relay.write for relay in relays) if relays else (None, None)
+        pid = supervise.spawn(command, env, own_group=own_group, stdout=stdout, stderr=stderr, enter=enter)
+    except supervise.CannotStart as error:
+        say(str(error))
+        code = error.code
+        if session is not None:
+            session.quiet = True  # nothing ran that a report could tell of
+    else:
+        for relay in relays:
+            relay.start()
+        if session is not None:
+            session.start_beside(env)  # behind the spawn: the job does not wait for it
+        code = supervise.wait(pid, own_group=own_group, tracer=session.tracer if session is not None else None)
+        deadline_s = time.monotonic() + supervise.EXIT_FLUSH_S
+        for relay in relays:
+            relay.finish(deadline_s)
+    if session is not None:
+        session.tracer.emit(
+            "command",
+            END,
+            span=span,
+            parent=session.span,
+            outcome=OK if code == 0 else FAILED,
+            attrs={"exit_code": code},
+        )
+    return code
+
+
+def _once(function: Callable[[], None]) -> Callable[[], None]:
+    import threading
+
+    lock = threading.Lock()
+
+    def first() -> None:
+        if lock.acquire(blocking=False):
+            function()
+
+    return first

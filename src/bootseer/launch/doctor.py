@@ -1,0 +1,132 @@
+"""What `bootseer doctor` needs of several packages: the check of environments, and the bundle for a bug report.
+
+The bundle holds logs and states of mounts, versions and settings of this machine, without secrets: every text passes
+`logs.without_secrets`, and variables and Hadoop properties that are called secrets are shown by name alone. Nothing of
+jobs is in it but names of mounted places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from bootseer.artifact.places import runtime_root
+from bootseer.checkpoint.mount.mounted import runtime_of
+from bootseer.env.capturing.capture import open_capture
+from bootseer.env.keys.settings import looks_secret
+from bootseer.errors import BootseerError, UsageError
+from bootseer.launch.environment.view import private_ways
+from bootseer.logs import without_secrets
+from bootseer.machine.check import Check
+from bootseer.mounts import control
+from bootseer.mounts.state import Runtime
+
+ENVIRONMENTS = "environments"
+_WORDS = {
+    "overlay": "captured by an overlay over /, restored by a mount",
+    "user": "captured and restored in a user namespace",
+}
+
+
+def check_environments(cache: Path) -> Check:
+    """Make a capture below the cache in each way, the best first, and take it away again. Nothing runs in it."""
+    opens = ("run --setup, --requirements: one mount instead of an installation",)
+    refused: list[str] = []
+    try:
+        # One that is not there yet is judged by the folder that it would be made in.
+        place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+        with tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place) as folder:
+            for way in private_ways():
+                try:
+                    open_capture(Path(folder), way=way, own=[cache]).close()
+                except BootseerError as error:
+                    refused.append(str(error))
+                    continue
+                why = "without root only folders of this user can be in a snapshot" if way == "user" else ""
+                return Check(
+                    ENVIRONMENTS, "limited" if why else "ok", _WORDS[way], why, "run as root" if why else "", opens
+                )
+    except OSError as error:
+        todo = "set BOOTSEER_CACHE to another folder"
+        return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
+    lacks = "; ".join(refused) or "root without the right to mount"
+    why = f"nothing can be mounted ({lacks}): setups are captured by two walks over the disks"
+    return Check(ENVIRONMENTS, "limited", "files are copied", why, "run as root, or allow user namespaces", opens)
+
+
+_LOG_BYTES = 256 << 10
+"""Of each log, from its end."""
+_OURS = ("BOOTSEER_", "SLURM_", "HADOOP_", "KRB5", "XDG_", "NCCL_", "PET_", "TORCHELASTIC_")
+_PROPERTY = re.compile(r"<name>\s*([^<]*?)\s*</name>\s*<value>\s*([^<]*?)\s*</value>")
+_HIDDEN = "***"
+
+
+def write_bundle(path: Path, doctor: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """Write the bundle, a `.tar.gz` that only this user can read; the names in it. `doctor`: its checks, as JSON.
+
+    Raises `UsageError` where the file cannot be written, or is there already.
+    """
+    names = []
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as bundle:
+            for name, text in _texts(doctor, environ):
+                data = without_secrets(text).encode("utf-8", "backslashreplace")
+                entry = tarfile.TarInfo(f"bootseer-bundle/{name}")
+                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                bundle.addfile(entry, io.BytesIO(data))
+                names.append(name)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="name a new file that can be written") from error
+    return names
+
+
+def _texts(doctor: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    yield "doctor.json", json.dumps(doctor, indent=1)
+    packages = sorted(f"{found.metadata['Name']} {found.version}" for found in distributions())
+    yield "versions.txt", "\n".join([f"Python {sys.version}", platform.platform(), *packages])
+    shown = {name: _HIDDEN if looks_secret(name) else environ[name] for name in environ if name.startswith(_OURS)}
+    yield "environment.txt", "\n".join(f"{name}={shown[name]}" for name in sorted(shown))
+    for name in ("core-site.xml", "hdfs-site.xml"):
+        with contextlib.suppress(KeyError, OSError):
+            text = Path(environ["HADOOP_CONF_DIR"], name).read_text(encoding="utf-8", errors="replace")
+            properties = {key: _HIDDEN if _is_secret(key) else value for key, value in _PROPERTY.findall(text)}
+            yield f"hadoop/{name}.txt", "\n".join(f"{key} = {value}" for key, value in sorted(properties.items()))
+    yield "mountinfo.txt", Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    with contextlib.suppress(BootseerError):  # a runtime folder that cannot be used is in the doctor's checks
+        root = runtime_root(environ, os.getuid())
+        for kind, runtime in (("images", Runtime(root)), ("checkpoints", runtime_of(root))):
+            yield from _mounts(kind, runtime)
+
+
+def _is_secret(name: str) -> bool:
+    return looks_secret(name.replace(".", "_").replace("-", "_"))
+
+
+def _mounts(kind: str, runtime: Runtime) -> Iterator[tuple[str, str]]:
+    rows = []
+    for state in runtime.all():
+        status: Mapping[str, Any] = {}
+        with contextlib.suppress(BootseerError):
+            status = control.ask(runtime.folder(state), "status") if state.daemon is not None else {}
+        rows.append(
+            {"id": state.id, "what": state.what, "target": state.target, "health": runtime.health(state), **status}
+        )
+        if log := runtime.log(state):
+            for path in (Path(f"{log}.1"), Path(log)):
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    file.seek(max(os.fstat(file.fileno()).st_size - _LOG_BYTES, 0))
+                    yield f"{kind}/{state.id}/{path.name}", file.read().decode("utf-8", "replace")
+    yield f"{kind}/mounts.json", json.dumps(rows, indent=1, default=str)

@@ -1,0 +1,214 @@
+"""Keep what a setup did as a snapshot, beside the command: validate it, write it, let others find it.
+
+    environment_publish     what became of it: published, or why not
+
+A process of its own with low priority does it (`background`), so that the command does not wait. It validates in a view
+like that of a restored start, not in the job's. The end of the run waits for it, with a word and a bound: the files
+that it reads go with the run. Called by `environment_stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bootseer import __version__
+from bootseer.artifact.places import environments_folder
+from bootseer.env.capturing.walk import LeftOut
+from bootseer.env.changes import Change
+from bootseer.env.document import MAX_LEFT_OUT, EnvironmentDocument, Trust
+from bootseer.env.keys.key import RequestKey
+from bootseer.env.life.catalog import Catalog
+from bootseer.env.life.decide import Decision
+from bootseer.env.life.local import Local
+from bootseer.env.life.quarantine import Quarantine
+from bootseer.env.restoring.roots import Division
+from bootseer.env.snapshot.secret_check import SecretCheck, refuse
+from bootseer.env.snapshot.write import Written, write_snapshot
+from bootseer.errors import PermanentError
+from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.environment.setup import SetUp
+from bootseer.launch.environment.task import UNPINNED_AGE_S, Task
+from bootseer.launch.supervise import say
+from bootseer.store.open import open_store
+from bootseer.trace.event import INSTANT
+from bootseer.units import format_bytes
+
+EVENT = "environment_publish"
+_NICENESS = 10
+_MAX_UNACCOUNTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Everything that is known of a setup that ran well."""
+
+    key: RequestKey
+    decision: Decision
+    """Why it was built: in the place of which snapshot."""
+    changes: Sequence[Change]
+    root: Path
+    """Where the whole tree can be read as the setup left it."""
+    division: Division | None
+    """Of the changes on a host; None in an image, where all of them are one layer."""
+    done: SetUp
+    trust: Trust
+    unaccounted: tuple[str, ...]
+    left_out: LeftOut
+    """What the rules kept out of the changes."""
+    validate: Callable[[], Sequence[str]]
+    """What is wrong with it; runs beside the command."""
+
+
+class Publishing:
+    """The work beside the command."""
+
+    def __init__(self, task: Task, background: Background) -> None:
+        self._task = task
+        self._background = background
+
+    def finish(self) -> None:
+        """Wait for it, with a word and a bound, and tell what became of it."""
+        background = self._background
+        began_s = time.monotonic()
+        if not background.ended(0.2):
+            limit_s = self._task.wanted.publish_s
+            say("the environment's snapshot is still being kept; waiting for it (Ctrl-C gives it up)")
+            if not background.ended(limit_s):
+                background.stop()
+                tell(self._task, False, f"it took longer than {limit_s:g} s behind the command (BOOTSEER_ENV_PUBLISH)")
+                return
+            say(f"waited {time.monotonic() - began_s:.1f} s for the environment's snapshot")
+        self._report()
+
+    def stop(self) -> None:
+        """Give it up."""
+        self._background.stop()
+        self._report()
+
+    def _report(self) -> None:
+        said = self._background.heard()
+        for line in (str(one["say"]) for one in said if "say" in one):
+            say(line)
+        result = next((one for one in said if "published" in one), None)
+        error = next((one["error"] for one in said if "error" in one), "the process that kept it died")
+        if result is None:
+            tell(self._task, False, str(error))
+        else:
+            tell(self._task, bool(result.pop("published")), str(result.pop("why_not", "")), result)
+
+
+def tell(task: Task, published: bool, why_not: str = "", facts: Mapping[str, Any] | None = None) -> None:
+    """What became of the snapshot, for the user and the report."""
+    task.outcome.update(outcome := {"published": published, "why_not": why_not, **(facts or {})})
+    if published:
+        size = format_bytes(outcome["size_bytes"])
+        say(f"environment {outcome['key'][:12]} is kept as a snapshot: {outcome['num_files']:,} files, {size}")
+    elif why_not:
+        say(f"no snapshot of the environment was kept: {why_not}")
+    if task.session is not None:
+        task.session.tracer.emit(EVENT, INSTANT, parent=task.session.span, attrs=task.outcome)
+
+
+def start_publishing(task: Task, publication: Publication) -> Publishing:
+    """Begin. Raises `PermanentError` when there is no process for it."""
+    background = start_background(
+        lambda tell: _publish(task, publication, tell),
+        name="bootseer-env",
+        log=task.folder.path / "publish.log",
+        niceness=_NICENESS,
+    )
+    return Publishing(task, background)
+
+
+def _publish(task: Task, publication: Publication, tell: Tell) -> None:
+    """In the child."""
+    began_s = time.monotonic()
+    wanted = task.wanted
+    check = SecretCheck(
+        publication.left_out.exclusions,
+        withheld=publication.left_out.withheld.values(),
+        variables=task.env,
+        rules=wanted.secret_rules,
+        cache=environments_folder(wanted.cache) / "secret-rules",
+    )
+    if problems := publication.validate():
+        raise PermanentError("; ".join(problems))
+    with contextlib.closing(open_store(task.store_uri, plain_http=wanted.plain_http)) as store:
+        done = publication.done
+        written = write_snapshot(
+            store,
+            publication.changes,
+            began_s=done.began_s,
+            check=check,
+            ended_s=done.ended_s,
+            root=str(publication.root),
+            is_loose=publication.division.is_loose if publication.division is not None else lambda path: False,
+        )
+        for line in written.left_out:
+            tell({"say": f"left out of the environment's snapshot: {line}"})
+        document = _document(task, publication, written)
+        if found := check.text("its document", document.encode()):
+            refuse([found])
+        catalog = Catalog(store, lambda line: tell({"say": line}), task.signatures)
+        published = catalog.publish(document, replace=publication.decision.replace)
+        local = Local(wanted.cache, lambda line: tell({"say": line}))
+        if published:
+            local.keep(document, catalog.sealed(document))
+            if publication.decision.replaces is not None:
+                quarantine = Quarantine(store, local.store, lambda line: tell({"say": line}))
+                quarantine.rebuilt(document, publication.decision.replaces)
+        tell(
+            {
+                "published": published,
+                "why_not": "" if published else "another start kept one first",
+                "key": document.key,
+                "digest": document.digest,
+                "seconds": round(time.monotonic() - began_s, 3),
+                "num_files": document.num_files,
+                "size_bytes": document.size_bytes,
+                "stored_bytes": sum(stored.size_bytes for stored in document.objects),
+                "trust": document.trust,
+            }
+        )
+
+
+def _document(task: Task, publication: Publication, written: Written) -> EnvironmentDocument:
+    key, done = publication.key, publication.done
+    return EnvironmentDocument(
+        key=key.digest,
+        components=key.components,
+        file=written.file,
+        manifest=written.manifest,
+        loose=written.loose,
+        digest=written.digest,
+        roots=publication.division.roots if publication.division is not None else (),
+        num_loose=len(publication.division.loose) if publication.division is not None else 0,
+        num_files=written.num_files,
+        size_bytes=written.size_bytes,
+        packages=done.packages,
+        exports=done.exports,
+        platform=key.platform,
+        trust=publication.trust,
+        unaccounted=publication.unaccounted[:_MAX_UNACCOUNTED],
+        builder=task.node,
+        version=__version__,
+        built_s=time.time(),
+        setup_s=done.seconds,
+        max_age_s=_max_age_s(task, key),
+        job=task.job,
+        what=task.what,
+        left_out=tuple(publication.left_out.reasons.values())[:MAX_LEFT_OUT],
+    )
+
+
+def _max_age_s(task: Task, key: RequestKey) -> float | None:
+    age_s = task.wanted.max_age_s
+    if age_s is None:
+        return UNPINNED_AGE_S if key.unpinned else None
+    return None if age_s == math.inf else age_s

@@ -1,0 +1,346 @@
+"""What lazy mounts show through FUSE: block files as they are, or the file trees inside EROFS block files.
+
+`LazyFiles` is one folder with a file per block file: the kernel mounts EROFS from these, so that it alone knows names
+and inodes, and asks here for blocks only. Where the kernel cannot mount EROFS, `MergedTree` shows several layers as one
+tree, as an overlay of them would: one tree costs one request for a name, where an overlay of FUSE trees asks each
+layer, and it can be shown where nothing but FUSE can be mounted. `layer_tree` shows one layer with its deletions and
+opaque folders, for an overlay in a user namespace.
+
+Of EROFS files all metadata and all folders are read before the mount, because none of a tree's methods may wait; the
+contents of files are read when they are asked for. Owners that the reader's user namespace does not have would make
+files inaccessible, so that they are replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from bootseer.erofs.format import BLOCK, Superblock
+from bootseer.erofs.reader import ErofsReader, Inode
+from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
+from bootseer.fuse.filesystem import Attributes, Cancel, Data, Entry, Reply
+from bootseer.mounts.user_namespace import num_owners
+
+Done = Callable[[Data | BootseerError], None]
+OnError = Callable[[str], None]
+Part = tuple[int, int]
+"""A layer (0 is the uppermost) and the number of an inode there."""
+_FIRST = 2
+_PRIVILEGED, _UNPRIVILEGED = b"trusted.overlay.", b"user.overlay."
+_MARKS = (_UNPRIVILEGED, _PRIVILEGED)
+_OPAQUE = b"user.overlay.opaque"
+_FIRST_MERGED = 1 << 48
+_MAX_METADATA = 1 << 30
+_PIECE = 1 << 20
+_KINDS = {
+    1: stat.S_IFREG,
+    2: stat.S_IFDIR,
+    3: stat.S_IFCHR,
+    4: stat.S_IFBLK,
+    5: stat.S_IFIFO,
+    6: stat.S_IFSOCK,
+    7: stat.S_IFLNK,
+}
+
+
+class Ticket(Protocol):
+    """A read on its way."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Source(Protocol):
+    """What lazy mounts need of `fetch.Fetcher`: files by number."""
+
+    def read(self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None) -> Ticket | None:
+        """Read a range; `done` gets it, or why not, once and from any thread, perhaps before this returns."""
+
+    def read_blocking(self, file: int, offset: int, length: int) -> Data:
+        """Read a range and wait for it."""
+
+    def close(self) -> None:
+        """Stop all work."""
+
+
+class LazyFile(NamedTuple):
+    """A file as it is shown: `number` is the source's."""
+
+    name: str
+    size_bytes: int
+    number: int
+
+
+class LazyFiles:
+    """A tree of one folder. Immutable, so that any thread may ask."""
+
+    def __init__(self, source: Source, files: Sequence[LazyFile], on_error: OnError) -> None:
+        self._source = source
+        self._files = tuple(files)
+        self._on_error = on_error
+        self._root = Attributes(1, stat.S_IFDIR | 0o555, nlink=2)
+        self._attributes = [
+            Attributes(_FIRST + place, stat.S_IFREG | 0o444, file.size_bytes) for place, file in enumerate(files)
+        ]
+        self._by_name = {file.name.encode(): place for place, file in enumerate(files)}
+        self._entries = [Entry(name, _FIRST + place, stat.S_IFREG) for name, place in self._by_name.items()]
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        place = self._by_name.get(name) if parent == 1 else None
+        return None if place is None else self._attributes[place]
+
+    def attributes(self, inode: int) -> Attributes:
+        return self._root if inode == 1 else self._attributes[inode - _FIRST]
+
+    def entries(self, inode: int) -> Sequence[Entry]:
+        if inode != 1:
+            raise OSError(errno.ENOTDIR, "not a folder")
+        return self._entries
+
+    def readlink(self, inode: int) -> bytes:
+        raise OSError(errno.EINVAL, "not a symbolic link")
+
+    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
+        return {}
+
+    def total(self) -> tuple[int, int]:
+        return sum(file.size_bytes for file in self._files), len(self._files)
+
+    def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        file = self._files[inode - _FIRST]
+        return start_read(self._source, file.number, offset, length, reply, self._on_error)
+
+
+def start_read(
+    source: Source, file: int, offset: int, length: int, reply: Reply, on_error: Callable[[str], None]
+) -> Cancel | None:
+    """Begin a read whose failure is an I/O error for the reader and a line in the log."""
+
+    def done(result: Data | BootseerError) -> None:
+        if isinstance(result, BootseerError):
+            on_error(str(result))
+            reply(errno.EIO)
+        else:
+            reply(result)
+
+    ticket = source.read(file, offset, length, done)
+    return None if ticket is None else ticket.cancel
+
+
+class FilesTree:
+    """The tree of one image. Inode 1 is its root; the others are its own numbers, moved out of the way of 1."""
+
+    def __init__(self, source: Source, file: LazyFile, on_error: OnError) -> None:
+        """Read the metadata, and wait for it. Raises `CorruptError` for what is no image of ours."""
+        self._source = source
+        self._file = file
+        self._on_error = on_error
+        first = bytes(source.read_blocking(file.number, 0, BLOCK))
+        self._meta_at = Superblock.parse(first).meta_block * BLOCK
+        if not BLOCK <= self._meta_at < file.size_bytes:
+            raise CorruptError(f"{file.name}: the metadata area lies outside the image")
+        if file.size_bytes - self._meta_at > _MAX_METADATA:
+            raise PermanentError(f"{file.name}: more than {_MAX_METADATA >> 20} MiB of metadata")
+        self._metadata = b"".join(
+            bytes(source.read_blocking(file.number, at, min(_PIECE, file.size_bytes - at)))
+            for at in range(self._meta_at, file.size_bytes, _PIECE)
+        )
+        self._first = first
+        self._num_owners = num_owners()
+        self._owner, self._group = os.geteuid(), os.getegid()
+        self._folders: dict[int, bytes] = {}  # blocks of folders that lie outside the metadata area
+        self._reader = ErofsReader(self._read_metadata)
+        self._root = self._reader.root().number
+        self._num_files = Superblock.parse(first).inodes
+        self._load_folders()
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        found = self._reader.lookup(self._inode(parent), name)
+        return None if found is None else self._attributes_of(found)
+
+    def attributes(self, inode: int) -> Attributes:
+        return self._attributes_of(self._inode(inode))
+
+    def entries(self, inode: int) -> Sequence[Entry]:
+        return [
+            Entry(entry.name, self._outer(entry.number), _KINDS.get(entry.kind, 0))
+            for entry in self._reader.entries(self._inode(inode))
+        ]
+
+    def readlink(self, inode: int) -> bytes:
+        return self._reader.readlink(self._inode(inode))
+
+    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
+        return {
+            _UNPRIVILEGED + name.removeprefix(_PRIVILEGED) if name.startswith(_PRIVILEGED) else name: value
+            for name, value in self._reader.xattrs(self._inode(inode)).items()
+        }
+
+    def total(self) -> tuple[int, int]:
+        return self._file.size_bytes, self._num_files
+
+    def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        found = self._inode(inode)
+        if not stat.S_ISREG(found.mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if found.tail_at is not None:
+            raise CorruptError(f"{self._file.name}: the content of inode {found.number} lies among the metadata")
+        at = found.place * BLOCK + offset
+        return start_read(self._source, self._file.number, at, length, reply, self._on_error)
+
+    def _load_folders(self) -> None:
+        waiting, seen = [self._root], {self._root}
+        while waiting:
+            folder = self._reader.inode(waiting.pop())
+            blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
+            for at in range(folder.place * BLOCK, (folder.place + blocks) * BLOCK, BLOCK):
+                self._folders[at] = bytes(self._source.read_blocking(self._file.number, at, BLOCK))
+            if len(self._folders) * BLOCK > _MAX_METADATA:
+                raise PermanentError(f"{self._file.name}: more than {_MAX_METADATA >> 20} MiB of folders")
+            for entry in self._reader.entries(folder):
+                if _KINDS.get(entry.kind) == stat.S_IFDIR:
+                    if entry.number in seen:
+                        raise CorruptError(f"{self._file.name}: a folder has two names")
+                    seen.add(entry.number)
+                    waiting.append(entry.number)
+
+    def _inode(self, outer: int) -> Inode:
+        return self._reader.inode(self._root if outer == 1 else outer - 2)
+
+    def _outer(self, number: int) -> int:
+        return 1 if number == self._root else number + 2
+
+    def _attributes_of(self, inode: Inode) -> Attributes:
+        return Attributes(
+            self._outer(inode.number),
+            inode.mode,
+            inode.size,
+            inode.nlink,
+            inode.uid if inode.uid < self._num_owners else self._owner,
+            inode.gid if inode.gid < self._num_owners else self._group,
+            os.makedev(*inode.rdev),
+            inode.mtime_ns,
+        )
+
+    def _read_metadata(self, offset: int, length: int) -> bytes:
+        if offset + length <= BLOCK:
+            return self._first[offset : offset + length]
+        if offset < self._meta_at:
+            # The reader asks for folders in whole blocks, but for the end of the last one.
+            block = self._folders.get(offset)
+            if block is None or length > BLOCK:
+                raise CorruptError(f"{self._file.name}: metadata outside its area")
+            return block[:length]
+        return self._metadata[offset - self._meta_at : offset - self._meta_at + length]
+
+
+def layer_tree(source: Source, files: Sequence[LazyFile], on_error: OnError) -> FilesTree:
+    """The tree of the only file of `files`, its overlay marks as overlays in user namespaces read them."""
+    if len(files) != 1:
+        raise UsageError(f"{len(files)} layers", hint="one is shown as it is; several are merged")
+    return FilesTree(source, files[0], on_error)
+
+
+class MergedTree:
+    """The tree of an image; the first of `files` is its lowest layer. Marks of overlayfs are obeyed and not shown.
+
+    A file's number is made of its layer's and of its number there. Only folders that several layers have are counted as
+    they are found; they live as long as the tree. All methods run on the session's one thread.
+    """
+
+    def __init__(self, source: Source, files: Sequence[LazyFile], on_error: OnError) -> None:
+        """Read the metadata of all layers, and wait for it. Raises `CorruptError` for what is no layer."""
+        if not files:
+            raise UsageError("an image without layers", hint="convert it again")
+        self._layers = [FilesTree(source, file, on_error) for file in reversed(files)]
+        self._merged: dict[int, tuple[Part, ...]] = {}
+        self._numbers: dict[tuple[Part, ...], int] = {}
+        self._root = self._folder_parts([(layer, 1) for layer in range(len(self._layers))])
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        parts = self._child(self._parts(parent), name)
+        return self._shown(parts) if parts else None
+
+    def attributes(self, inode: int) -> Attributes:
+        return self._shown(self._parts(inode))
+
+    def entries(self, inode: int) -> Sequence[Entry]:
+        parts, seen, found = self._parts(inode), set(), []
+        for layer, number in parts:
+            for entry in self._layers[layer].entries(number):
+                if entry.name in seen:
+                    continue
+                seen.add(entry.name)
+                here: tuple[Part, ...] = ((layer, entry.inode),)
+                if stat.S_ISDIR(entry.mode) or stat.S_ISCHR(entry.mode):  # it may merge, or be a deletion
+                    here = self._child(parts, entry.name)
+                if here:
+                    found.append(Entry(entry.name, self._number(here), entry.mode))
+        return found
+
+    def readlink(self, inode: int) -> bytes:
+        layer, number = self._parts(inode)[0]
+        return self._layers[layer].readlink(number)
+
+    def xattrs(self, inode: int) -> Mapping[bytes, bytes]:
+        layer, number = self._parts(inode)[0]
+        found = self._layers[layer].xattrs(number)
+        return {name: value for name, value in found.items() if not name.startswith(_MARKS)}
+
+    def total(self) -> tuple[int, int]:
+        totals = [layer.total() for layer in self._layers]
+        return sum(size for size, _ in totals), sum(files for _, files in totals)
+
+    def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
+        layer, number = self._parts(inode)[0]
+        return self._layers[layer].read(number, offset, length, reply)
+
+    def _child(self, parents: Sequence[Part], name: bytes) -> tuple[Part, ...]:
+        """What shows under a name: a file, or a folder with those that it merges with; nothing when it is deleted."""
+        found: list[Part] = []
+        for layer, number in parents:
+            child = self._layers[layer].lookup(number, name)
+            if child is None:
+                continue
+            if stat.S_ISDIR(child.mode):
+                found.append((layer, child.inode))
+                continue
+            deletion = stat.S_ISCHR(child.mode) and child.rdev == 0
+            if not found and not deletion:
+                return ((layer, child.inode),)
+            break
+        return self._folder_parts(found) if found else ()
+
+    def _folder_parts(self, folders: Sequence[Part]) -> tuple[Part, ...]:
+        """The folders down to the first one that hides what is below it."""
+        for place, (layer, number) in enumerate(folders):
+            if self._layers[layer].xattrs(number).get(_OPAQUE) == b"y":
+                return tuple(folders[: place + 1])
+        return tuple(folders)
+
+    def _parts(self, inode: int) -> tuple[Part, ...]:
+        if inode == 1:
+            return self._root
+        if inode >= _FIRST_MERGED:
+            return self._merged[inode]
+        number, layer = divmod(inode, len(self._layers))
+        return ((layer, number),)
+
+    def _number(self, parts: tuple[Part, ...]) -> int:
+        if parts == self._root:
+            return 1
+        if len(parts) == 1:
+            layer, number = parts[0]
+            return number * len(self._layers) + layer
+        inode = self._numbers.setdefault(parts, _FIRST_MERGED + len(self._numbers))
+        self._merged[inode] = parts
+        return inode
+
+    def _shown(self, parts: tuple[Part, ...]) -> Attributes:
+        layer, number = parts[0]
+        return replace(self._layers[layer].attributes(number), inode=self._number(parts))

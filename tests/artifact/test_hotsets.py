@@ -1,0 +1,187 @@
+"""Hot sets on the node and in the image's store: found in both, kept in both, and never a reason to fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bootseer.artifact.hotsets import HotSets, hotset_name, publishes
+from bootseer.artifact.signatures import UNSIGNED, Signatures
+from bootseer.errors import AccessError, TransientError
+from bootseer.fetch.hotset import HotSet, Record
+from bootseer.fetch.hotset_format import encode
+from bootseer.fetch.need import Found, Need
+from bootseer.store.file import FileStore
+from bootseer.store.store import Upload
+from signing_keys import make_key, trust
+
+DIGEST = "sha256:" + "ab" * 32
+WORKLOAD = "train.py-0123456789ab"
+FILE = "cd" * 32
+
+
+def record(started_s: float, *blocks: int) -> Record:
+    return Record(started_s, 1000, tuple(Need(FILE, block, 10 * i, Found.MISSING) for i, block in enumerate(blocks)))
+
+
+class ReadOnly(FileStore):
+    """A folder that refuses writers, as a registry does without the credentials for it."""
+
+    def upload(self) -> Upload:
+        raise AccessError("the registry refuses to push")
+
+
+class Away(FileStore):
+    """A store that cannot be reached."""
+
+    def read(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        raise TransientError("no answer", retry_after_s=3600)
+
+
+def sets(
+    tmp_path: Path, store: FileStore | None, node: str = "n0", signatures: Signatures = UNSIGNED
+) -> tuple[HotSets, list[str]]:
+    said: list[str] = []
+    return HotSets(tmp_path / node, DIGEST, store, said.append, signatures), said
+
+
+def test_one_node_s_record_is_the_next_node_s_hot_set(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    first, said = sets(tmp_path, store)
+    assert first.load(WORKLOAD) is None
+    first.keep(WORKLOAD, record(1, 7, 3), publish=True)
+    other, _ = sets(tmp_path, store, "n1")
+    found = other.load(WORKLOAD)
+    assert found is not None
+    assert found.plan() == [(FILE, 7), (FILE, 3)]
+    assert said == []
+
+
+def test_runs_of_both_places_count_once(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    for node, started in (("n0", 1), ("n1", 2)):
+        known, _ = sets(tmp_path, store, node)
+        known.keep(WORKLOAD, record(started, 1, 2, 3), publish=True)
+    known, _ = sets(tmp_path, store, "n0")
+    found = known.load(WORKLOAD)
+    assert found is not None
+    assert [run.started_s for run in found.records] == [1, 2]
+
+
+def test_who_may_only_read_keeps_the_set_on_the_node_and_says_so_once(tmp_path: Path) -> None:
+    known, said = sets(tmp_path, ReadOnly(tmp_path / "store"))
+    known.keep(WORKLOAD, record(1, 5), publish=True)
+    assert len(said) == 1
+    assert "kept on this node" in said[0]
+    assert known.load(WORKLOAD) is not None
+
+
+def test_without_the_word_nothing_is_published(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    known, _ = sets(tmp_path, store)
+    known.keep(WORKLOAD, record(1, 5), publish=False)
+    assert list(store.list()) == []
+
+
+def test_a_store_that_is_away_costs_the_set_and_nothing_else(tmp_path: Path) -> None:
+    known, said = sets(tmp_path, Away(tmp_path / "store"))
+    assert known.load(WORKLOAD) is None
+    assert said == ["no hot set: no answer"]
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", encode(HotSet(DIGEST, "other")), encode(HotSet("other", WORKLOAD))])
+def test_a_set_that_is_none_or_another_s_is_not_used(tmp_path: Path, data: bytes) -> None:
+    store = FileStore(tmp_path / "store")
+    upload = store.upload()
+    upload.write(data)
+    upload.commit(hotset_name(DIGEST, WORKLOAD))
+    known, said = sets(tmp_path, store)
+    assert known.load(WORKLOAD) is None
+    assert len(said) == 1
+
+
+def test_a_few_nodes_of_a_large_job_publish_and_a_small_job_s_all() -> None:
+    assert all(publishes(f"node{i}", count) for count in (None, 1, 2, 7) for i in range(7))
+    publishers = sum(publishes(f"node{i}", 1440) for i in range(1440))
+    assert 1 <= publishers <= 12
+
+
+class TestSigned:
+    """Hot sets of which a signature is required."""
+
+    @pytest.fixture
+    def signs(self, tmp_path: Path) -> Signatures:
+        key = make_key(tmp_path / "key")
+        return Signatures((str(key),), trust(tmp_path / "trusted", key))
+
+    @pytest.fixture
+    def strict(self, signs: Signatures) -> Signatures:
+        return Signatures(trusted=signs.trusted)
+
+    def test_a_set_that_a_trusted_key_signed_is_used(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        for signatures in (signs, strict, UNSIGNED):
+            known, said = sets(tmp_path, store, "n1", signatures)
+            assert known.load(WORKLOAD) is not None
+            assert said == []
+
+    def test_a_set_without_a_signature_is_ignored_with_a_note(self, tmp_path: Path, strict: Signatures) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        known, said = sets(tmp_path, store, "n1", strict)
+        known.fetch(WORKLOAD)
+        assert known.load(WORKLOAD) is None
+        assert all(line.startswith("no hot set: ") and line.endswith("is not signed") for line in said)
+
+    def test_the_signed_set_of_another_image_or_workload_is_ignored(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        other = "sha256:" + "cd" * 32
+        HotSets(tmp_path / "n0", other, store, print, signs).keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n0", signs)[0].keep("other", record(1, 7), publish=True)
+        for name in (hotset_name(other, WORKLOAD), hotset_name(DIGEST, "other")):
+            (tmp_path / "store" / hotset_name(DIGEST, WORKLOAD)).write_bytes((tmp_path / "store" / name).read_bytes())
+            known, said = sets(tmp_path, store, "n1", strict)
+            assert known.load(WORKLOAD) is None
+            assert len(said) == 1
+            assert "not what was signed" in said[0]
+
+    @pytest.mark.parametrize("required", [True, False])
+    def test_a_signed_set_is_not_replaced_by_one_without_a_signature(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures, required: bool
+    ) -> None:
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store, "n0", signs)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        known, said = sets(tmp_path, store, "n1", strict if required else UNSIGNED)
+        known.keep(WORKLOAD, record(2, 7), publish=True)
+        assert [line for line in said if "no key; it is kept on this node" in line] == said != []
+        assert sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD) is not None
+        found = known.load(WORKLOAD)
+        assert found is not None
+        assert len(found.records) == 2
+
+    def test_runs_without_a_signature_are_not_signed_with_ours(
+        self, tmp_path: Path, signs: Signatures, strict: Signatures
+    ) -> None:
+        """A node that signs and requires nothing: what anybody wrote into the store would get its signature."""
+        store = FileStore(tmp_path / "store")
+        sets(tmp_path, store)[0].keep(WORKLOAD, record(1, 7), publish=True)
+        sets(tmp_path, store, "n1", Signatures(signs.signing))[0].keep(WORKLOAD, record(2, 8), publish=True)
+        found = sets(tmp_path, store, "n2", strict)[0].load(WORKLOAD)
+        assert found is not None
+        assert found.plan() == [(FILE, 8)]
+
+    def test_a_key_that_cannot_be_used_costs_the_set_in_the_store_alone(
+        self, tmp_path: Path, signs: Signatures
+    ) -> None:
+        (tmp_path / "key").chmod(0o644)
+        known, said = sets(tmp_path, FileStore(tmp_path / "store"), "n0", signs)
+        known.keep(WORKLOAD, record(1, 7), publish=True)
+        assert len(said) == 1
+        assert "may be read by others" in said[0]
+        assert known.load(WORKLOAD) is not None

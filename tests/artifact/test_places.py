@@ -1,0 +1,50 @@
+"""Where things lie on a machine."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from bootseer.artifact.places import cache_root, runtime_root
+from bootseer.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("environ", "uid", "root"),
+    [
+        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 0, "/run/bootseer"),
+        ({"XDG_RUNTIME_DIR": "/run/user/5"}, 5, "/run/user/5/bootseer"),
+        ({"XDG_RUNTIME_DIR": "relative"}, 5, "/tmp/bootseer-5"),
+        ({"XDG_RUNTIME_DIR": "/run/user/5", "BOOTSEER_RUNTIME": "/elsewhere"}, 5, "/elsewhere"),
+        ({}, 5, "/tmp/bootseer-5"),
+    ],
+)
+def test_where_the_runtime_folder_is(environ: dict[str, str], uid: int, root: str) -> None:
+    assert runtime_root(environ, uid) == Path(root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of other users")
+def test_a_runtime_folder_that_another_user_took_is_replaced_by_one_in_the_cache() -> None:
+    uid = 2_000_000_000 + os.getpid()
+    taken = Path(f"/tmp/bootseer-{uid}")
+    taken.mkdir()
+    try:
+        folder = runtime_root({"BOOTSEER_CACHE": "/cache"}, uid)
+        assert folder.parent == Path("/cache/runtime")
+        os.chown(taken, uid, uid)
+        assert runtime_root({"BOOTSEER_CACHE": "/cache"}, uid) == taken
+        taken.rmdir()
+        taken.symlink_to("/cache")
+        assert runtime_root({"BOOTSEER_CACHE": "/cache"}, uid) == folder
+    finally:
+        taken.unlink() if taken.is_symlink() else taken.rmdir()
+
+
+def test_without_a_home_the_cache_is_in_that_of_the_user_database_or_nowhere() -> None:
+    assert cache_root({}, 0) == Path("/var/cache/bootseer")
+    assert cache_root({}, 1) == Path(pwd.getpwuid(1).pw_dir, ".cache", "bootseer")
+    with pytest.raises(UsageError, match="user 64321 has no home folder"):
+        cache_root({}, 64321)

@@ -1,0 +1,92 @@
+"""Starts of an image on a disk that is full, or too small for it: slower, and never kept from starting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.artifact.room import Room
+from bootseer.cache.cache import Cache
+from cached import BLOCK, content, index_of, put
+from image_node import Node
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """8 MiB, less than one of the image's two large files and a half."""
+    if os.geteuid():
+        pytest.skip("needs root to mount a tmpfs")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(folder)]
+    if subprocess.run(made, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def start(run: Run, node: Node, disk: Path) -> Start:
+    """`start(loading)`: a container that reads the large files and tells their sums, with its cache on the disk."""
+    assert run("image", "convert", node.reference, more=node.env).returncode == 0
+
+    def call(loading: str) -> subprocess.CompletedProcess[str]:
+        words = ["image", "run", "--loading", loading, "--entrypoint", "none", node.reference, "--"]
+        return run(*words, "sh", "-c", "cat /hot /cold | wc -c", more={**node.env, "BOOTSEER_CACHE": str(disk)})
+
+    return call
+
+
+def fill_up(disk: Path) -> Path:
+    ballast = disk / "ballast"
+    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    return ballast
+
+
+@pytest.mark.parametrize("loading", ["lazy", "auto", "pull"])
+def test_starts_go_on_after_one_that_filled_the_disk(start: Start, loading: str) -> None:
+    for way in ("lazy", loading, loading):
+        ran = start(way)
+        assert (ran.returncode, ran.stdout) == (0, f"{2 * (6 << 20)}\n"), ran.stderr
+
+
+def test_a_pull_that_does_not_fit_is_served_lazily_and_that_is_said(start: Start) -> None:
+    ran = start("pull")
+    assert (ran.returncode, ran.stdout) == (0, f"{2 * (6 << 20)}\n"), ran.stderr
+    assert "it is served lazily" in ran.stderr
+
+
+def test_where_others_fill_the_disk_what_is_here_still_starts(start: Start, disk: Path) -> None:
+    assert start("lazy").returncode == 0
+    fill_up(disk)
+    ran = start("lazy")
+    assert "cannot sync" not in ran.stderr
+    # Not even a folder of the container's own fits then: that is said, with the way out.
+    assert ran.returncode == 0 or "bootseer cache prune --to SIZE" in ran.stderr, ran.stderr
+
+
+def test_room_is_made_of_what_nobody_uses_and_only_when_that_is_enough(disk: Path) -> None:
+    cache = Cache(disk / "cache")
+    data = content(600, zeros=False)
+    old = cache.open(index_of(data))
+    put(old, data, range(600))
+    old.sync()
+    old.close()
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(4 << 20))
+    room = Room(cache, pytest.fail)
+    assert not room.make(64 << 20)
+    assert cache.entries()[0].ready_bytes == 600 * BLOCK
+    assert room.make(2 << 20)
+    usage = os.statvfs(disk)
+    assert usage.f_bavail * usage.f_frsize >= 2 << 20

@@ -1,0 +1,106 @@
+"""What a progress shows on a terminal, in a log, and where nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+import pytest
+
+from bootseer.cli import output
+from bootseer.cli.output import Progress, shown
+
+
+@pytest.fixture
+def long_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long from the beginning on."""
+    monkeypatch.setattr(output, "_LONG_S", 0.0)
+
+
+@contextlib.contextmanager
+def written_to(file: TextIO | None) -> Iterator[None]:
+    """In the test itself: pytest sets its own standard error after the fixtures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        yield
+
+
+@contextlib.contextmanager
+def screen(columns: int) -> Iterator[Callable[[], str]]:
+    """Standard error is a terminal; what it gives tells what was written there."""
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 10, columns, 0, 0))
+    os.set_blocking(here, False)
+    with os.fdopen(here, "rb", buffering=0) as reader, os.fdopen(there, "w") as file, written_to(file):
+
+        def seen() -> str:
+            return (reader.read(10_000) or b"").decode()
+
+        yield seen
+
+
+@pytest.mark.usefixtures("long_at_once")
+def test_a_log_gets_one_line_once_it_takes_long() -> None:
+    log = io.StringIO()
+    with written_to(log):
+        with shown("fetching x", "blocks") as heard:
+            heard(1, 4)
+            heard(2, 4)
+        with shown("waiting for y", "") as heard:
+            heard(0, 0)
+            heard(0, 0)
+    assert log.getvalue() == "bootseer: still fetching x 1 of 4 blocks\nbootseer: still waiting for y for 0 s\n"
+
+
+def test_what_is_quick_is_not_told() -> None:
+    log = io.StringIO()
+    with written_to(log), shown("fetching x", "bytes") as heard:
+        heard(1, 4)
+    assert log.getvalue() == ""
+
+
+@pytest.mark.usefixtures("long_at_once")
+def test_verbs_that_show_a_bar_write_nothing_into_a_log() -> None:
+    log = io.StringIO()
+    with written_to(log), Progress("reading") as bar:
+        bar.show_bytes(1, 2)
+        bar.wait()
+    assert log.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_that_fits_and_goes() -> None:
+    with screen(40) as seen:
+        with shown("converting registry:5000/team/a-long-name-of-an-image:7", "bytes") as heard:
+            heard(1 << 20, 2 << 20)
+        begin, *lines, end = seen().split("\r\x1b[K")
+    assert (begin, end) == ("", "")
+    assert {line.startswith("converting registry") for line in lines} == {True}  # more than one on a slow machine
+    assert {len(line) for line in lines} == {39}
+
+
+@pytest.mark.usefixtures("long_at_once")
+def test_a_terminal_shows_that_something_is_waited_for() -> None:
+    with screen(80) as seen:
+        with shown("waiting for hdfs://nn/jobs", "") as heard:
+            heard(0, 0)
+        assert "waiting for hdfs://nn/jobs for 0 s" in seen()
+
+
+class _Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.usefixtures("long_at_once")
+@pytest.mark.parametrize("stderr", [None, _Closed()])
+def test_where_nobody_reads_the_work_goes_on(stderr: TextIO | None) -> None:
+    with written_to(stderr), shown("fetching x", "blocks") as heard:
+        heard(1, 4)

@@ -1,0 +1,89 @@
+"""The fingerprint of the host: another one for other packages, the same for all else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from bootseer.env.keys import node
+from bootseer.env.keys.files import Facts, NodeFiles
+
+
+def _install(folder: Path, name: str, record: str) -> Path:
+    path = folder / f"{name}.dist-info"
+    path.mkdir(parents=True)
+    (path / "RECORD").write_text(record)
+    return path
+
+
+def test_distributions_count_by_name_version_and_record(tmp_path: Path) -> None:
+    empty = node.distributions([str(tmp_path)]).digest
+    path = _install(tmp_path, "click-8.1.7", "click.py,sha256=a,1\n__pycache__/click.cpython-311.pyc,,\n")
+    before = node.distributions([str(tmp_path)])
+    assert before.digest != empty
+    assert before.lines[0].startswith("click-8.1.7.dist-info ")
+    (path / "RECORD").write_text("click.py,sha256=b,1\n")
+    assert node.distributions([str(tmp_path)]).digest != before.digest
+
+
+def test_bytecode_times_caches_and_empty_folders_do_not_count(tmp_path: Path) -> None:
+    path = _install(tmp_path, "click-8.1.7", "a,b,1\nc,d,2\n__pycache__/click.cpython-311.pyc,,\n")
+    before = node.distributions([str(tmp_path)]).digest
+    (path / "RECORD").write_text("c,d,2\na,b,1\n")
+    os.utime(path / "RECORD", (1, 1))
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "~lick-8.1.7.dist-info").mkdir()
+    (tmp_path / "empty").mkdir()
+    folders = [str(tmp_path), str(tmp_path / "nowhere"), str(tmp_path / "empty")]
+    assert node.distributions(folders).digest == before
+
+
+def test_the_system_is_the_same_at_a_second_look_and_names_its_packages() -> None:
+    files = NodeFiles(Facts(None))
+    first = node.system(files)
+    assert node.system(files) == first
+    assert any(line.startswith("distribution ") for line in first.lines)
+
+
+def test_packages_that_were_removed_do_not_count() -> None:
+    status = (
+        b"Package: a\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1-2\nDescription: x\n y\n\n"
+        b"Package: b\nStatus: deinstall ok config-files\nArchitecture: all\nVersion: 1\n\nPackage: half\n"
+    )
+    assert list(node.packages(status)) == ["a:amd64 1-2"]
+
+
+def test_an_interpreter_tells_about_itself_and_is_asked_once(tmp_path: Path) -> None:
+    facts = Facts(tmp_path)
+    python = node.ask_python(sys.executable, dict(os.environ), facts)
+    assert python.version == ".".join(map(str, sys.version_info[:3]))
+    assert python.prefix == sys.prefix
+    facts.save()
+    # A second answer without a process: with an environment in which none could be started.
+    assert node.ask_python(sys.executable, {}, Facts(tmp_path)) == python
+
+
+def test_a_wrapper_script_is_asked_each_time(tmp_path: Path) -> None:
+    wrapper = tmp_path / "python3"
+    wrapper.write_text(f'#!/bin/sh\necho x >> {tmp_path}/calls\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    facts = Facts(None)
+    for _ in range(2):
+        node.ask_python(str(wrapper), dict(os.environ), facts)
+    assert (tmp_path / "calls").read_text() == "x\nx\n"
+
+
+def test_levels_of_processors_follow_their_flags() -> None:
+    v2 = ["cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"]
+    v3 = [*v2, "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]
+    assert node.level_of([]) == "x86-64-v1"
+    assert node.level_of(v2) == "x86-64-v2"
+    assert node.level_of(v3) == "x86-64-v3"
+    assert node.level_of([*v3, "avx512f"]) == "x86-64-v3"
+
+
+def test_the_driver_of_nvidia_is_read_with_gpus_of_two_kinds() -> None:
+    found = node.read_accelerators("9.0, 550.54.15\n8.0, 550.54.15\n9.0, 550.54.15\n", "12.4", "")
+    assert found == node.Accelerators(("8.0", "9.0"), "550.54.15", "12.4")
+    assert node.read_accelerators("[N/A]\n", "", "550.1") == node.Accelerators((), "550.1", "")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bootseer.errors import TransientError
+from bootseer.io import locks
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two open file descriptions of one file."""
+    path = tmp_path / "file"
+    fds = [os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(2)]
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def test_shared_locks_go_together_and_keep_an_exclusive_one_out(pair):
+    assert locks.try_flock(pair[0], shared=True)
+    assert locks.try_flock(pair[1], shared=True)
+    assert not locks.try_flock(pair[1], shared=False)
+
+
+def test_a_lock_is_held_until_the_block_ends(tmp_path):
+    path = tmp_path / "lock"
+    with locks.flocked(path, deadline_s=1):
+        assert locks.holders(path) == [os.getpid()]
+        with pytest.raises(TransientError, match="locked"), locks.flocked(path, deadline_s=0):
+            pass
+    with locks.flocked(path, deadline_s=0):
+        pass
+    assert locks.holders(path) == []
+
+
+def test_a_file_that_is_not_there_has_no_holders(tmp_path):
+    assert locks.holders(tmp_path / "none") == []
+
+
+def test_a_lock_that_another_process_holds_is_given_up_after_a_while(pair, tmp_path):
+    locks.lock(pair[0], tmp_path / "file", 0.0)
+    with pytest.raises(TransientError, match=rf"locked for 0\.05 s by process \[{os.getpid()}\]"):
+        locks.lock(pair[1], tmp_path / "file", 0.05)
+    os.close(os.dup(pair[0]))  # a copy of the descriptor: the lock stays
+    assert not locks.try_flock(pair[1])
