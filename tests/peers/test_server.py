@@ -90,11 +90,13 @@ def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Se
 
     def heard(count: int) -> float:
         signs.append(count)
-        if len(signs) == 5:
+        if len(signs) == 5:  # the first is the request itself
             file.waiting[0](None)
         return 5.0
 
-    Client(SECRET).read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), heard=heard)
+    client = Client(SECRET)
+    client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), heard=heard)
+    client.close()
     assert into == DATA[2 << 20 : (2 << 20) + 4096]
     assert signs[:5] == [0] * 5
 
@@ -119,10 +121,10 @@ def test_another_jobs_secret_is_refused(server: tuple[Server, str]) -> None:
         ask(server[1], 0, 4096, secret=b"other")
 
 
-@pytest.mark.parametrize(("file", "start"), [("cd" * 32, 0), (FILE, len(DATA) - 100)])
-def test_what_the_job_does_not_use_is_not_served(server: tuple[Server, str], file: str, start: int) -> None:
+@pytest.mark.parametrize(("identity", "start"), [("cd" * 32, 0), (FILE, len(DATA) - 100)])
+def test_what_the_job_does_not_use_is_not_served(server: tuple[Server, str], identity: str, start: int) -> None:
     with pytest.raises(NotFoundError):
-        ask(server[1], start, 4096, file=file)
+        ask(server[1], start, 4096, file=identity)
 
 
 def replay(address: str, *messages: bytes) -> list[str]:
