@@ -1,0 +1,135 @@
+"""Which of a job's nodes owns a run of blocks, and in which order a node asks the others for it.
+
+Rendezvous hashing (Thaler and Ravishankar, 1998): the owner of a run is the node with the highest hash of (node, run).
+All nodes with the same list agree without a message, and a node that comes or goes moves only its own runs. Where racks
+are known there are two levels: a node asks the owner within its own rack, and the racks' owners ask one global owner,
+so that a run crosses the network once per rack rather than once per node.
+
+An owner never forwards a request of another owner (`Level` says what it may do), so that two nodes whose lists differ
+cannot wait for each other: a wrong list costs another read of the origin, never a wait. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from hashlib import blake2b, sha256
+from typing import Final, NamedTuple
+
+RUN_BYTES: Final = 4 << 20
+"""Blocks are owned in runs of this size: hashing every block of 28 GB for 1,440 nodes takes seconds, its runs 0.4 s."""
+WINDOW_BYTES: Final = 16 << 20
+"""Prefetch keeps the order of its list between windows of this size, and changes it within them."""
+_MIN_RACK: Final = 8
+"""A rack with fewer of the job's nodes is not worth a level of its own."""
+_RANKED: Final = 2
+
+
+class Level(StrEnum):
+    """What the receiver of a request may do for a block that it does not have."""
+
+    RACK = "rack"
+    """Get it from the global owner, or from the origin."""
+    GLOBAL = "global"
+    """Get it from the origin."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Peer:
+    """One node of the job."""
+
+    name: str
+    """Tells it from others; the node's own announcement, or its address."""
+    addresses: tuple[str, ...]
+    """`host:port` of each interface that it serves on, the fastest first."""
+    rack: str = ""
+
+
+class Step(NamedTuple):
+    """A peer to ask, and what it may do for the answer."""
+
+    peer: Peer
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a node gets the blocks of one run."""
+
+    steps: tuple[Step, ...]
+    """At most two peers in the order in which they are asked; none where this node asks the origin at once."""
+    may_ask_origin: bool
+    """Whether this node asks the origin when the peers fail: only the first two in rank do."""
+
+
+class Members:
+    """The nodes of a job as one node sees them. Two with the same peers have the same `digest`."""
+
+    def __init__(self, peers: Iterable[Peer], own: str) -> None:
+        """`own` is this node's name. A node that serves nothing is not among the peers: it is a client only."""
+        self.peers: tuple[Peer, ...] = tuple(sorted({peer.name: peer for peer in peers}.values()))
+        self.own = own
+        listed = "\n".join(f"{peer.name}\t{' '.join(peer.addresses)}\t{peer.rack}" for peer in self.peers)
+        self.digest = sha256(listed.encode()).hexdigest()[:16]
+        self._racks = _racks(self.peers)
+        rack = next((peer.rack for peer in self.peers if peer.name == own), "")
+        self._neighbours = self._racks.get(rack, ())
+        self._route = lru_cache(maxsize=1 << 14)(self._find_route)
+
+    @property
+    def index(self) -> int:
+        """This node's position in the list; 0 where it is not in it."""
+        return next((at for at, peer in enumerate(self.peers) if peer.name == self.own), 0)
+
+    def route(self, file: str, run: int, absent: frozenset[str] = frozenset()) -> Route:
+        """Where this node gets a run of a file (the identity of its index).
+
+        `absent` are the names of peers that are not asked for now: the next in rank take their place, so that no more
+        than two nodes ask the origin for a run whatever happens to its owners.
+        """
+        return self._route(file, run, absent)
+
+    def _find_route(self, file: str, run: int, absent: frozenset[str]) -> Route:
+        key = f"{file}/{run}".encode()
+        first = self._first(key, absent)
+        is_first = [peer.name == self.own for peer in first]
+        steps = (
+            () if is_first[:1] == [True] else tuple(Step(peer, Level.GLOBAL) for peer in first if peer.name != self.own)
+        )
+        local = _ranked(key, [peer for peer in self._neighbours if peer.name not in absent])
+        if local and local[0].name != self.own:
+            to_owner = Step(local[0], Level.RACK)
+            # The second in the rack does not ask itself: it goes where the owner would have gone.
+            second = steps[:1] if local[-1].name == self.own else tuple(Step(peer, Level.RACK) for peer in local[1:])
+            steps = (to_owner, *second)
+        return Route(steps, any(is_first))
+
+    def _first(self, key: bytes, absent: frozenset[str]) -> tuple[Peer, ...]:
+        """The first two in rank of all nodes. With racks they are the owners within the first two racks in rank."""
+        racks = [[peer for peer in rack if peer.name not in absent] for rack in self._racks.values()]
+        if len(racks) < 2:
+            return _ranked(key, [peer for peer in self.peers if peer.name not in absent])
+        owners = {rack[0].rack: _ranked(key, rack)[0] for rack in racks if rack}
+        first = sorted(owners, key=lambda rack: _score(key, rack), reverse=True)[:_RANKED]
+        return tuple(owners[rack] for rack in first)
+
+
+def _racks(peers: Sequence[Peer]) -> dict[str, tuple[Peer, ...]]:
+    """The peers of each rack; empty unless each has a rack of some size, and there are several."""
+    racks: dict[str, list[Peer]] = {}
+    for peer in peers:
+        racks.setdefault(peer.rack, []).append(peer)
+    if len(racks) < 2 or "" in racks or min(len(members) for members in racks.values()) < _MIN_RACK:
+        return {}
+    return {rack: tuple(members) for rack, members in racks.items()}
+
+
+def _ranked(key: bytes, peers: Sequence[Peer]) -> tuple[Peer, ...]:
+    """The first in rank for this key."""
+    return tuple(sorted(peers, key=lambda peer: _score(key, peer.name), reverse=True)[:_RANKED])
+
+
+def _score(key: bytes, name: str) -> bytes:
+    return blake2b(key, digest_size=8, key=blake2b(name.encode(), digest_size=32).digest()).digest()

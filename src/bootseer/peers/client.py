@@ -1,0 +1,127 @@
+"""Asks peers for ranges of block files. Connections stay open between requests."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
+from bootseer.peers.connection import Connection
+from bootseer.peers.protocol import HELLO, Request, Signer
+
+_CONNECT_S: Final = 2.0
+_MAX_IDLE: Final = 2
+
+
+class Client:
+    """Requests to all peers. Safe to use from many threads."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
+
+    def read(
+        self,
+        address: str,
+        request: Request,
+        into: memoryview,
+        *,
+        heard: Callable[[int], float],
+    ) -> None:
+        """Fill `into` with the range.
+
+        `heard` is called at the beginning, at each sign of life and after each part of the body, with the number of
+        bytes that have come since the last call; it returns how many seconds to wait for the next one. Raises
+        `TransientError` when these pass (its message says so), and where the peer is gone, full or has not got it;
+        `NotFoundError` for what the peer does not serve, `AccessError` when it does not accept the secret.
+        """
+        connection, signer = self._connection(address)
+        try:
+            connection.sock.settimeout(heard(0))
+            connection.send(signer.encode(request, address))
+            self._read_answer(connection, into, heard)
+        except BaseException:
+            # A half-received answer is not drained: that would take as long as receiving it.
+            connection.sock.close()
+            raise
+        with self._lock:
+            idle = self._idle[address]
+            if len(idle) < _MAX_IDLE:
+                idle.append((connection, signer))
+                return
+        connection.sock.close()
+
+    def close(self) -> None:
+        """Close what is idle."""
+        with self._lock:
+            connections = [connection for idle in self._idle.values() for connection, _ in idle]
+            self._idle.clear()
+        for connection in connections:
+            connection.sock.close()
+
+    def _read_answer(self, connection: Connection, into: memoryview, heard: Callable[[int], float]) -> None:
+        while True:
+            head = connection.read_head()
+            if head is None:
+                raise TransientError(f"{connection.peer} closed the connection")
+            if head.first[0] != "102":
+                break
+            connection.sock.settimeout(heard(0))
+        match head.first[0]:
+            case "206" if head.fields.get("content-length") == str(len(into)):
+                pass
+            case "403":
+                raise AccessError(f"{connection.peer} does not accept this job's secret")
+            case "404" | "416":
+                raise NotFoundError(f"{connection.peer} does not serve this file")
+            case "429":
+                raise TransientError(f"{connection.peer} has too many connections", retry_after_s=1.0)
+            case "503":
+                raise TransientError(f"{connection.peer} could not get it")
+            case status:
+                raise CorruptError(f"{connection.peer} answers {status} {head.first[1]}")
+        while into:
+            count = connection.read_some(into)
+            into = into[count:]
+            if into:
+                connection.sock.settimeout(heard(count))
+        heard(0)
+
+    def _connection(self, address: str) -> tuple[Connection, Signer]:
+        with self._lock:
+            while idle := self._idle[address]:
+                connection, signer = idle.pop()
+                if not _is_closed(connection.sock):
+                    return connection, signer
+                connection.sock.close()
+        host, _, port = address.rpartition(":")
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+        except (OSError, ValueError) as error:
+            raise TransientError(f"{address}: {error}") from error
+        connection = Connection(sock, address, _CONNECT_S)
+        nonce = secrets.token_hex(16)
+        try:
+            connection.send(f"GET {HELLO} HTTP/1.1\r\nHost: {address}\r\nBootseer-Nonce: {nonce}\r\n\r\n".encode())
+            head = connection.read_head()
+            if head is None or head.first[0] == "429":
+                raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
+            return connection, Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    """Whether the other side has closed an idle connection, or sent what was not asked for."""
+    with contextlib.suppress(BlockingIOError):
+        sock.setblocking(False)
+        sock.recv(1, socket.MSG_PEEK)
+        return True
+    return False

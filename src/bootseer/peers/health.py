@@ -1,0 +1,115 @@
+"""Which peers are asked: who is late, when a second one is asked, and who is left alone for a while.
+
+An owner that waits for the origin is not late: it says so at once and again (`filling`), and whoever takes that for
+silence turns the whole job back to the origin, since all wait for the origin at the beginning of a start. Late is
+silence, or bytes that come at less than an eighth of the median peer's rate.
+
+Three bounds keep trouble small: hedged requests are at most 5 % of all, a peer that was late 2 times of its last 8 is
+not asked for 5 s (a circuit breaker), and one that sent a wrong block is not asked again by this job. Times are seconds
+of any one clock. Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+_SILENCE_S: Final = 0.5
+"""Owners that wait say so every 0.1 s: five of these missed, and a busy machine's delay."""
+_MIN_SECONDS: Final = 0.5
+"""A rate over less time says more about the network's queues than about the peer."""
+_SLOWER: Final = 8
+_HEDGED: Final = 0.05
+_FIRST_HEDGES: Final = 2
+"""Before twenty requests were made, so many may be hedged all the same."""
+_LATE: Final = 2
+_LAST: Final = 8
+_OUT_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request to a peer that is under way."""
+
+    peer: str
+    since_s: float
+    heard_s: float
+    """Of the latest sign of life: that it fills, or bytes."""
+    body_s: float | None = None
+    """Since when bytes come."""
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Known:
+    rate: float = 0.0
+    """Bytes in a second, of its latest answers; 0 while unknown."""
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
+    out_until_s: float = float("-inf")
+    lied: str = ""
+
+
+class Health:
+    """What one node knows of its peers, by name. Used under its owner's lock."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self.requests = 0
+        self.hedges = 0
+
+    def asked(self, peer: str, now_s: float) -> Asked:
+        """A request begins."""
+        self.requests += 1
+        return Asked(peer, now_s, now_s)
+
+    def filling(self, asked: Asked, now_s: float) -> None:
+        """The peer says that it waits for the origin."""
+        asked.heard_s = now_s
+
+    def received(self, asked: Asked, num_bytes: int, now_s: float) -> None:
+        """Bytes of the answer came."""
+        asked.heard_s = now_s
+        if asked.body_s is None:
+            asked.body_s = now_s
+        asked.num_bytes += num_bytes
+
+    def late_at(self, asked: Asked) -> float:
+        """When this request is late if nothing more comes."""
+        silent = asked.heard_s + _SILENCE_S
+        usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
+        if asked.body_s is None or not usual:
+            return silent
+        return min(silent, asked.body_s + max(asked.num_bytes / (usual / _SLOWER), _MIN_SECONDS))
+
+    def ended(self, asked: Asked, *, late: bool, now_s: float) -> None:
+        """The request is over: answered whole, or given up as late (a failed connection is late, too)."""
+        known = self._known.setdefault(asked.peer, _Known())
+        known.late.append(late)
+        if asked.body_s is not None and now_s > asked.body_s:
+            rate = asked.num_bytes / (now_s - asked.body_s)
+            known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
+        if sum(known.late) >= _LATE:
+            known.out_until_s = now_s + _OUT_S
+            known.late.clear()
+
+    def lied(self, peer: str, what: str) -> None:
+        """The peer sent a block that is not what its digest says: it is not asked again."""
+        self._known.setdefault(peer, _Known()).lied = what
+
+    def may_hedge(self) -> bool:
+        """Whether a late request may be made again elsewhere; counted when it may."""
+        if self.hedges >= max(_FIRST_HEDGES, self.requests * _HEDGED):
+            return False
+        self.hedges += 1
+        return True
+
+    def absent(self, now_s: float) -> frozenset[str]:
+        """The peers that are not asked now."""
+        return frozenset(name for name, known in self._known.items() if known.lied or now_s < known.out_until_s)
+
+    @property
+    def liars(self) -> dict[str, str]:
+        """Peers that sent wrong blocks, each with what it was."""
+        return {name: known.lied for name, known in self._known.items() if known.lied}

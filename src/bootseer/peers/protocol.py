@@ -1,0 +1,139 @@
+"""What peers say to each other: HTTP/1.1 requests for ranges of block files, each signed with the job's secret.
+
+A connection begins with `GET /v1/hello`, by which both sides give a nonce; its key is the HMAC of both under the job's
+secret. Each request then carries a number that grows and an HMAC of all that matters in it. So a request cannot be
+replayed, on its connection or another, without clocks that agree or a memory of nonces, which a date in each request
+would need. Answers are not signed: every block is compared with its digest by its receiver.
+
+    GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
+    Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
+    Bootseer-Level: rack | global               what the owner may do when it has not got them
+    Bootseer-Members: DIGEST                    of the sender's list of peers
+    Authorization: Bootseer NUMBER MAC
+
+    102 Processing                              the owner waits for the origin; again every 0.1 s
+    206 Partial Content, 403, 404, 416, 429, 503
+
+Decides and touches nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from bootseer.errors import CorruptError
+from bootseer.peers.choice import Level
+
+MAX_HEAD: Final = 4096
+MAX_RANGE: Final = 4 << 20
+HELLO: Final = "/v1/hello"
+_FILES: Final = "/v1/files/"
+_NONCE: Final = re.compile(r"[0-9a-f]{32}")
+_IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
+_RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+REASONS: Final = {
+    102: "Processing", 200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
+    416: "Range Not Satisfiable", 429: "Too Many Requests", 503: "Service Unavailable",
+}  # fmt: skip
+
+
+class Head(NamedTuple):
+    """First line and fields of a request or an answer; the names of fields in lower case."""
+
+    first: tuple[str, str]
+    """Method and target of a request; status and reason of an answer."""
+    fields: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A range of a block file."""
+
+    file: str
+    start: int
+    length: int
+    level: Level
+    members: str
+
+
+@dataclass(slots=True)
+class Signer:
+    """Signs and checks the requests of one connection. Each side has its own."""
+
+    key: bytes
+    number: int = field(default=0)
+
+    @classmethod
+    def of(cls, secret: bytes, client_nonce: str, server_nonce: str) -> Signer:
+        """For a connection whose two sides gave these nonces. Raises `CorruptError` for what is not a nonce."""
+        for nonce in (client_nonce, server_nonce):
+            if not _NONCE.fullmatch(nonce):
+                raise CorruptError("malformed nonce of a peer")
+        return cls(hmac.digest(secret, f"bootseer peers 1\n{client_nonce}\n{server_nonce}".encode(), "sha256"))
+
+    def encode(self, request: Request, host: str) -> bytes:
+        """The bytes of the next request."""
+        self.number += 1
+        last = request.start + request.length - 1
+        return (
+            f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
+            f"Bootseer-Level: {request.level}\r\nBootseer-Members: {request.members}\r\n"
+            f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
+        ).encode()
+
+    def decode(self, head: Head) -> Request | None:
+        """The request that a client sent; None when it did not sign it, or has sent it before.
+
+        Raises `CorruptError` when it is malformed.
+        """
+        method, target = head.first
+        found = _RANGE.fullmatch(head.fields.get("range", ""))
+        identity = target.removeprefix(_FILES)
+        level = head.fields.get("bootseer-level", "")
+        if method != "GET" or not _IDENTITY.fullmatch(identity) or found is None or level not in set(Level):
+            raise CorruptError("malformed request of a peer")
+        start, last = int(found[1]), int(found[2])
+        if not start <= last < start + MAX_RANGE:
+            raise CorruptError("a peer asks for more than it may at once")
+        request = Request(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-members", ""))
+        number, _, mac = head.fields.get("authorization", "").removeprefix("Bootseer ").partition(" ")
+        if not (number.isascii() and number.isdecimal() and len(number) < 19 and int(number) > self.number):
+            return None
+        if not hmac.compare_digest(mac.encode(), self._mac(int(number), request).encode()):
+            return None
+        self.number = int(number)
+        return request
+
+    def _mac(self, number: int, request: Request) -> str:
+        signed = (
+            f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.members}"
+        ).encode()
+        return hmac.digest(self.key, signed, "sha256").hex()
+
+
+def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:
+    """The head of an answer; `fields` are whole lines. An interim answer (1xx) has no length."""
+    size = "" if status < 200 else f"Content-Length: {length}\r\n"
+    return f"HTTP/1.1 {status} {REASONS[status]}\r\n{size}{fields}\r\n".encode()
+
+
+def parse_head(data: bytes) -> Head:
+    """A head without the empty line after it. Raises `CorruptError`."""
+    lines = data.decode("latin-1").split("\r\n")
+    words = lines[0].split(" ", 2)
+    if len(words) == 3 and words[2] == "HTTP/1.1":
+        first = (words[0], words[1])
+    elif len(words) >= 2 and words[0] == "HTTP/1.1" and re.fullmatch(r"[1-5]\d\d", words[1]):
+        first = (words[1], words[2] if len(words) == 3 else "")
+    else:
+        raise CorruptError("a peer does not speak HTTP/1.1")
+    fields = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        if not colon:
+            raise CorruptError("malformed field in the head of a peer's message")
+        fields[name.strip().lower()] = value.strip()
+    return Head(first, fields)

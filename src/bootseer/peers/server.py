@@ -1,0 +1,209 @@
+"""Serves this node's blocks to the other nodes of its job, from the cache's files by `sendfile`.
+
+A thread per connection: `sendfile` gives the GIL back, and costs a quarter of a second of processor for a GiB, like
+nginx and half of what asyncio takes. What is not here is asked of the origin by the node's own fetcher, so that a
+block is fetched once however many peers wait for it; they hear `102` at once and again until it is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.io.executor import Executor
+from bootseer.logs import logger
+from bootseer.peers.choice import Level
+from bootseer.peers.connection import Connection
+from bootseer.peers.protocol import HELLO, Request, Signer, encode_answer
+
+_LOG = logger(__name__)
+MAX_CONNECTIONS: Final = 32
+_IDLE_S: Final = 30.0
+_FILLING_EVERY_S: Final = 0.1
+_SO_MAX_PACING_RATE: Final = 47
+_UNLIMITED: Final = (1 << 64) - 1
+_CS1: Final = 8 << 2
+"""Low priority, in the upper bits of the traffic class (RFC 8622's predecessor that switches know)."""
+
+
+class Content(Protocol):
+    """One block file that peers may ask for."""
+
+    size_bytes: int
+
+    def open(self) -> int:
+        """A descriptor of the file with its uncompressed bytes, in their places. The caller closes it."""
+
+    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+        """Whether a range is here. If not, it is fetched, and `done` is called once when that has ended."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What was served so far. Changed under the server's lock."""
+
+    bytes_sent: int = 0
+    requests: int = 0
+    refused: int = 0
+    by_peer: dict[str, int] | None = None
+
+
+class Server:
+    """Listens on sockets that its owner has bound. Safe to use from many threads."""
+
+    def __init__(
+        self,
+        listening: list[socket.socket],
+        secret: bytes,
+        find: Callable[[str], Content | None],
+        *,
+        max_rate: int | None = None,
+    ) -> None:
+        """`find` gives the content of an index' identity, None for what this job does not use.
+
+        `max_rate`: bytes per second of all connections together.
+        """
+        self._listening = listening
+        self._secret = secret
+        self._find = find
+        self._max_rate = max_rate
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        self.served = Served()
+        self._threads = Executor("bootseer-peers", MAX_CONNECTIONS + len(listening))
+        for sock in listening:
+            self._threads.submit(partial(self._accept, sock))
+
+    def limit(self, max_rate: int | None) -> None:
+        """From now on send no more than this many bytes per second in all; None for no limit."""
+        with self._lock:
+            self._max_rate = max_rate
+            self._pace()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End all connections. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            sockets = [*self._connections, *self._listening]
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._threads.close(timeout_s)
+        for sock in self._listening:
+            sock.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while not self._closed:
+            try:
+                sock, address = listening.accept()
+            except OSError:
+                return
+            with self._lock:
+                is_full = len(self._connections) >= MAX_CONNECTIONS
+                if not is_full:
+                    self._connections.add(sock)
+                    self._pace()
+            try:
+                if is_full:
+                    raise TransientError("too many connections")
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
+                self._threads.submit(partial(self._serve, Connection(sock, address[0], _IDLE_S)), at_once=True)
+            except (OSError, TransientError):
+                self._refuse(sock)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(sock)
+            self.served.refused += 1
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(0.1)
+            sock.sendall(encode_answer(429))
+
+    def _pace(self) -> None:
+        """Divide the rate among the connections. Under the lock."""
+        rate = _UNLIMITED if self._max_rate is None else max(self._max_rate // max(len(self._connections), 1), 1)
+        for sock in self._connections:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            with connection.sock:
+                signer = self._greet(connection)
+                while signer is not None and (head := connection.read_head()) is not None:
+                    request = signer.decode(head)
+                    if request is None:
+                        connection.send(encode_answer(403))
+                        return
+                    self._answer(connection, request)
+        except CorruptError as error:
+            _LOG.warning("%s: %s", connection.peer, error)
+        except (TransientError, OSError) as error:
+            _LOG.debug("%s: %s", connection.peer, error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection.sock)
+                self._pace()
+
+    def _greet(self, connection: Connection) -> Signer | None:
+        head = connection.read_head()
+        if head is None:
+            return None
+        if head.first != ("GET", HELLO):
+            connection.send(encode_answer(400))
+            return None
+        nonce = secrets.token_hex(16)
+        signer = Signer.of(self._secret, head.fields.get("bootseer-nonce", ""), nonce)
+        connection.send(encode_answer(200, 0, f"Bootseer-Nonce: {nonce}\r\n"))
+        return signer
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        with self._lock:
+            self.served.requests += 1
+        content = self._find(request.file)
+        if content is None:
+            connection.send(encode_answer(404))
+        elif request.start + request.length > content.size_bytes:
+            connection.send(encode_answer(416))
+        elif problem := self._wait(connection, content, request):
+            _LOG.info("%s: not served: %s", connection.peer, problem)
+            connection.send(encode_answer(503))
+        else:
+            self._send(connection, content, request)
+
+    def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
+        """Until the range is here, or cannot be had: why."""
+        ended = threading.Event()
+        problems: list[BootseerError] = []
+
+        def done(problem: BootseerError | None) -> None:
+            problems.extend([problem] if problem else [])
+            ended.set()
+
+        if content.want(request.start, request.length, request.level, done):
+            return None
+        while True:
+            connection.send(encode_answer(102))
+            if ended.wait(_FILLING_EVERY_S):
+                return problems[0] if problems else None
+            if self._closed:
+                return TransientError("this node leaves")
+
+    def _send(self, connection: Connection, content: Content, request: Request) -> None:
+        with os.fdopen(content.open(), "rb", buffering=0) as file:
+            connection.send(encode_answer(206, request.length))
+            sent = connection.sock.sendfile(file, request.start, request.length)
+        if sent != request.length:
+            raise TransientError("the file in the cache is shorter than its index says")
+        with self._lock:
+            self.served.bytes_sent += sent

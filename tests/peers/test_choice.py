@@ -1,0 +1,113 @@
+"""Owners of runs: that all nodes agree on them, that racks are crossed once, and who may ask the origin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bootseer.peers.choice import Level, Members, Peer, Step
+
+FILE = "ab" * 32
+
+
+def job(num: int, racks: int = 0) -> list[Peer]:
+    return [Peer(f"n{at}", (f"10.0.0.{at}:7400",), f"r{at % racks}" if racks else "") for at in range(num)]
+
+
+def walk(peers: list[Peer], start: str, run: int, absent: frozenset[str] = frozenset()) -> list[str]:
+    """The nodes that a request passes until one asks the origin, when all answer."""
+    passed = [start]
+    while steps := Members(peers, passed[-1]).route(FILE, run, absent).steps:
+        passed.append(steps[0].peer.name)
+        assert len(passed) <= len(peers)
+    return passed
+
+
+@pytest.mark.parametrize("racks", [0, 4])
+def test_all_nodes_agree_on_one_that_asks_the_origin(racks: int) -> None:
+    peers = job(64, racks)
+    for run in range(20):
+        ends = {tuple(walk(peers, peer.name, run)[-1:]) for peer in peers}
+        assert len(ends) == 1
+        assert max(len(walk(peers, peer.name, run)) for peer in peers) == (3 if racks else 2)
+
+
+def test_two_at_most_may_ask_the_origin_for_a_run() -> None:
+    for racks in (0, 4):
+        peers = job(64, racks)
+        for run in range(20):
+            assert sum(Members(peers, peer.name).route(FILE, run).may_ask_origin for peer in peers) == 2
+
+
+def test_a_run_comes_into_a_rack_once() -> None:
+    peers = job(64, 4)
+    racks = {peer.name: peer.rack for peer in peers}
+    for run in range(20):
+        walks = [walk(peers, peer.name, run) for peer in peers]
+        hops = {hop for passed in walks for hop in pairwise(passed)}
+        assert len({hop for hop in hops if racks[hop[0]] != racks[hop[1]]}) == 3
+
+
+def test_an_owner_asked_by_its_rack_may_ask_further_and_one_asked_by_an_owner_may_not() -> None:
+    peers = job(64, 4)
+    for run in range(20):
+        for peer in peers:
+            path = walk(peers, peer.name, run)
+            levels = [Members(peers, name).route(FILE, run).steps[0].level for name in path[:-1]]
+            assert levels in ([], [Level.RACK], [Level.GLOBAL], [Level.RACK, Level.GLOBAL])
+
+
+def test_racks_that_are_small_or_unknown_make_no_level() -> None:
+    for peers in (job(12, 4), [*job(32, 2), Peer("lonely", ("h:1",))]):
+        assert all(
+            step.level is Level.GLOBAL for peer in peers for step in Members(peers, peer.name).route(FILE, 1).steps
+        )
+
+
+@given(st.integers(2, 40), st.sets(st.integers(0, 39)), st.integers(0, 1000), st.sampled_from([0, 2]))
+def test_absent_nodes_are_never_asked_and_the_way_still_ends_at_one(
+    num: int, gone: set[int], run: int, racks: int
+) -> None:
+    absent = frozenset(f"n{at}" for at in gone)
+    peers = job(num, racks)
+    living = [peer.name for peer in peers if peer.name not in absent]
+    ends = {walk(peers, name, run, absent)[-1] for name in living}
+    assert not ends & absent
+    assert len(ends) <= 1
+
+
+def test_a_node_that_leaves_moves_only_its_own_runs() -> None:
+    peers = job(16)
+    before = [walk(peers, "n0", run)[-1] for run in range(400)]
+    after = [walk(peers[:-1], "n0", run)[-1] for run in range(400)]
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != "n15")
+
+
+def test_owners_share_the_work() -> None:
+    counts = Counter(walk(job(16), "n0", run)[-1] for run in range(1600))
+    assert len(counts) == 16
+    assert max(counts.values()) < 150  # of 100 on average
+
+
+def test_a_client_that_serves_nothing_asks_the_same_owners() -> None:
+    peers = job(8)
+    for run in range(20):
+        route = Members(peers, "client").route(FILE, run)
+        assert route.steps[0] == Step(Members(peers, "x").route(FILE, run).steps[0].peer, Level.GLOBAL)
+        assert len(route.steps) == 2
+        assert not route.may_ask_origin
+
+
+def test_alone_there_is_the_origin() -> None:
+    for peers in ([], job(1)):
+        assert Members(peers, "n0").route(FILE, 3).steps == ()
+
+
+def test_lists_of_the_same_peers_have_the_same_digest() -> None:
+    peers = job(8)
+    assert Members(peers, "n1").digest == Members(reversed(peers), "n2").digest
+    assert Members(peers, "n1").digest != Members(peers[1:], "n1").digest

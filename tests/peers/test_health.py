@@ -1,0 +1,79 @@
+"""Which peers are late: silence and slowness, not waiting for the origin; and the bounds of what follows."""
+
+from __future__ import annotations
+
+from bootseer.peers.health import Asked, Health
+
+MIB = 1 << 20
+
+
+def answered(health: Health, peer: str, num_bytes: int, seconds: float, at_s: float = 0.0) -> None:
+    asked = health.asked(peer, at_s)
+    health.received(asked, 0, at_s)
+    health.received(asked, num_bytes, at_s + seconds)
+    health.ended(asked, late=False, now_s=at_s + seconds)
+
+
+def test_silence_is_late() -> None:
+    health = Health()
+    assert health.late_at(health.asked("a", 10.0)) == 10.5
+
+
+def test_one_that_fills_is_not_late_however_long_it_takes() -> None:
+    health = Health()
+    asked = health.asked("a", 0.0)
+    for tenth in range(1, 600):
+        assert health.late_at(asked) > tenth / 10
+        health.filling(asked, tenth / 10)
+
+
+def receiving(health: Health, rate: float, seconds: float) -> Asked:
+    """A request whose bytes have come at this rate for so long, a part each tenth of a second."""
+    asked = health.asked("slow", 0.0)
+    for tenth in range(int(seconds * 10) + 1):
+        health.received(asked, int(rate / 10), tenth / 10)
+    return asked
+
+
+def test_bytes_at_less_than_an_eighth_of_the_median_are_late() -> None:
+    health = Health()
+    for peer, rate in (("a", 8), ("b", 8), ("c", 80)):
+        answered(health, peer, rate * MIB, 1.0)
+    assert health.late_at(receiving(health, 0.8 * MIB, 1.0)) < 1.0
+    assert health.late_at(receiving(health, 1.5 * MIB, 1.0)) > 1.0
+
+
+def test_two_late_answers_of_eight_open_the_circuit_for_five_seconds() -> None:
+    health = Health()
+    health.ended(health.asked("a", 0.0), late=True, now_s=0.5)
+    for _ in range(6):
+        health.ended(health.asked("a", 1.0), late=False, now_s=1.0)
+    assert health.absent(1.0) == frozenset()
+    health.ended(health.asked("a", 1.0), late=True, now_s=1.5)
+    assert health.absent(1.5) == {"a"}
+    assert health.absent(6.4) == {"a"}
+    assert health.absent(6.6) == frozenset()
+
+
+def test_an_old_late_answer_is_forgotten() -> None:
+    health = Health()
+    health.ended(health.asked("a", 0.0), late=True, now_s=0.5)
+    for _ in range(8):
+        health.ended(health.asked("a", 1.0), late=False, now_s=1.0)
+    health.ended(health.asked("a", 1.0), late=True, now_s=1.5)
+    assert health.absent(1.5) == frozenset()
+
+
+def test_hedges_are_one_in_twenty() -> None:
+    health = Health()
+    assert [health.may_hedge() for _ in range(3)] == [True, True, False]
+    for _ in range(100):
+        health.asked("a", 0.0)
+    assert [health.may_hedge() for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_peer_that_sent_a_wrong_block_is_not_asked_again() -> None:
+    health = Health()
+    health.lied("a", "block 7 of file abc")
+    assert health.absent(1e9) == {"a"}
+    assert health.liars == {"a": "block 7 of file abc"}

@@ -1,0 +1,189 @@
+"""A server of blocks and its clients over real sockets: what they get, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError
+from bootseer.peers.choice import Level
+from bootseer.peers.client import Client
+from bootseer.peers.protocol import MAX_RANGE, Request, Signer, parse_head
+from bootseer.peers.server import MAX_CONNECTIONS, Server
+
+FILE = "ab" * 32
+SECRET = b"s" * 32
+DATA = os.urandom(3 << 20)
+
+
+class File:
+    """A whole file, or one whose second MiB comes when `arrive` is called."""
+
+    size_bytes = len(DATA)
+
+    def __init__(self, path: Path, *, is_whole: bool = True) -> None:
+        path.write_bytes(DATA)
+        self._path = path
+        self._is_whole = is_whole
+        self.waiting: list[Callable[[BootseerError | None], None]] = []
+        self.asked = threading.Event()
+
+    def open(self) -> int:
+        return os.open(self._path, os.O_RDONLY)
+
+    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+        if self._is_whole or start < 1 << 20:
+            return True
+        self.waiting.append(done)
+        self.asked.set()
+        return False
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return File(tmp_path / "data", is_whole=False)
+
+
+@pytest.fixture
+def server(file: File) -> Iterator[tuple[Server, str]]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server([listening], SECRET, {FILE: file}.get)
+    yield server, f"127.0.0.1:{listening.getsockname()[1]}"
+    server.close()
+
+
+def ask(
+    address: str, start: int, length: int, *, secret: bytes = SECRET, file: str = FILE, wait_s: float = 5.0
+) -> bytes:
+    into = bytearray(length)
+    client = Client(secret)
+    try:
+        client.read(address, Request(file, start, length, Level.GLOBAL, "m"), memoryview(into), heard=lambda _: wait_s)
+    finally:
+        client.close()
+    return bytes(into)
+
+
+def test_a_range_arrives(server: tuple[Server, str]) -> None:
+    assert ask(server[1], 4096, 100_000) == DATA[4096:104_096]
+    assert server[0].served.bytes_sent == 100_000
+
+
+def test_one_connection_serves_many_requests(server: tuple[Server, str]) -> None:
+    client = Client(SECRET)
+    for start in range(0, 1 << 20, 1 << 18):
+        into = bytearray(1 << 18)
+        client.read(server[1], Request(FILE, start, 1 << 18, Level.RACK, ""), memoryview(into), heard=lambda _: 5.0)
+        assert into == DATA[start : start + (1 << 18)]
+    assert len(server[0]._connections) == 1
+    client.close()
+
+
+def test_a_server_that_waits_for_the_origin_gives_signs_of_life(server: tuple[Server, str], file: File) -> None:
+    signs: list[int] = []
+    into = bytearray(4096)
+
+    def heard(count: int) -> float:
+        signs.append(count)
+        if len(signs) == 5:  # the first is the request itself
+            file.waiting[0](None)
+        return 5.0
+
+    client = Client(SECRET)
+    client.read(server[1], Request(FILE, 2 << 20, 4096, Level.GLOBAL, ""), memoryview(into), heard=heard)
+    client.close()
+    assert into == DATA[2 << 20 : (2 << 20) + 4096]
+    assert signs[:5] == [0] * 5
+
+
+def test_an_origin_that_fails_is_said(server: tuple[Server, str], file: File) -> None:
+    def fail() -> None:
+        file.asked.wait()
+        file.waiting[0](TransientError("the registry is down"))
+
+    threading.Thread(target=fail).start()
+    with pytest.raises(TransientError, match="could not get it"):
+        ask(server[1], 2 << 20, 4096)
+
+
+def test_a_silent_peer_is_given_up(file: File) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TransientError, match="timed out"):
+        ask(f"127.0.0.1:{silent.getsockname()[1]}", 0, 4096, wait_s=0.2)
+
+
+def test_another_jobs_secret_is_refused(server: tuple[Server, str]) -> None:
+    with pytest.raises(AccessError):
+        ask(server[1], 0, 4096, secret=b"other")
+
+
+@pytest.mark.parametrize(("identity", "start"), [("cd" * 32, 0), (FILE, len(DATA) - 100)])
+def test_what_the_job_does_not_use_is_not_served(server: tuple[Server, str], identity: str, start: int) -> None:
+    with pytest.raises(NotFoundError):
+        ask(server[1], start, 4096, file=identity)
+
+
+def replay(address: str, *messages: bytes) -> list[str]:
+    """Send raw messages on one connection: the status of each answer until it is closed."""
+    with socket.create_connection(address.rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
+        statuses = []
+        for message in messages:
+            sock.sendall(message)
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                line = received.readline()
+                if not line:
+                    return statuses
+                head += line
+            parsed = parse_head(head[:-4])
+            statuses.append(parsed.first[0])
+            received.read(int(parsed.fields["content-length"]))
+        return statuses
+
+
+def test_a_request_cannot_be_sent_again(server: tuple[Server, str]) -> None:
+    hello = b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n"
+    with socket.create_connection(server[1].rsplit(":", 1), 5) as sock:
+        sock.sendall(hello)
+        head = parse_head(sock.recv(4096)[:-4])
+        signer = Signer.of(SECRET, "0" * 32, head.fields["bootseer-nonce"])
+        message = signer.encode(Request(FILE, 0, 10, Level.RACK, ""), "h")
+        for expected in (b"HTTP/1.1 206", b"HTTP/1.1 403"):
+            sock.sendall(message)
+            assert sock.recv(4096).startswith(expected)
+    assert replay(server[1], hello, message) == ["200", "403"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\r\n\r\n",
+        b"GET /v1/files/../etc HTTP/1.1\r\n\r\n",
+        b"\0" * 5000,
+        b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: zz\r\n\r\n",
+        b"GET /v1/hello HTTP/1.1\r\nno colon\r\n\r\n",
+    ],
+)
+def test_malformed_requests_end_their_connection_alone(server: tuple[Server, str], message: bytes) -> None:
+    assert replay(server[1], message) in ([], ["400"])
+    assert ask(server[1], 0, 4096) == DATA[:4096]
+
+
+def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) -> None:
+    with pytest.raises(TransientError):
+        ask(server[1], 0, MAX_RANGE + 1)
+
+
+def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str]) -> None:
+    held = [socket.create_connection(server[1].rsplit(":", 1), 5) for _ in range(MAX_CONNECTIONS)]
+    while len(server[0]._connections) < MAX_CONNECTIONS:
+        pass
+    with pytest.raises(TransientError, match="too many connections") as caught:
+        ask(server[1], 0, 4096)
+    assert caught.value.retry_after_s == 1.0
+    for sock in held:
+        sock.close()
