@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import node
+from competitors import Containerd, ParallelPull, PlainFolder, Way
 from harness import ROOT, Benchmark, Outcome
 from image_claims import LINKS, Names, Sample, claims
 from image_registry import Registry
 from lazy import Lazy, convert
 from link import THERE, Link
-from peers import Containerd, ParallelPull, PlainFolder, Way
 
 from oci_images import directory, file, layer, write_layout
 
