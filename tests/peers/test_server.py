@@ -155,7 +155,10 @@ def test_a_request_cannot_be_sent_again(server: tuple[Server, str]) -> None:
         message = signer.encode(Request(FILE, 0, 10, Level.RACK, ""), "h")
         for expected in (b"HTTP/1.1 206", b"HTTP/1.1 403"):
             sock.sendall(message)
-            assert sock.recv(4096).startswith(expected)
+            answer = sock.recv(4096)
+            while expected.endswith(b"206") and len(answer.partition(b"\r\n\r\n")[2]) < 10:
+                answer += sock.recv(4096)
+            assert answer.startswith(expected)
     assert replay(server[1], hello, message) == ["200", "403"]
 
 

@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
@@ -18,6 +18,14 @@ _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
 
 
+class UnreachableError(TransientError):
+    """No connection to a peer."""
+
+
+class FillFailedError(TransientError):
+    """The peer did not get what it was asked for."""
+
+
 class Client:
     """Requests to all peers. Safe to use from many threads."""
 
@@ -26,26 +34,34 @@ class Client:
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
 
-    def read(
-        self,
-        address: str,
-        request: Request,
-        into: memoryview,
-        *,
-        heard: Callable[[int], float],
-    ) -> None:
-        """Fill `into` with the range.
+    def read(self, address: str, request: Request, into: memoryview, *, heard: Callable[[int], float]) -> None:
+        """Fill `into` with the range, like `stream`."""
+        for _ in self.stream(address, request, [into], heard=heard):
+            pass
 
-        `heard` is called at the beginning, at each sign of life and after each part of the body, with the number of
-        bytes that have come since the last call; it returns how many seconds to wait for the next one. Raises
-        `TransientError` when these pass (its message says so), and where the peer is gone, full or has not got it;
-        `NotFoundError` for what the peer does not serve, `AccessError` when it does not accept the secret.
+    def stream(
+        self, address: str, request: Request, parts: Iterable[memoryview], *, heard: Callable[[int], float]
+    ) -> Generator[memoryview, None, None]:
+        """Fill the parts of a range one after the other, and give each as soon as it is full.
+
+        Closing the iterator ends the request. `heard` is called at the beginning, at each sign of life and after each
+        piece of the body, with the number of bytes that have come since the last call; it returns how many seconds to
+        wait for the next one, or raises. Raises `TransientError` when these pass, or the peer is gone or full (with
+        `retry_after_s`); `UnreachableError` where there is no connection, `FillFailedError` when it could not get it;
+        `NotFoundError` for what it does not serve, `AccessError` when it does not accept the secret.
         """
-        connection, signer = self._connection(address)
+        connection, signer = self._connection(address, min(heard(0), _CONNECT_S))
         try:
             connection.sock.settimeout(heard(0))
             connection.send(signer.encode(request, address))
-            self._read_answer(connection, into, heard)
+            self._read_head(connection, request.length, heard)
+            for part in parts:
+                rest = part
+                while rest:
+                    count = connection.read_some(rest)
+                    rest = rest[count:]
+                    connection.sock.settimeout(heard(count))
+                yield part
         except BaseException:
             # A half-received answer is not drained: that would take as long as receiving it.
             connection.sock.close()
@@ -65,7 +81,7 @@ class Client:
         for connection in connections:
             connection.sock.close()
 
-    def _read_answer(self, connection: Connection, into: memoryview, heard: Callable[[int], float]) -> None:
+    def _read_head(self, connection: Connection, length: int, heard: Callable[[int], float]) -> None:
         while True:
             head = connection.read_head()
             if head is None:
@@ -74,7 +90,7 @@ class Client:
                 break
             connection.sock.settimeout(heard(0))
         match head.first[0]:
-            case "206" if head.fields.get("content-length") == str(len(into)):
+            case "206" if head.fields.get("content-length") == str(length):
                 pass
             case "403":
                 raise AccessError(f"{connection.peer} does not accept this job's secret")
@@ -83,17 +99,11 @@ class Client:
             case "429":
                 raise TransientError(f"{connection.peer} has too many connections", retry_after_s=1.0)
             case "503":
-                raise TransientError(f"{connection.peer} could not get it")
+                raise FillFailedError(f"{connection.peer} could not get it")
             case status:
                 raise CorruptError(f"{connection.peer} answers {status} {head.first[1]}")
-        while into:
-            count = connection.read_some(into)
-            into = into[count:]
-            if into:
-                connection.sock.settimeout(heard(count))
-        heard(0)
 
-    def _connection(self, address: str) -> tuple[Connection, Signer]:
+    def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
         with self._lock:
             while idle := self._idle[address]:
                 connection, signer = idle.pop()
@@ -102,10 +112,10 @@ class Client:
                 connection.sock.close()
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         except (OSError, ValueError) as error:
-            raise TransientError(f"{address}: {error}") from error
-        connection = Connection(sock, address, _CONNECT_S)
+            raise UnreachableError(f"{address}: {error}") from error
+        connection = Connection(sock, address, timeout_s)
         nonce = secrets.token_hex(16)
         try:
             connection.send(f"GET {HELLO} HTTP/1.1\r\nHost: {address}\r\nBootseer-Nonce: {nonce}\r\n\r\n".encode())
