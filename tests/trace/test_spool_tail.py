@@ -9,8 +9,8 @@ import pytest
 
 from bootseer.trace import spool_tail
 from bootseer.trace.event import Event, encode
-from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.sinks import SpoolSink
+from bootseer.trace.spool_tail import SpoolTail
 
 
 def line(number: int, size: int = 0) -> bytes:
