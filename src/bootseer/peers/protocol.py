@@ -161,7 +161,7 @@ def _parse_request(head: Head) -> Request:
     found = _RANGE.fullmatch(head.fields.get("range", ""))
     identity = target.removeprefix(_FILES)
     level = head.fields.get("bootseer-level", "")
-    if method != "GET" or not _IDENTITY.fullmatch(identity) or found is None or level not in set(Level):
+    if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
         raise CorruptError("malformed request of a peer")
     start, last = int(found[1]), int(found[2])
     if not start <= last < start + MAX_RANGE:
@@ -181,6 +181,11 @@ def parse_readers(body: bytes) -> dict[str, int]:
         return {name: int(blocks, 16) for name, blocks in lines}
     except ValueError as error:
         raise CorruptError("malformed answer of a peer") from error
+
+
+def is_identity(text: str) -> bool:
+    """Whether this can be the identity of an index."""
+    return _IDENTITY.fullmatch(text) is not None
 
 
 def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:
