@@ -148,6 +148,11 @@ class CachedFile:
         first = offset >> self._shift
         self._read[first : ((end - 1) >> self._shift) + 1] = b"\1" * (((end - 1) >> self._shift) + 1 - first)
 
+    def descriptor(self) -> int:
+        """Of the file at `path`, for `sendfile`: what lies at missing blocks is not theirs. The caller closes it."""
+        self._check_open()
+        return os.dup(self._data)
+
     def put(self, block: int, data: Buffer) -> None:
         """Store a block whose digest the caller has verified. Raises `CacheFull`; what was there stays.
 

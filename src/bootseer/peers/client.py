@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
@@ -50,12 +51,16 @@ class Client:
             # A half-received answer is not drained: that would take as long as receiving it.
             connection.sock.close()
             raise
-        with self._lock:
-            idle = self._idle[address]
-            if len(idle) < _MAX_IDLE:
-                idle.append((connection, signer))
-                return
-        connection.sock.close()
+        self._keep(address, connection, signer)
+
+    def probe(self, address: str) -> str:
+        """The name of the node that serves at an address, which has shown that it knows the secret.
+
+        Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
+        """
+        connection, signer, name = self._connect(address)
+        self._keep(address, connection, signer)
+        return name
 
     def close(self) -> None:
         """Close what is idle."""
@@ -93,6 +98,14 @@ class Client:
                 connection.sock.settimeout(heard(count))
         heard(0)
 
+    def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
+        with self._lock:
+            idle = self._idle[address]
+            if len(idle) < _MAX_IDLE:
+                idle.append((connection, signer))
+                return
+        connection.sock.close()
+
     def _connection(self, address: str) -> tuple[Connection, Signer]:
         with self._lock:
             while idle := self._idle[address]:
@@ -100,6 +113,9 @@ class Client:
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
+        return self._connect(address)[:2]
+
+    def _connect(self, address: str) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
@@ -112,7 +128,11 @@ class Client:
             head = connection.read_head()
             if head is None or head.first[0] == "429":
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            return connection, Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            name = head.fields.get("bootseer-name", "")
+            if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
+                raise AccessError(f"{address} does not know this job's secret")
+            return connection, signer, name
         except BaseException:
             sock.close()
             raise
