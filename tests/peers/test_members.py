@@ -72,8 +72,8 @@ def test_malformed_announcements_are_passed_over(said: object) -> None:
         parse_record(json.dumps(said).encode())
 
 
-def probe(address: str) -> str:
-    client = Client(SECRET)
+def probe(address: str, secret: bytes = SECRET) -> str:
+    client = Client(secret)
     try:
         return client.probe(address)
     finally:
@@ -171,7 +171,7 @@ def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) 
         open_source(",".join(names), {}, attempt="", name="", secret_file=secret_file(tmp_path)) for _ in range(3)
     )
     server = serve(one)
-    members = Membership(one, probe)
+    members = Membership(one, lambda address: probe(address, one.secret()))
     members.refresh()
     assert [peer.name for peer in members.peers] == names[:1]
     other = serve(two)

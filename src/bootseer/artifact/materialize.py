@@ -1,6 +1,6 @@
 """Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
- Fork-safe stores are opened again
-in the daemon; this process has no thread of its own when the daemon is started.
+
+Stores are opened again in the daemon; this process has no thread of its own when the daemon is started.
 """
 
 from __future__ import annotations

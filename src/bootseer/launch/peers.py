@@ -5,14 +5,12 @@ Without peers nothing of it is imported. What goes wrong with it is told, and th
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.artifact.places import own_folder
@@ -23,11 +21,11 @@ from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import ENDED, StartEnd, harmless
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
+from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
 from bootseer.trace.event import INSTANT
 from bootseer.trace.sinks import safe_name
 from bootseer.trace.tracer import TRAINING_BEGAN
 
-FOLDER = "BOOTSEER_PEERS_DIR"
 PEERS_START = "peers_start"
 _PREFIX = "job-"
 _READY_S = 15.0
@@ -131,10 +129,10 @@ class PeersStart:
             interface_names=wanted.interfaces,
             secret_file=wanted.secret,
         )
-        blocks = BlockFiles(folder)
+        blocks = BlockFiles()
         service = None
         try:
-            service = Service(folder, source, {"blocks": blocks.open}, Limits(wanted.before, wanted.after))
+            service = Service(folder, source, {BLOCKS: blocks.open}, Limits(wanted.before, wanted.after))
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
@@ -153,10 +151,10 @@ class PeersStart:
         """What is known at the end of the start: when training began, or with the command."""
         if self._owned is None:
             return
-        folder = self._owned.path
+        job = JobPeers.open(self._owned.path)
         if until == TRAINING_BEGAN:
-            (folder / "began").touch(mode=0o600)
-        state: dict[str, Any] = json.loads((folder / "state.json").read_bytes())
+            job.training_began()
+        state = job.state()
         attrs = {
             "until": until,
             "peers": len(state["peers"]),

@@ -16,6 +16,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -300,7 +301,10 @@ def open_source(
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file that only this user can read. Raises `AccessError`, `CorruptError`, `NotFoundError`."""
+    """The secret that a file gives, which only this user can read.
+
+    Raises `AccessError`, `CorruptError` and `NotFoundError`.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
@@ -312,7 +316,7 @@ def read_secret(path: Path) -> bytes:
         raise NotFoundError(f"{path}: {error.strerror}") from error
     if not SECRET_BYTES <= len(secret) <= _MAX_SECRET:
         raise CorruptError(f"{path}: a secret has {SECRET_BYTES} to {_MAX_SECRET} bytes")
-    return secret
+    return sha256(secret).digest()
 
 
 def read_list(path: Path) -> list[Peer]:

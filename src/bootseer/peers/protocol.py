@@ -98,7 +98,7 @@ class Signer:
         found = _RANGE.fullmatch(head.fields.get("range", ""))
         identity = target.removeprefix(_FILES)
         level = head.fields.get("bootseer-level", "")
-        if method != "GET" or not _IDENTITY.fullmatch(identity) or found is None or level not in set(Level):
+        if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
             raise CorruptError("malformed request of a peer")
         start, last = int(found[1]), int(found[2])
         if not start <= last < start + MAX_RANGE:
@@ -117,6 +117,11 @@ class Signer:
             f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.members}"
         ).encode()
         return hmac.digest(self.key, signed, "sha256").hex()
+
+
+def is_identity(text: str) -> bool:
+    """Whether this can be the identity of an index."""
+    return _IDENTITY.fullmatch(text) is not None
 
 
 def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:

@@ -1,14 +1,7 @@
 """The peer service of one job on one node: serves what the job reads here to the job's other nodes, and knows these.
 
-One process, which `bootseer run` starts before anything is mounted and which ends with it. It shares a folder with the
-local processes of the job, which only their user can read:
-
-    secret              known to all nodes of the job, and to no other process
-    members.json        the nodes that serve, as far as they answer
-    files/IDENTITY.json how a file is served: written by the process that reads it here, before it asks for any of it;
-                        of a block file, its index lies beside it
-    began               made when training begins: from now on the network belongs to it
-    state.json          what the service did so far
+One process, which `bootseer run` starts before anything is mounted and which ends with it. It shares a folder (`job`)
+with the local processes of the job: they say there which files they read, it says which nodes there are.
 
 What it serves lies in the node's cache. What is missing there it fetches from the origin, into the same cache: claims
 keep it and the local readers from fetching a block twice.
@@ -17,10 +10,7 @@ keep it and the local readers from fetching a block twice.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,33 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
-from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.io.trusted_folder import NEW
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
+from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.protocol import is_identity
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
 _LOG = logger(__name__)
-FOLDER: Final = "BOOTSEER_PEERS_DIR"
-"""Environment variable: the folder that the local processes of a job share with its peer service."""
-SECRET, MEMBERS, FILES, BEGAN, STATE = "secret", "members.json", "files", "began", "state.json"
-_IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
-_MAX_DESCRIPTION: Final = 1 << 16
 _LOOK_EVERY_S: Final = 0.25
 _STATE_EVERY_S: Final = 1.0
 _TRAINING_SHARE: Final = 0.05
 
-Opener = Callable[[str, Mapping[str, Any]], Content]
-"""Makes the content of a file from its identity and its description. Raises `BootseerError`, and `OSError`, `KeyError`
-and `TypeError` for a malformed one."""
+Opener = Callable[[JobPeers, str], Content | None]
+"""Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +54,22 @@ class Limits:
 class BlockFiles:
     """Opens block files, of images and environments: kind `blocks`."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: the one that the local processes of the job share."""
-        self._folder = folder
+    def __init__(self) -> None:
         self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
 
-    def open(self, identity: str, described: Mapping[str, Any]) -> Content:
+    def open(self, job: JobPeers, identity: str) -> Content | None:
         """An `Opener`."""
-        index = Index.parse((self._folder / FILES / f"{identity}.index").read_bytes())
-        if index.identity != identity:
-            raise CorruptError(f"{identity}.index is the index of another file")
-        place = (str(described["store"]), bool(described.get("plain_http")))
+        source = job.block_source(identity)
+        if source is None:
+            return None
+        place = (source.store, source.plain_http)
         if place not in self._stores:
-            self._stores[place] = open_store(place[0], plain_http=place[1])
-        cached = Cache(Path(described["cache"])).open(index)
+            self._stores[place] = open_store(source.store, plain_http=source.plain_http)
+        cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
-        return _BlockFile(cached, self._fetcher, self._fetcher.add(index, self._stores[place], cached))
+        return _BlockFile(cached, self._fetcher, self._fetcher.add(source.index, self._stores[place], cached))
 
     @property
     def origin_bytes(self) -> int:
@@ -132,7 +114,6 @@ class Service:
 
     def __init__(self, folder: Path, source: Source, openers: Mapping[str, Opener], limits: Limits) -> None:
         """`openers`: for each kind of file, by the word in its description, what opens it."""
-        self._folder = folder
         self._source = source
         self._openers = openers
         self._limits = limits
@@ -146,10 +127,9 @@ class Service:
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
-        (folder / FILES).mkdir(mode=0o700, exist_ok=True)
+        self._job = JobPeers.create(folder, self._secret)
         self._serve()
         self._write_members()
-        write_whole(folder / SECRET, self._secret)
 
     def run(self, ready: Callable[[], None], *, wait_for: int = 0, wait_s: float = 0.0) -> None:
         """Serve until a signal raises something. `ready` is called once, when `wait_for` nodes are known, this one
@@ -162,7 +142,7 @@ class Service:
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
-            if not self._training and (self._folder / BEGAN).exists():
+            if not self._training and self._job.training:
                 self._training_began()
             if now >= state_at:
                 state_at = now + _STATE_EVERY_S
@@ -199,12 +179,12 @@ class Service:
             except BootseerError as error:
                 _LOG.warning("the job's nodes cannot be looked for: %s", error)
             except OSError as error:
-                _LOG.warning("%s: %s", self._folder, error)
+                _LOG.warning("%s: %s", self._job.folder, error)
             self._stopped.wait(self._membership.pause_s())
 
     def _find(self, identity: str) -> Content | None:
         content = self._contents.get(identity)
-        if content is not None or not _IDENTITY.fullmatch(identity):
+        if content is not None or not is_identity(identity):
             return content
         with self._opening:
             if identity not in self._contents:
@@ -215,15 +195,12 @@ class Service:
             return self._contents[identity]
 
     def _opened(self, identity: str) -> Content | None:
-        path = self._folder / FILES / f"{identity}.json"
+        described = self._job.registered(identity)
+        opener = self._openers.get(described["kind"]) if described is not None else None
         try:
-            with path.open("rb") as file:
-                described = json.loads(file.read(_MAX_DESCRIPTION))
-            return self._openers[described["kind"]](identity, described)
-        except FileNotFoundError:
-            return None
-        except (BootseerError, OSError, ValueError, KeyError, TypeError) as error:
-            _LOG.warning("%s is not served: %s: %s", identity, type(error).__name__, error)
+            return opener(self._job, identity) if opener is not None else None
+        except (BootseerError, OSError) as error:
+            _LOG.warning("%s is not served: %s", identity, error)
             return None
 
     def _training_began(self) -> None:
@@ -240,10 +217,8 @@ class Service:
                 self._source.leave()
 
     def _write_members(self) -> None:
-        own, peers = self._source.own, self._membership.peers
-        listed = [{"name": peer.name, "addresses": peer.addresses, "rack": peer.rack} for peer in peers]
-        text = json.dumps({"own": own.name if own else "", "peers": listed})
-        write_whole(self._folder / MEMBERS, text.encode())
+        own = self._source.own
+        self._job.write_members(own.name if own else "", self._membership.peers)
 
     def _write_state(self) -> None:
         own, served = self._source.own, self._server.served if self._server is not None else None
@@ -262,16 +237,4 @@ class Service:
         }
         if state != self._written:
             self._written = state
-            write_whole(self._folder / STATE, json.dumps(state).encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file in one step; only this user can read it. Raises `OSError`."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(new, NEW, 0o600), "wb") as file:
-            file.write(data)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+            self._job.write_state(state)
