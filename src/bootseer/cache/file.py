@@ -195,6 +195,12 @@ class CachedFile:
                 self._claimed.discard(block)
                 self._live.release_claim(block)
 
+    def is_fetched(self) -> bool:
+        """Whether another process, or another `CachedFile`, holds a claim on any block."""
+        self._check_open()
+        with mapped("look at the locks of", self.entry):
+            return self._live.any_claim()
+
     def mark_hot(self, blocks: Iterable[int]) -> None:
         """Remember that these blocks are in a hot set, so that they are evicted last."""
         with mapped("write to", self.entry):

@@ -13,10 +13,11 @@ from typing import Final
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import HELLO, Request, Signer
+from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
+_MAX_READERS: Final = 1 << 14
 
 
 class Client:
@@ -62,6 +63,27 @@ class Client:
         self._keep(address, connection, signer)
         return name
 
+    def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
+        """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
+        connection, signer = self._connection(address)
+        try:
+            connection.sock.settimeout(timeout_s)
+            connection.send(signer.encode(question, address))
+            head = _checked(connection.read_head(), connection.peer)
+            length = head.fields.get("content-length", "")
+            if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
+                raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
+            body = memoryview(bytearray(int(length)))
+            left = body
+            while left:
+                left = left[connection.read_some(left) :]
+            found = parse_readers(bytes(body))
+        except BaseException:
+            connection.sock.close()
+            raise
+        self._keep(address, connection, signer)
+        return found
+
     def close(self) -> None:
         """Close what is idle."""
         with self._lock:
@@ -72,25 +94,12 @@ class Client:
 
     def _read_answer(self, connection: Connection, into: memoryview, heard: Callable[[int], float]) -> None:
         while True:
-            head = connection.read_head()
-            if head is None:
-                raise TransientError(f"{connection.peer} closed the connection")
+            head = _checked(connection.read_head(), connection.peer)
             if head.first[0] != "102":
                 break
             connection.sock.settimeout(heard(0))
-        match head.first[0]:
-            case "206" if head.fields.get("content-length") == str(len(into)):
-                pass
-            case "403":
-                raise AccessError(f"{connection.peer} does not accept this job's secret")
-            case "404" | "416":
-                raise NotFoundError(f"{connection.peer} does not serve this file")
-            case "429":
-                raise TransientError(f"{connection.peer} has too many connections", retry_after_s=1.0)
-            case "503":
-                raise TransientError(f"{connection.peer} could not get it")
-            case status:
-                raise CorruptError(f"{connection.peer} answers {status} {head.first[1]}")
+        if head.first[0] != "206" or head.fields.get("content-length") != str(len(into)):
+            raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
         while into:
             count = connection.read_some(into)
             into = into[count:]
@@ -136,6 +145,22 @@ class Client:
         except BaseException:
             sock.close()
             raise
+
+
+def _checked(head: Head | None, peer: str) -> Head:
+    """The head of an answer that refuses nothing."""
+    if head is None:
+        raise TransientError(f"{peer} closed the connection")
+    match head.first[0]:
+        case "403":
+            raise AccessError(f"{peer} does not accept this job's secret")
+        case "404" | "416":
+            raise NotFoundError(f"{peer} does not serve this file")
+        case "429":
+            raise TransientError(f"{peer} has too many connections", retry_after_s=1.0)
+        case "503":
+            raise TransientError(f"{peer} could not get it")
+    return head
 
 
 def _is_closed(sock: socket.socket) -> bool:

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import HELLO, Request, Signer, encode_answer
+from bootseer.peers.protocol import HELLO, Question, Request, Signer, encode_answer, encode_readers
+from bootseer.peers.readers import CachedContent, Readers
 
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
@@ -82,6 +83,7 @@ class Server:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = False
+        self._readers = Readers()
         self.served = Served()
         self._threads = Executor("bootseer-peers", MAX_CONNECTIONS + len(listening))
         for sock in listening:
@@ -151,7 +153,10 @@ class Server:
                     if request is None:
                         connection.send(encode_answer(403))
                         return
-                    self._answer(connection, request)
+                    if isinstance(request, Question):
+                        self._tell_readers(connection, request)
+                    else:
+                        self._answer(connection, request)
         except CorruptError as error:
             _LOG.warning("%s: %s", connection.peer, error)
         except (TransientError, OSError) as error:
@@ -186,9 +191,15 @@ class Server:
             connection.send(encode_answer(416))
         elif problem := self._wait(connection, content, request):
             _LOG.info("%s: not served: %s", connection.peer, problem)
-            connection.send(encode_answer(503))
+            connection.send(encode_answer(404 if isinstance(problem, NotFoundError) else 503))
         else:
             self._send(connection, content, request)
+
+    def _tell_readers(self, connection: Connection, question: Question) -> None:
+        content = self._find(question.file)
+        own = content.here(question.first, question.blocks) if isinstance(content, CachedContent) else 0
+        body = encode_readers(self._readers.answer(question, own, self._name))
+        connection.send(encode_answer(200, len(body)) + body)
 
     def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
         """Until the range is here, or cannot be had: why."""
