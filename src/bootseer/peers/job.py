@@ -162,7 +162,7 @@ class JobPeers:
 
     def _file(self, identity: str, suffix: str) -> Path:
         if not is_identity(identity):
-            raise ValueError(f"{identity[:80]!r} is no identity of a file")
+            raise ValueError(f"{identity[:80]!r} is not an identity of a file")
         return self.folder / "files" / f"{identity}.{suffix}"
 
     def _look(self) -> None:
