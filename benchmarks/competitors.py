@@ -54,15 +54,7 @@ class Containerd:
     def prepare(self) -> None:
         self._folder.mkdir(parents=True)
         config = self._folder / "config.toml"
-        # A JSON string is a TOML string.
-        config.write_text(
-            "version = 2\n"
-            f"root = {json.dumps(str(self._folder / 'root'))}\n"
-            f"state = {json.dumps(str(self._folder / 'state'))}\n"
-            'disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]\n'
-            f"[grpc]\naddress = {json.dumps(str(self._socket))}\n"
-            f"[ttrpc]\naddress = {json.dumps(str(self._socket) + '.ttrpc')}\n"
-        )
+        config.write_text(containerd_config(self._folder))
         with (self._folder / "log").open("wb") as log:
             self._daemon = subprocess.Popen(
                 ["containerd", "-c", str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -90,6 +82,19 @@ class Containerd:
                 self._daemon.wait()
             self._daemon = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def containerd_config(folder: Path) -> str:
+    """Settings of a containerd that keeps all that it has in the folder; its socket is `containerd.sock` there."""
+    # A JSON string is a TOML string.
+    return (
+        "version = 2\n"
+        f"root = {json.dumps(str(folder / 'root'))}\n"
+        f"state = {json.dumps(str(folder / 'state'))}\n"
+        'disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt"]\n'
+        f"[grpc]\naddress = {json.dumps(str(folder / 'containerd.sock'))}\n"
+        f"[ttrpc]\naddress = {json.dumps(str(folder / 'containerd.sock.ttrpc'))}\n"
+    )
 
 
 class ParallelPull:

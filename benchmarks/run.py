@@ -26,6 +26,7 @@ NAMES = (
     "environment",
     "checkpoint",
     "small_files",
+    "nodes",
     "tests",
 )
 
@@ -34,7 +35,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the claims; results go to benchmarks/results.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller input")
     parser.add_argument(
-        "--rounds", type=_count, metavar="N", help="for benchmarks whose rounds take minutes: checkpoint, small_files"
+        "--rounds",
+        type=_count,
+        metavar="N",
+        help="for benchmarks whose rounds take minutes: checkpoint, small_files, nodes",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     arguments = parser.parse_args()
@@ -57,7 +61,7 @@ def main() -> int:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1000):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds")
     return int(text)
 
 

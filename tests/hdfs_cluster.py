@@ -78,8 +78,8 @@ class HdfsCluster:
 
     `fast_detection`: a DataNode that is gone counts as stale after 3 s and as dead after 12 s, not after 10 minutes.
     `disk_mib`: DataNode to the size of its disk, which `fill` can fill (root). `settings`: more for hdfs-site.xml.
-    `port`: the NameNode's, by default a free one. `is_brief`, `java_options`: see `hadoop.java`. A folder
-    that a cluster has used before keeps its files.
+    `port`: the NameNode's, by default a free one. `address`: of all servers, without links. `is_brief`,
+    `java_options`: see `hadoop.java`. A folder that a cluster has used before keeps its files.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class HdfsCluster:
         port: int | None = None,
         is_brief: bool = True,
         java_options: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> None:
         self.folder = folder / "hdfs"
         self.uri = ""
@@ -113,6 +114,7 @@ class HdfsCluster:
         self._port = port
         self._is_brief = is_brief
         self._java_options = java_options
+        self._address = address
         self._commands: list[list[str]] = []
         self._ends = contextlib.ExitStack()
         # Servers are told to die with the thread that has started them, so all are started by one that stays.
@@ -286,7 +288,7 @@ class HdfsCluster:
     # How it is made.
 
     def _start_all(self) -> None:
-        host = "127.0.0.1" if self._links is None else self._links.here
+        host = self._address if self._links is None else self._links.here
         self.uri = f"hdfs://{host}:{self._port or free_port()}"
         self.namenode_http = f"{host}:{free_port()}"
         self._write_conf()
@@ -342,7 +344,7 @@ class HdfsCluster:
 
     def _datanode(self, i: int) -> list[str]:
         if self._links is None:
-            host, (data, rpc, http) = "127.0.0.1", (free_port(), free_port(), free_port())
+            host, (data, rpc, http) = self._address, (free_port(), free_port(), free_port())
         else:
             host, (data, rpc, http) = self._links.there(i), (9866, 9867, 9864)
         self.nodes.append(f"{host}:{data}")

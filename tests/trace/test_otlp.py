@@ -16,7 +16,7 @@ from bootseer.errors import UsageError
 from bootseer.trace import otlp, otlp_wire
 from bootseer.trace.event import Event
 from bootseer.trace.otlp import OtlpExporter, endpoint_url
-from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import from_environment
 from otlp_collector import attributes, collector, trace_service
 

@@ -1,6 +1,6 @@
 """Bring the block files of a mount to this node: all at once, or by a daemon that fetches what readers need.
- Fork-safe stores are opened again
-in the daemon; this process has no thread of its own when the daemon is started.
+
+Stores are opened again in the daemon; this process has no thread of its own when the daemon is started.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Materializer:
                     self._verify(layer)
 
     def _verify(self, layer: CachedLayer) -> None:
-        """Where a full disk keeps nobody from reading, but the result cannot be noted, the layer is served instead."""
+        """On a full disk the layer can be read, but not noted as verified: then it is served by the daemon instead."""
         try:
             layer.file.verify_all(len(os.sched_getaffinity(0)))
         except CacheFull:

@@ -15,7 +15,7 @@ from bootseer.errors import BootseerError
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
 from bootseer.trace.event import Event
-from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import plural
 

@@ -36,7 +36,7 @@ from bootseer.launch.supervise import say
 from bootseer.mounts.user_namespace import may_mount
 from bootseer.store.open import open_store
 from bootseer.trace.event import INSTANT, Event
-from bootseer.trace.otlp_tail import SpoolTail
+from bootseer.trace.spool_tail import SpoolTail
 from bootseer.trace.tracer import TRAINING_BEGAN
 from bootseer.units import format_seconds
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.trace import otlp_tail
+from bootseer.trace import spool_tail
 from bootseer.trace.event import Event, encode
-from bootseer.trace.otlp_tail import SpoolTail
 from bootseer.trace.sinks import SpoolSink
+from bootseer.trace.spool_tail import SpoolTail
 
 
 def line(number: int, size: int = 0) -> bytes:
@@ -68,7 +68,7 @@ def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_much_at_once_comes_in_bounded_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
-    monkeypatch.setattr(otlp_tail, "_MAX_BYTES_PER_LOOK", 10_000)
+    monkeypatch.setattr(spool_tail, "_MAX_BYTES_PER_LOOK", 10_000)
     tail = SpoolTail(str(tmp_path))
     append(tmp_path / "a.events", b"".join(line(number, 500) for number in range(200)))
     first = numbers(tail, last=last)
@@ -84,7 +84,7 @@ def test_much_at_once_comes_in_bounded_looks(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("last", [False, True])
 def test_an_endless_line_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool) -> None:
-    monkeypatch.setattr(otlp_tail, "_MAX_BYTES_PER_LOOK", 100_000)
+    monkeypatch.setattr(spool_tail, "_MAX_BYTES_PER_LOOK", 100_000)
     tail = SpoolTail(str(tmp_path))
     append(tmp_path / "a.events", line(1) + b"x" * 1_000_000 + b"\n" + line(2))
     found = []

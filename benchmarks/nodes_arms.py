@@ -1,0 +1,143 @@
+"""The ways in which a node of `nodes` starts the job: what it runs before, and the commands whose time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from competitors import containerd_config
+from harness import ROOT
+from nodes_site import BOOTSEER, PYTHON, Script
+
+_COPY = str(ROOT / "examples/plain_copy.py")
+RECORDED = "recorded"
+"""The name of the hot set that starts use, where they use one."""
+REQUIREMENTS = ROOT / "examples/moe/requirements.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What nodes start from."""
+
+    host: str
+    """Of the registry."""
+    index: str
+    """URL of the package index."""
+    image: str
+    striped: str
+    """The checkpoints as BootSeer's nodes read them, and as ordinary files."""
+    plain: str
+    bench: Path
+    """A folder that every node has at /bench: the replay and its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One node's start in one row."""
+
+    origin: Origin
+    folder: Path
+    """The node's."""
+    number: int
+    of: int
+    row: str
+    """Unique: names the job, and the container."""
+
+    @property
+    def copied(self) -> Path:
+        return self.folder / "copied"
+
+    def job(self, checkpoint: Path) -> list[str]:
+        return ["python3", "/bench/nodes_replay.py", "/bench/plan", str(checkpoint)]
+
+
+@dataclass(frozen=True, slots=True)
+class Techniques:
+    """Which parts of BootSeer a start uses; without any of them it does what nodes do today, but for containerd."""
+
+    image: bool = True
+    environment: bool = True
+    checkpoint: bool = True
+    record: bool = True
+    """Whether hot sets of earlier starts are used; otherwise the start has a name that no start had."""
+    peers: bool = False
+
+    def only(self, **chosen: bool) -> Techniques:
+        return replace(self, **{"image": False, "environment": False, "checkpoint": False, **chosen})
+
+
+def today(start: Start, pull: str = "") -> Script:
+    """containerd pulls, one client copies the checkpoint, pip installs in the container. `pull`: another reference."""
+    image = pull or start.origin.image
+    prepare, env = containerd(start.folder)
+    return Script(
+        prepare,
+        [["ctr", "image", "pull", "--plain-http", image], copy(start), run_container(start, image)],
+        env,
+    )
+
+
+def containerd(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Lines that start containerd, which a node has running before a job comes; and the variables that find it."""
+    place = folder / "containerd"
+    place.mkdir(parents=True)
+    (place / "config.toml").write_text(containerd_config(place))
+    lines = [
+        f"containerd -c {place}/config.toml </dev/null >{place}/log 2>&1 &",
+        "for _ in $(seq 400); do ctr version >/dev/null 2>&1 && break; sleep 0.05; done",
+        "ctr version >/dev/null",
+    ]
+    return lines, {"CONTAINERD_ADDRESS": str(place / "containerd.sock")}
+
+
+def copy(start: Start) -> list[str]:
+    """The checkpoint as ordinary files, one after the other."""
+    return [PYTHON, _COPY, start.origin.plain, str(start.copied)]
+
+
+def run_container(start: Start, image: str) -> list[str]:
+    """pip, then the job, in a container that containerd has."""
+    folders = {str(start.origin.bench): "/bench", str(start.copied): str(start.copied)}
+    mounts = [f"type=bind,src={here},dst={there},options=rbind:ro" for here, there in folders.items()]
+    options = ["--rm", "--net-host", *(word for mount in mounts for word in ("--mount", mount))]
+    options += ["--cgroup", f"/{start.row}-{start.number}"]
+    pip = f"python3 -m pip install --quiet {_pip(start.origin)} -r /bench/requirements.txt"
+    inside = ["sh", "-c", f'{pip} && exec "$@"', "sh", *start.job(start.copied)]
+    return ["ctr", "run", *options, image, f"{start.row}-{start.number}", *inside]
+
+
+def bootseer(start: Start, techniques: Techniques, *options: str) -> Script:
+    """`bootseer run` with image, environment and checkpoint."""
+    origin = start.origin
+    words = [BOOTSEER, "run", "--quiet", "--job", start.row, "--attempt", "0", "--node", f"node{start.number}"]
+    words += ["--num-nodes", str(start.of), "--began-pattern", "^ready ", *options]
+    words += ["--image", origin.image, "--store", f"oci://{origin.image.rpartition(':')[0]}", "--entrypoint", "none"]
+    words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
+    words += ["--workload", RECORDED if techniques.record else start.row]
+    words += ["--requirements", str(REQUIREMENTS), "--env", "auto" if techniques.environment else "bypass"]
+    for setting in _pip_variables(origin):
+        words += ["--container-env", setting]
+    steps = []
+    if techniques.checkpoint:
+        checkpoint = start.folder / "checkpoints"
+        words += ["--checkpoint", origin.striped, "--checkpoint-dir", str(checkpoint)]
+    else:
+        checkpoint = start.copied
+        words += ["--mount", f"{checkpoint}:{checkpoint}:ro"]
+        steps.append(copy(start))
+    return Script(
+        # The program's own code is in memory, as on a node in use.
+        [f"{BOOTSEER} --version >/dev/null"],
+        [*steps, [*words, "--", *start.job(checkpoint)]],
+        {"BOOTSEER_PLAIN_HTTP": origin.host},
+    )
+
+
+def _pip(origin: Origin) -> str:
+    return f"--index-url {origin.index} --trusted-host {origin.host.partition(':')[0]} --no-cache-dir"
+
+
+def _pip_variables(origin: Origin) -> Sequence[str]:
+    host = origin.host.partition(":")[0]
+    return (f"PIP_INDEX_URL={origin.index}", f"PIP_TRUSTED_HOST={host}", "PIP_QUIET=1", "PIP_NO_CACHE_DIR=1")

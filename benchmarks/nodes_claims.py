@@ -1,0 +1,86 @@
+"""The arms of `nodes` by name, what one row of it is, and what the rows must reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from harness import Must
+from nodes_site import Traffic
+
+
+class Names:
+    """Of the arms."""
+
+    TODAY = "containerd, pip, plain HDFS"
+    LAZY = "bootseer without record and peers"
+    DIRECT = "bootseer without peers"
+    PEERS = "bootseer"
+
+
+BUSY = 0.9
+"""A row in which the processors were busy for more than this part of the time was bound by them, not by the links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm on so many nodes, once."""
+
+    seconds: Sequence[float]
+    """Of each node that was to be ready, from the common begin until its job has read all."""
+    traffic: Traffic
+    cpu_s: Sequence[float]
+    """Of each node, all its processes."""
+    origin_cpu_s: float
+    busy: float
+    """Part of all processors' time that anything on this machine has used meanwhile."""
+
+    @property
+    def slowest_s(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def is_bound_by_processors(self) -> bool:
+        return self.busy > BUSY
+
+
+Found = Mapping[tuple[str, int], Sequence[Row]]
+"""Rows by arm and number of nodes."""
+
+
+def named(arm: str, number: int) -> str:
+    """Of an arm on so many nodes."""
+    return f"{arm}, N = {number}"
+
+
+def claims(found: Found) -> list[Must]:
+    """All claims about rows that were measured."""
+    musts: list[Must] = []
+
+    def slowest(arm: str, number: int) -> float:
+        return median(row.slowest_s for row in found[arm, number])
+
+    def origin(arm: str, number: int) -> float:
+        return median(row.traffic.origin for row in found[arm, number])
+
+    def must(what: str, value: float, limit: float, *, at_least: bool = False) -> None:
+        musts.append(Must(what, value, limit, "x", at_least=at_least))
+
+    numbers = sorted(number for arm, number in found if arm == Names.PEERS)
+    if not numbers:
+        return musts
+    most, one = numbers[-1], numbers[0]
+    for number in numbers[1:]:
+        copies = origin(Names.PEERS, number) / origin(Names.PEERS, one)
+        must(f"origin sends, {number} nodes / {one}", copies, 1.05)
+    if most > one:
+        must(f"slowest of {most} nodes / {one} node", slowest(Names.PEERS, most) / slowest(Names.PEERS, one), 2.0)
+    if (Names.LAZY, most) in found:
+        faster = slowest(Names.LAZY, most) / slowest(Names.PEERS, most)
+        must(f"{Names.LAZY} / {Names.PEERS}, {most} nodes", faster, 7.0, at_least=True)
+    compared = [number for number in numbers if number <= 4 and (Names.TODAY, number) in found]
+    if compared:
+        less = slowest(Names.PEERS, compared[-1]) / slowest(Names.TODAY, compared[-1])
+        must(f"{Names.PEERS} / {Names.TODAY}, {compared[-1]} nodes", less, 0.15)
+    return musts

@@ -1,0 +1,217 @@
+"""What the nodes of `nodes` start from: the image in a registry, the job's packages in an index, its checkpoint in an
+HDFS; and the record of one start, which nodes replay."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import node
+import urllib3
+from harness import ROOT
+from image_registry import Registry
+from nodes_arms import RECORDED, REQUIREMENTS, Origin, Start, Techniques, bootseer
+from nodes_replay import __file__ as replay_file
+from nodes_site import BOOTSEER, PYTHON, Script, Site, nodes, start, wait_until_ready
+
+from bootseer.cache.cache import Cache
+from bootseer.erofs.reader import ErofsReader
+from bootseer.errors import BootseerError
+from bootseer.fetch.hotset import Need, parse_hot_set
+from hdfs_cluster import HdfsCluster
+from registry import free_port
+
+_BLOCK = 4096
+_RECORD_S = 300.0
+_IMPORTS = (
+    "absl, einops, humanize, jsonschema, msgpack, numpy, omegaconf, psutil, regex, safetensors, tabulate, tqdm, yaml"
+)
+_CUT = "pandas, scipy.stats"
+"""What the job of the smaller image imports instead of PyTorch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much there is to load."""
+
+    checkpoint_mb: int
+    cut: bool = False
+    """The image without PyTorch's layer."""
+
+
+@contextmanager
+def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set[int]]]:
+    """Start the servers, fill them, and record a start; also gives the servers' process ids."""
+    cache = ROOT / ".demo-cache"
+    subprocess.run([ROOT / "examples/image/build.sh", cache / "image"], check=True)
+    checkpoints = _checkpoints(cache / "image", sizes.checkpoint_mb)
+    layout = _without_torch(cache / "image/oci", folder / "oci") if sizes.cut else cache / "image/oci"
+    bench = folder / "bench"
+    bench.mkdir()
+    shutil.copy(replay_file, bench)
+    shutil.copy(REQUIREMENTS, bench)
+    bench.chmod(0o755)
+    with ExitStack() as stack:
+        registry = stack.enter_context(Registry(folder / "registry", site.here, free_port()))
+        hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
+        index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
+        image = registry.push(f"oci:{layout}:latest", "team/job:1")
+        here = Origin(registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", bench)
+        environ = {**os.environ, "BOOTSEER_PLAIN_HTTP": registry.host}
+        _run([BOOTSEER, "image", "convert", image], environ)
+        for stripes, place in (("4", here.striped), ("1", here.plain)):
+            words = [BOOTSEER, "ckpt", "put", "--stripes", stripes, str(checkpoints), place]
+            _run(words, environ)
+        work = f"import {_CUT if sizes.cut else 'torch'}, {_IMPORTS}"
+        (bench / "plan").write_text(_plan(site, folder, here, work if sizes.cut else f"{work}; {node.TORCH}"))
+        registry.warm()
+        servers = [process.pid for process in (*hdfs.datanodes, hdfs.namenode) if process is not None]
+        yield here, {registry.pid, index_pid, *servers}
+
+
+def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
+    """Record a start on a node without limits, twice: the second one's pauses are its own, and not the registry's."""
+    text = ""
+    program = f"import sys\n{work}\nprint('ready 0', flush=True)\nsys.stdin.readline()"
+    for number in range(2):
+        name = f"record{number}"
+        one = Start(here, folder / "node0", 0, 1, name)
+        script = bootseer(one, Techniques())
+        # The job's own reads, and then all of every layer, to tell which file a block belongs to.
+        lazily = [*script.steps[-1][: script.steps[-1].index("--")], "--", "python3", "-c", program]
+        whole = ["pull" if word == "lazy" else word for word in lazily[: lazily.index("--")]]
+        steps = [lazily, [*whole, "--", "true"], ["sh", "-c", "echo ready 0; read _"]]
+        with nodes(site, folder, [Script(script.prepare, steps, script.env)]) as running:
+            start(running)
+            wait_until_ready(running, _RECORD_S)
+            text = "".join(_reads(running[0].folder / "cache")) if number else ""
+    return text
+
+
+def _reads(cache: Path) -> Iterator[str]:
+    """Lines of the plan, from what the newest record in a node's cache says and the complete layers beside it."""
+    kinds: dict[str, str] = {}
+    needs: list[tuple[float, Need]] = []
+    for path in sorted((cache / "hotsets").rglob("*")):
+        if not path.is_file():
+            continue
+        with contextlib.suppress(BootseerError):
+            newest = parse_hot_set(path.read_bytes()).records[-1]
+            kinds |= dict.fromkeys(
+                (need.file for need in newest.needs), "image" if path.name == RECORDED else "environment"
+            )
+            needs += [(newest.started_s + need.t_ms / 1000, need) for need in newest.needs]
+    files = dict(_files(Cache(cache / "blocks"), {need.file for _, need in needs}))
+    before = min((at for at, _ in needs), default=0.0)
+    for at, need in sorted(needs, key=lambda pair: pair[0]):
+        extents, size = files[need.file]
+        for path, offset, length in _parts(extents, need.block * size, size):
+            yield f"{kinds[need.file]} {(at - before) * 1000:.0f} {offset} {length} {path}\n"
+            before = at
+
+
+def _files(cache: Cache, wanted: Container[str]) -> Iterator[tuple[str, tuple[list[tuple[int, int, str]], int]]]:
+    """Of each block file in the cache its identity, what lies where in it (first byte, length, path), and the size of
+    its blocks."""
+    for index, _ in cache.recent(100):
+        if index.identity not in wanted:  # such as a checkpoint's
+            continue
+        with contextlib.closing(cache.open(index)) as file:
+            reader = ErofsReader(file.read)
+            extents = [
+                (inode.place * _BLOCK, inode.size if inode.tail_at is None else inode.size // _BLOCK * _BLOCK, path)
+                for path, inode in ((os.fsdecode(name), inode) for name, inode in reader.walk())
+                if stat.S_ISREG(inode.mode)
+            ]
+        yield index.identity, (sorted(each for each in extents if each[1]), index.block_size)
+
+
+def _parts(extents: list[tuple[int, int, str]], start: int, size: int) -> Iterator[tuple[str, int, int]]:
+    """The files' parts that lie in a block: path, offset, length."""
+    for at, length, path in extents:
+        low, high = max(at, start), min(at + length, start + size)
+        if low < high:
+            yield f"/{path}", low - at, high - low
+
+
+def _checkpoints(folder: Path, megabytes: int) -> Path:
+    """A folder of checkpoints that the example job has written, made once."""
+    target = folder / f"checkpoints-{megabytes}"
+    if not (target / "latest").exists():
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(ROOT / "examples/moe/train.py"),
+        ]
+        sizes = ["--steps", "1", "--checkpoint-mb", str(megabytes), "--checkpoint-dir", str(target)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        _run([PYTHON, *words, *sizes], environ)
+    return target
+
+
+def _without_torch(layout: Path, target: Path) -> Path:
+    """The image without its largest layer, as another OCI layout."""
+    shutil.copytree(layout, target, copy_function=os.link)
+    blobs = target / "blobs/sha256"
+
+    def load(digest: str) -> dict[str, object]:
+        return json.loads((blobs / digest.removeprefix("sha256:")).read_text())  # type: ignore[no-any-return]
+
+    def put(document: object) -> dict[str, object]:
+        data = json.dumps(document).encode()
+        name = hashlib.sha256(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        return {"digest": f"sha256:{name}", "size": len(data)}
+
+    index = json.loads((target / "index.json").read_text())
+    manifest = load(index["manifests"][0]["digest"])
+    config, layers = load(manifest["config"]["digest"]), manifest["layers"]
+    largest = max(range(len(layers)), key=lambda number: layers[number]["size"])
+    del layers[largest], config["rootfs"]["diff_ids"][largest]
+    config.pop("history", None)
+    manifest["config"] |= put(config)
+    index["manifests"][0] |= put(manifest)
+    # The layout's files are shared with the whole image.
+    (target / "index.json").unlink()
+    (target / "index.json").write_text(json.dumps(index))
+    return target
+
+
+@contextmanager
+def _index(wheels: Path, address: str) -> Iterator[tuple[str, int]]:
+    """A package index of the wheels: its URL, and the server's process id."""
+    port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("package_index.py")), str(wheels), address, str(port)]
+    with subprocess.Popen(command) as server:
+        try:
+            until = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(urllib3.exceptions.HTTPError):
+                    urllib3.request("GET", f"http://{address}:{port}/simple/tqdm/", timeout=1, retries=False)
+                    break
+                if server.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError("the package index did not start")
+                time.sleep(0.1)
+            yield f"http://{address}:{port}/simple", server.pid
+        finally:
+            server.terminate()
+
+
+def _run(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words[:4])}: {done.stderr.strip()[-1000:]}")

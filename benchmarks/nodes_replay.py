@@ -1,0 +1,60 @@
+"""Reads what a recorded start read, in its order and with its pauses: `nodes_replay.py PLAN CHECKPOINT`.
+
+Runs in the container of a node, with the image's Python and nothing else. PLAN has a line for each read (kind, pause in
+milliseconds, offset, length, path). All of the checkpoint is read behind them, as a replica of the model reads it. Says
+`ready`, the time on the clock that all processes share, and a checksum of what came from image and checkpoint; then it
+waits for a line, as a job goes on.
+"""
+
+import os
+import sys
+import time
+import zlib
+
+PIECE = 4 << 20
+
+
+def replay(plan: str) -> int:
+    """Do the reads; returns a checksum of those from the image."""
+    checksum = 0
+    with open(plan) as lines:  # noqa: PTH123 - a program of its own, which starts fast
+        for line in lines:
+            kind, pause_ms, offset, length, path = line.rstrip("\n").split(" ", 4)
+            time.sleep(int(pause_ms) / 1000)
+            data = read(path, int(offset), int(length))
+            # What pip has compiled has other times in it than what a snapshot keeps.
+            if kind == "image":
+                checksum = zlib.crc32(data, checksum)
+    return checksum
+
+
+def read(path: str, offset: int, length: int) -> bytes:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(file, length, offset)
+    finally:
+        os.close(file)
+
+
+def read_all(folder: str, checksum: int) -> int:
+    """Read all files of a folder; returns the checksum that goes on with them."""
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path, offset = f"{place}/{name}", 0
+            while data := read(path, offset, PIECE):
+                checksum = zlib.crc32(data, checksum)
+                offset += len(data)
+    return checksum
+
+
+if __name__ == "__main__":
+    found = replay(sys.argv[1])
+    # A place of checkpoints names the newest one; a copy is that one alone.
+    root = sys.argv[2]
+    pointer = os.path.join(root, "latest")  # noqa: PTH118
+    if os.path.exists(pointer):  # noqa: PTH110
+        root = os.path.join(root, read(pointer, 0, 4096).decode().strip())  # noqa: PTH118
+    found = read_all(root, found)
+    print("ready", time.monotonic(), found, flush=True)
+    sys.stdin.readline()

@@ -1,0 +1,191 @@
+"""The peers folder: what the processes of one job on one node know of its peers, and what the node may serve to them.
+
+    secret              32 bytes, 0600: what requests are signed with
+    members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...]}
+    files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
+    files/IDENTITY.index the index of a file of blocks
+    state.json          what the service has done, for `report` and `status`
+    began               made when training begins: from then on the network belongs to it
+
+The launcher makes the folder, owner-only, and puts its path into BOOTSEER_PEERS_DIR for the processes that it starts.
+The service writes `members.json` and `state.json`; a process that reads a file registers it before its first request.
+All files are replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bootseer.blocks.index import Index
+from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.peers.choice import Members, Peer
+from bootseer.peers.protocol import is_identity
+
+FOLDER: Final = "BOOTSEER_PEERS_DIR"
+SWITCH: Final = "BOOTSEER_PEERS"
+SECRET_BYTES: Final = 32
+BLOCKS: Final = "blocks"
+"""The kind of a file that is stored in blocks: an image's layer, an environment's snapshot."""
+_LOOK_EVERY_S: Final = 0.5
+_MAX_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """Where the service finds a file of blocks."""
+
+    index: Index
+    store: str
+    """URI of the store that has its stripes."""
+    plain_http: bool
+    cache: Path
+    """Root of the node's cache."""
+
+
+class JobPeers:
+    """The folder, as one process sees it. Safe to use from many threads."""
+
+    def __init__(self, folder: Path, secret: bytes) -> None:
+        self.folder = folder
+        self.secret = secret
+        self._lock = threading.Lock()
+        self._looked_s = float("-inf")
+        self._read: tuple[int, int] | None = None
+        self._members = Members((), "")
+
+    @classmethod
+    def create(cls, folder: Path, secret: bytes | None = None) -> JobPeers:
+        """Make the folder, unless it is there, for the launcher. Without a `secret` it gets a new one."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "files").mkdir(mode=0o700, exist_ok=True)
+        secret = secret or secrets.token_bytes(SECRET_BYTES)
+        _replace(folder / "secret", secret)
+        return cls(folder, secret)
+
+    @classmethod
+    def open(cls, folder: Path) -> JobPeers:
+        """Raises `NotFoundError` where there is none, `PermanentError` for one that others can read."""
+        try:
+            if folder.stat().st_mode & 0o077 or folder.stat().st_uid != os.geteuid():
+                raise PermanentError(f"{folder} is not private to this user")
+            secret = (folder / "secret").read_bytes()
+        except OSError as error:
+            raise NotFoundError(f"{folder}: no peers folder: {error}") from error
+        if len(secret) != SECRET_BYTES:
+            raise PermanentError(f"{folder / 'secret'}: {len(secret)} bytes, not {SECRET_BYTES}")
+        return cls(folder, secret)
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> JobPeers | None:
+        """Of the job that this process belongs to; None without peers. Raises like `open`."""
+        folder = environment.get(FOLDER)
+        return cls.open(Path(folder)) if folder and environment.get(SWITCH) != "0" else None
+
+    def members(self) -> Members:
+        """The job's nodes as the service knows them; the same object until that changes.
+
+        Looks for a change at most twice a second. Empty until the service has written them, and what is damaged is
+        taken as no change: a start does without peers rather than fail.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._looked_s + _LOOK_EVERY_S:
+                self._looked_s = now
+                self._look()
+            return self._members
+
+    def write_members(self, own: str, peers: Iterable[Peer]) -> None:
+        """Tell the local processes that these are the job's nodes."""
+        listed = {"own": own, "peers": [asdict(peer) for peer in peers]}
+        _replace(self.folder / "members.json", json.dumps(listed).encode())
+
+    def register(self, identity: str, kind: str, fields: Mapping[str, Any]) -> None:
+        """Let the service serve a file to the job's nodes. `fields` are those of its `kind`, as JSON."""
+        _replace(self._file(identity, "json"), json.dumps({**fields, "kind": kind}).encode())
+
+    def registered(self, identity: str) -> dict[str, Any] | None:
+        """What was registered: `kind` and its fields. None for what this job does not use, or what is damaged."""
+        path = self._file(identity, "json")
+        try:
+            fields = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return fields if isinstance(fields, dict) and isinstance(fields.get("kind"), str) else None
+
+    def register_blocks(self, source: BlockSource) -> None:
+        """`register` a file of blocks."""
+        identity = source.index.identity
+        _replace(self._file(identity, "index"), source.index.encode())
+        fields = {"store": source.store, "plain_http": source.plain_http, "cache": str(source.cache)}
+        self.register(identity, BLOCKS, fields)
+
+    def block_source(self, identity: str) -> BlockSource | None:
+        """What `register_blocks` got; None for what this job does not use as a file of blocks."""
+        fields = self.registered(identity)
+        if fields is None or fields["kind"] != BLOCKS:
+            return None
+        try:
+            index = Index.parse(self._file(identity, "index").read_bytes())
+            source = BlockSource(index, str(fields["store"]), bool(fields["plain_http"]), Path(fields["cache"]))
+        except (OSError, KeyError, TypeError, CorruptError):
+            return None
+        return source if index.identity == identity else None
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Keep what the service has done."""
+        _replace(self.folder / "state.json", json.dumps(state).encode())
+
+    def state(self) -> dict[str, Any]:
+        """What the service has done; empty while that is not known."""
+        try:
+            state = json.loads((self.folder / "state.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
+
+    @property
+    def training(self) -> bool:
+        """Whether training has begun."""
+        return (self.folder / "began").exists()
+
+    def training_began(self) -> None:
+        """Tell the service and the local processes."""
+        (self.folder / "began").touch(mode=0o600)
+
+    def _file(self, identity: str, suffix: str) -> Path:
+        if not is_identity(identity):
+            raise ValueError(f"{identity[:80]!r} is not an identity of a file")
+        return self.folder / "files" / f"{identity}.{suffix}"
+
+    def _look(self) -> None:
+        path = self.folder / "members.json"
+        try:
+            status = path.stat()
+            read = (status.st_mtime_ns, status.st_ino)
+            if read == self._read or status.st_size > _MAX_BYTES:
+                return
+            listed = json.loads(path.read_bytes())
+            peers = [Peer(str(peer["name"]), tuple(peer["addresses"]), str(peer["rack"])) for peer in listed["peers"]]
+            self._members, self._read = Members(peers, str(listed["own"])), read
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file in one step: a reader sees the old bytes or the new ones."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(data)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

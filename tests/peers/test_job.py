@@ -1,0 +1,78 @@
+"""The peers folder: what one process writes another one reads, and what is damaged or foreign is left alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import NotFoundError, PermanentError
+from bootseer.peers.choice import Peer
+from bootseer.peers.job import FOLDER, SWITCH, BlockSource, JobPeers
+from fetch.files import content, stored
+from store_doubles import MemoryStore
+
+PEERS = [Peer("n0", ("10.0.0.1:7400", "10.1.0.1:7400"), "r0"), Peer("n1", ("10.0.0.2:7400",))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return JobPeers.create(tmp_path / "peers").folder
+
+
+def test_members_are_seen_by_another_process_and_a_change_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = JobPeers.open(folder)
+    assert seen.members().peers == ()
+    JobPeers.open(folder).write_members("n1", PEERS)
+    assert seen.members().peers == ()  # it has looked a moment ago
+    monkeypatch.setattr("bootseer.peers.job._LOOK_EVERY_S", 0.0)
+    assert seen.members().peers == tuple(PEERS)
+    assert seen.members().own == "n1"
+    assert seen.members() is seen.members()
+    (folder / "members.json").write_text('{"own": "n1", "peers": [{}]}')
+    assert seen.members().peers == tuple(PEERS)
+    JobPeers.open(folder).write_members("n1", PEERS[1:])
+    assert seen.members().peers == tuple(PEERS[1:])
+
+
+def test_a_file_of_blocks_is_found_by_its_identity(folder: Path) -> None:
+    index = stored(MemoryStore("job"), content(3))
+    source = BlockSource(index, "s3://bucket/blocks", plain_http=True, cache=Path("/cache"))
+    job = JobPeers.open(folder)
+    assert job.block_source(index.identity) is None
+    job.register_blocks(source)
+    assert JobPeers.open(folder).block_source(index.identity) == source
+    (folder / "files" / f"{index.identity}.index").write_bytes(index.encode()[:-1])
+    assert job.block_source(index.identity) is None
+    assert job.registered("cd" * 32) is None
+
+
+@pytest.mark.parametrize("identity", ["", "../secret", "AB" * 32, "ab" * 32 + "\n"])
+def test_what_is_no_identity_names_no_file(folder: Path, identity: str) -> None:
+    with pytest.raises(ValueError, match="identity"):
+        JobPeers.open(folder).registered(identity)
+
+
+def test_the_folder_and_its_files_are_private(folder: Path) -> None:
+    job = JobPeers.open(folder)
+    job.write_members("n1", PEERS)
+    job.write_state({"bytes_sent": 1})
+    job.register("ab" * 32, "checkpoint", {"offset": 3})
+    assert job.state() == {"bytes_sent": 1}
+    assert job.registered("ab" * 32) == {"kind": "checkpoint", "offset": 3}
+    for path in [folder, *folder.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0
+    folder.chmod(0o750)
+    with pytest.raises(PermanentError):
+        JobPeers.open(folder)
+
+
+def test_the_environment_says_whether_there_are_peers(folder: Path) -> None:
+    found = JobPeers.of_environment({FOLDER: os.fspath(folder)})
+    assert found is not None
+    assert found.secret == JobPeers.open(folder).secret
+    assert JobPeers.of_environment({}) is None
+    assert JobPeers.of_environment({FOLDER: os.fspath(folder), SWITCH: "0"}) is None
+    with pytest.raises(NotFoundError):
+        JobPeers.of_environment({FOLDER: "/nowhere"})
