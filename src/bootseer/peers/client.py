@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
@@ -52,6 +53,15 @@ class Client:
             connection.sock.close()
             raise
         self._keep(address, connection, signer)
+
+    def probe(self, address: str) -> str:
+        """The name of the node that serves at an address, which has shown that it knows the secret.
+
+        Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
+        """
+        connection, signer, name = self._connect(address)
+        self._keep(address, connection, signer)
+        return name
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
         """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
@@ -112,6 +122,9 @@ class Client:
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
+        return self._connect(address)[:2]
+
+    def _connect(self, address: str) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
@@ -124,7 +137,11 @@ class Client:
             head = connection.read_head()
             if head is None or head.first[0] == "429":
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            return connection, Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            name = head.fields.get("bootseer-name", "")
+            if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
+                raise AccessError(f"{address} does not know this job's secret")
+            return connection, signer, name
         except BaseException:
             sock.close()
             raise
