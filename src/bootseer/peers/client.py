@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
@@ -69,6 +70,15 @@ class Client:
             raise
         self._keep(address, connection, signer)
 
+    def probe(self, address: str) -> str:
+        """The name of the node that serves at an address, which has shown that it knows the secret.
+
+        Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
+        """
+        connection, signer, name = self._connect(address, _CONNECT_S)
+        self._keep(address, connection, signer)
+        return name
+
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
         """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
         connection, signer = self._connection(address, min(timeout_s, _CONNECT_S))
@@ -122,6 +132,9 @@ class Client:
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
+        return self._connect(address, timeout_s)[:2]
+
+    def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -134,7 +147,11 @@ class Client:
             head = connection.read_head()
             if head is None or head.first[0] == "429":
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            return connection, Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            name = head.fields.get("bootseer-name", "")
+            if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
+                raise AccessError(f"{address} does not know this job's secret")
+            return connection, signer, name
         except BaseException:
             sock.close()
             raise

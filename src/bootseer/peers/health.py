@@ -1,7 +1,7 @@
-"""Which peers are asked: who is late, when a second one is asked, and who is left alone for a while.
+"""Which peers are asked: which are late, when a second one is asked, and which are excluded for a while.
 
-An owner that waits for the origin is not late: it says so at once and again (`filling`), and whoever takes that for
-silence turns the whole job back to the origin, since all wait for the origin at the beginning of a start. Late is
+An owner that waits for the origin is not late: it says so at once and again (`filling`), and to take that for
+silence would send the whole job to the origin, since all wait for the origin at the beginning of a start. Late is
 silence, or bytes that come at less than an eighth of the median peer's rate.
 
 Three bounds keep trouble small: hedged requests are at most 5 % of all, a peer that was late 2 times of its last 8 is

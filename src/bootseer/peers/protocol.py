@@ -1,9 +1,10 @@
 """What peers say to each other: HTTP/1.1 requests for ranges of block files, each signed with the job's secret.
 
 A connection begins with `GET /v1/hello`, by which both sides give a nonce; its key is the HMAC of both under the job's
-secret. Each request then carries a number that grows and an HMAC of all that matters in it. So a request cannot be
-replayed, on its connection or another, without clocks that agree or a memory of nonces, which a date in each request
-would need. Answers are not signed: every block is compared with its digest by its receiver.
+secret. The server says its name and proves that it knows the secret. Each request then carries a number that grows and
+an HMAC of all that matters in it. So a request cannot be replayed, on its connection or another, without clocks that
+agree or a memory of nonces, which a date in each request would need. Answers are not signed: every block is compared
+with its digest by its receiver.
 
     GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
@@ -114,6 +115,10 @@ class Signer:
             if not _NONCE.fullmatch(nonce):
                 raise CorruptError("malformed nonce of a peer")
         return cls(hmac.digest(secret, f"bootseer peers 1\n{client_nonce}\n{server_nonce}".encode(), "sha256"))
+
+    def proof(self, name: str) -> str:
+        """By which a server of this name shows that it knows the secret."""
+        return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
 
     def encode(self, request: Request | Question, host: str) -> bytes:
         """The bytes of the next request."""

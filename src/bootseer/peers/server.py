@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
@@ -55,7 +55,8 @@ class Served:
     bytes_sent: int = 0
     requests: int = 0
     refused: int = 0
-    by_peer: dict[str, int] | None = None
+    by_interface: dict[str, int] = field(default_factory=dict)
+    """Bytes sent, by the address of this node that they left from."""
 
 
 class Server:
@@ -120,7 +121,10 @@ class Server:
             try:
                 if is_full:
                     raise TransientError("too many connections")
-                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
+                if sock.family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
+                else:
+                    sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
                 self._threads.submit(partial(self._serve, Connection(sock, address[0], _IDLE_S)), at_once=True)
             except (OSError, TransientError):
                 self._refuse(sock)
@@ -171,7 +175,10 @@ class Server:
             return None
         nonce = secrets.token_hex(16)
         signer = Signer.of(self._secret, head.fields.get("bootseer-nonce", ""), nonce)
-        connection.send(encode_answer(200, 0, f"Bootseer-Nonce: {nonce}\r\n"))
+        fields = (
+            f"Bootseer-Nonce: {nonce}\r\nBootseer-Name: {self._name}\r\nBootseer-Proof: {signer.proof(self._name)}\r\n"
+        )
+        connection.send(encode_answer(200, 0, fields))
         return signer
 
     def _answer(self, connection: Connection, request: Request) -> None:
@@ -218,5 +225,7 @@ class Server:
             sent = connection.sock.sendfile(file, request.start, request.length)
         if sent != request.length:
             raise TransientError("the file in the cache is shorter than its index says")
+        left_from = connection.sock.getsockname()[0]
         with self._lock:
             self.served.bytes_sent += sent
+            self.served.by_interface[left_from] = self.served.by_interface.get(left_from, 0) + sent
