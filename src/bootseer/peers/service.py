@@ -22,6 +22,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
@@ -55,7 +56,8 @@ class BlockFiles:
     """Opens block files, of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        # All nodes wait for the same origin: one that is slow is not asked twice for what others wait for.
+        self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
 
