@@ -30,6 +30,8 @@ class Origin:
     plain: str
     bench: Path
     """A folder that every node has at /bench: the replay and its plan."""
+    layout: Path
+    """The image as an OCI layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ def bootseer(start: Start, techniques: Techniques, *options: str) -> Script:
     words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
     words += ["--workload", RECORDED if techniques.record else start.row]
     words += ["--requirements", str(REQUIREMENTS), "--env", "auto" if techniques.environment else "bypass"]
+    if techniques.peers:
+        words += ["--peers", "auto"]
     for setting in _pip_variables(origin):
         words += ["--container-env", setting]
     steps = []
