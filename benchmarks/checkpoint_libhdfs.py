@@ -85,7 +85,7 @@ class Libhdfs:
 
 
 def _java_home() -> Path | None:
-    """Where the JDK of the `java` on the path is, None when that is no JDK."""
+    """Where the JDK of the `java` on the path is, None when that is not a JDK."""
     java = shutil.which("java")
     home = Path(java).resolve().parents[1] if java else None
     return home if home is not None and (home / "include/jni.h").exists() else None

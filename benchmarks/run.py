@@ -61,7 +61,7 @@ def main() -> int:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1000):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds")
     return int(text)
 
 

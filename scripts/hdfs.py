@@ -208,7 +208,7 @@ class Keeper:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _MOST):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {_MOST}")
     return int(text)
 
 

@@ -156,7 +156,7 @@ class Fault:
     retry_after_s: float | None = None
     """What such a server asks for."""
     bytes_per_s: float = 0.0
-    """Throttle the pieces of a read; 0 is no throttle."""
+    """Throttle the pieces of a read; 0 is not a throttle."""
     piece_bytes: int = 0
     """Cut the pieces of a read to at most this size, together with `bytes_per_s` a drip; 0 leaves them."""
     cut_after: int | None = None

@@ -1,4 +1,4 @@
-"""`bootseer diff` as CI meets it: the exit code tells slower, and errors are no verdict."""
+"""`bootseer diff` as CI meets it: the exit code tells slower, and errors are not a verdict."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_node_without_barrier_is_untied():
 
 
 def test_a_barrier_that_failed_ties_nothing():
-    """A timeout ends when each node's own patience does: 30 s apart are no clocks."""
+    """A timeout ends when each node's own patience does: 30 s apart are not the clocks."""
     clocks = found(
         barrier("a", 1, 30, 0, outcome="failed"), barrier("b", 1, 60, 0, outcome="failed"), barrier("c", 1, 90, 0)
     )

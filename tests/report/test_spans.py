@@ -126,7 +126,7 @@ def test_a_reused_attempt_tells_the_last_run():
 
 
 def test_srun_starts_one_run_for_each_rank():
-    """Eight runs at once are no reuse, and each rank's own setup is its work."""
+    """Eight runs at once are not reuse, and each rank's own setup is its work."""
     parts = []
     for rank in range(8):
         own = {"rank": rank, "pid": 10 + rank}

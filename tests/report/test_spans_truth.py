@@ -176,7 +176,7 @@ def test_signs_of_life_do_not_make_a_program_the_training_process():
 
 @pytest.mark.parametrize("rank", [-1, 0])
 def test_a_python_that_ran_before_the_training_is_work(rank):
-    """`python prepare.py && python train.py`: the first one is no helper beside the second."""
+    """`python prepare.py && python train.py`: the first one is not a helper beside the second."""
     result = report(
         span(0, 6, TORCH, rank=rank, pid=5),
         span(6, 10, TORCH, rank=rank, pid=6),

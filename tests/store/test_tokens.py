@@ -224,7 +224,7 @@ class TestBearer:
             )
             with (
                 closing(open_store(f"oci://{proxy.host}/a/b")) as store,
-                pytest.raises(TransientError, match="no token"),
+                pytest.raises(TransientError, match="not a token"),
             ):
                 store.stat(sha256(DATA))
 

@@ -233,7 +233,7 @@ def test_lone_surrogates_become_printable() -> None:
     event, _ = decode(line(job="a\ud800b", attrs={"\udfff": "x\udc80"}))
     assert event.job == "a?b"
     assert event.attrs == {"?": "x?"}
-    # A file name that is no UTF-8 comes from Python as surrogates: it is written, too.
+    # A file name that is not UTF-8 comes from Python as surrogates: it is written, too.
     assert decode(encode(SMALL._replace(attrs={"file": "a\udcff"})))[0].attrs == {"file": "a?"}
 
 

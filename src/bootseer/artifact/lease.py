@@ -30,7 +30,7 @@ _log = logger(__name__)
 _LOOK_S = 5.0
 _ATTEMPTS = 2
 _SETTLE_S = (0.2, 0.5)
-"""Between writing a taken lease and looking who has it: longer than the other's way from its look to its write."""
+"""Between writing a taken lease and reading it again: longer than the other's way from its look to its write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Lease:
                     self._record = self._record.next()
                     put(self._store, self._name, self._record.encode(), timeout_s=self.interval_s)
             except BootseerError:
-                pass  # the next beat is soon; who waits does not count the time in which he could not look either
+                pass  # the next beat is soon; a waiter does not count the time in which it could not look either
             return not self.lost
 
     def release(self) -> bool:
@@ -115,7 +115,7 @@ def look(store: Store, name: str) -> LeaseObservation:
     except TransientError as error:
         return LeaseObservation("unknown", why=str(error))
     except BootseerError as error:
-        # Larger than any lease is a lease that is none; that nobody may read it means that nobody can wait.
+        # What is larger than any lease is malformed; one that may not be read cannot be waited for.
         broken = "is larger than" in str(error)
         return LeaseObservation("broken", "large") if broken else LeaseObservation("unknown", why=str(error))
     return LeaseObservation("free" if record.released else "held", f"{record.nonce} {record.beat}", record)
@@ -124,7 +124,7 @@ def look(store: Store, name: str) -> LeaseObservation:
 def acquire(
     store: Store, name: str, node: str, *, ttl_s: float = TTL_S, clock: Callable[[], float] = time.time
 ) -> Lease | Held | NoLease:
-    """Take the lease if nobody has it."""
+    """Take the lease if it is free."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), clock(), ttl_s)
     why = ""
     for _ in range(_ATTEMPTS):
@@ -142,7 +142,7 @@ def acquire(
         if seen.kind != "free":
             return _as_held(seen, clock())
         if not why:
-            # Given back by somebody who may not delete, or just now: write over it, and see who has it.
+            # Given back by a node that may not delete, or just now: write over it, and see which node has it.
             return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
     return NoLease(why)
 
@@ -157,7 +157,7 @@ def take_over(
     rng: random.Random | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease | Held | NoLease:
-    """Take a lease whose holder is dead, as it was seen; of several who do, the one who wrote last has it."""
+    """Take a lease whose holder is dead, as it was seen; of several nodes that do, the last writer has it."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time(), ttl_s, taken=True)
     return _taken(store, name, record, dead, rng or random.Random(), sleep)  # noqa: S311 - spreads requests, no secret
 

@@ -182,7 +182,7 @@ class Materializer:
                     self._verify(layer)
 
     def _verify(self, layer: CachedLayer) -> None:
-        """Where a full disk keeps nobody from reading, but the result cannot be noted, the layer is served instead."""
+        """On a full disk the layer can be read, but not noted as verified: then it is served by the daemon instead."""
         try:
             layer.file.verify_all(len(os.sched_getaffinity(0)))
         except CacheFull:

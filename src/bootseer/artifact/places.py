@@ -76,7 +76,7 @@ def runtime_root(env: Mapping[str, str], uid: int) -> Path:
     folder = env.get("XDG_RUNTIME_DIR", "")
     if folder.startswith("/"):
         return Path(folder, "bootseer")
-    # Nothing below /tmp but the folder itself: who owns one above could exchange it.
+    # Nothing below /tmp but the folder itself: the owner of one above could exchange it.
     found = Path(f"/tmp/bootseer-{uid}")  # noqa: S108
     with contextlib.suppress(FileNotFoundError):
         if found.lstat().st_uid != uid:

@@ -73,7 +73,7 @@ class Room:
 
 
 def release_unused(runtime: Runtime, room: Room, cache_root: Path) -> None:
-    """Release what is idle; all that nobody uses when the disk is nearly full. What is mounted cannot be evicted.
+    """Release what is idle; all that is unused when the disk is nearly full. What is mounted cannot be evicted.
 
     A start does not fail for what this could not do.
     """

@@ -136,7 +136,7 @@ def _parse(data: bytes, where: str) -> tuple[bytes, str, list[tuple[str, bytes]]
 
 def _decoded(text: Any) -> bytes:
     if not isinstance(text, str):
-        raise TypeError("something is no text")
+        raise TypeError("something is not text")
     try:
         return base64.b64decode(text.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
@@ -213,7 +213,7 @@ def _read(path: Path, forbidden: int, why: str, mend: str) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{path}: not a file", hint=_MAKE)
-            # In a folder like /tmp anybody may have put it there, or the link to it.
+            # In a folder like /tmp any user may have put it there, or the link to it.
             if not {status.st_uid, path.lstat().st_uid} <= set(owners()):
                 raise UsageError(f"{path}: this key belongs to another user", hint="keep keys in files of your own")
             if status.st_mode & forbidden:

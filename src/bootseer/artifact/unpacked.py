@@ -2,12 +2,12 @@
 
     <cache>/unpacked/<name>             the tree; it appears by a rename, when all of it is on the disk
     <cache>/unpacked/<name>.new         being written, or what a killed process left
-    <cache>/unpacked/<name>.lock        locked while somebody writes or deletes; its time is that of the last use
+    <cache>/unpacked/<name>.lock        locked while a process writes or deletes; its time is that of the last use
 
-The name tells the block files that were written out, and whose files these are where not everybody's owner could be
+The name tells the block files that were written out, and the files' owner where not every file's own could be
 kept. It is not the digest of the image or snapshot: which block files belong to that is said by a document, and two
 documents may say different things.
-Nobody writes into a finished tree: changes are put on top, or into a copy.
+A finished tree is never written to: changes are put on top, or into a copy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def name_of(identities: Sequence[str]) -> str:
 def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path], None]) -> Path:
     """The tree of these block files; where it is not there, `write` writes it into a folder that it makes.
 
-    Raises `PermanentError` when the disk cannot hold it, `TransientError` when somebody else writes it for too long.
+    Raises `PermanentError` when the disk cannot hold it, `TransientError` when another process writes it for too long.
     """
     tree = own_folder(unpacked_folder(cache)) / name_of(identities)
     with _locked(tree, _LOCK_S):
@@ -62,7 +62,7 @@ def keep_unpacked(cache: Path, identities: Sequence[str], write: Callable[[Path]
 
 
 def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[str]:
-    """Delete the trees that no mount uses and nobody asked for in the last `idle_s` seconds; returns their names."""
+    """Delete the trees that no mount uses and that were not asked for for `idle_s` seconds; returns their names."""
     folder = own_folder(unpacked_folder(cache), make=False)
     if not folder.is_dir():
         return []
@@ -73,7 +73,7 @@ def release_unpacked(cache: Path, runtime: Runtime, *, idle_s: float) -> list[st
         if time.time() - lock.stat().st_mtime < idle_s or _is_used(tree, runtime):
             continue
         with contextlib.suppress(BootseerError, OSError), _locked(tree, 0.0):
-            if _is_used(tree, runtime):  # by somebody who came before we had the lock
+            if _is_used(tree, runtime):  # by a process that came before we had the lock
                 continue
             delete_tree(tree)
             delete_tree(tree.with_name(f"{tree.name}.new"))

@@ -117,7 +117,7 @@ def _label(parts: Sequence[str]) -> str:
     kinds = [part.partition(" ")[::2] for part in parts]
     scripts = [name for kind, name in kinds if kind in ("script", "module")]
     programs = [name for kind, name in kinds if kind == "program"]
-    # Of a shell's text the first program that is no shell.
+    # Of a shell's text the first program that is not a shell.
     names = scripts[-1:] or [name for name in programs if not _is_shell(name)] or programs
     name = names[0].rpartition("/")[2] if names else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"

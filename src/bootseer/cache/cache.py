@@ -24,7 +24,7 @@ from bootseer.cache.entries import Entry
 from bootseer.cache.file import CachedFile
 from bootseer.cache.prune import Candidate, Step, Watermarks, goal_bytes, plan
 from bootseer.cache.states import READY, Durable, LiveMap, StatIdentity
-from bootseer.errors import PermanentError, TransientError
+from bootseer.errors import NotFoundError, PermanentError, TransientError
 from bootseer.io import locks
 from bootseer.io.trusted_folder import trusted_folder
 from bootseer.logs import logger
@@ -82,6 +82,13 @@ class Cache:
         cached = self._open(index)
         self._note_use(cached.entry)
         return cached
+
+    def open_here(self, identity: str) -> CachedFile:
+        """Like `open`, of a file that is here already. Raises `NotFoundError` where it is not."""
+        try:
+            return self._open(entries.read_index_of(self._files / identity))
+        except Damaged as error:
+            raise NotFoundError(f"{self._files / identity}: {error}") from error
 
     def entries(self) -> list[Entry]:
         """What is here, the most recently used first."""

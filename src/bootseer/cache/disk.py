@@ -90,7 +90,7 @@ def boot_id() -> str:
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Open a file of an entry. Raises `Damaged` when it is no regular file, and `OSError`."""
+    """Open a file of an entry. Raises `Damaged` when it is not a regular file, and `OSError`."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -147,7 +147,7 @@ def read_number(path: Path) -> int:
     try:
         return int(read_file(path, _DIGITS))
     except ValueError as error:
-        raise Damaged(f"{path} is no number") from error
+        raise Damaged(f"{path} is not a number") from error
 
 
 def write_number(path: Path, number: int) -> None:

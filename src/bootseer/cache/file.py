@@ -148,6 +148,11 @@ class CachedFile:
         first = offset >> self._shift
         self._read[first : ((end - 1) >> self._shift) + 1] = b"\1" * (((end - 1) >> self._shift) + 1 - first)
 
+    def descriptor(self) -> int:
+        """Of the file at `path`, for `sendfile`: what lies at missing blocks is not theirs. The caller closes it."""
+        self._check_open()
+        return os.dup(self._data)
+
     def put(self, block: int, data: Buffer) -> None:
         """Store a block whose digest the caller has verified. Raises `CacheFull`; what was there stays.
 
@@ -189,6 +194,12 @@ class CachedFile:
             if block in self._claimed:
                 self._claimed.discard(block)
                 self._live.release_claim(block)
+
+    def is_fetched(self) -> bool:
+        """Whether another process, or another `CachedFile`, holds a claim on any block."""
+        self._check_open()
+        with mapped("look at the locks of", self.entry):
+            return self._live.any_claim()
 
     def mark_hot(self, blocks: Iterable[int]) -> None:
         """Remember that these blocks are in a hot set, so that they are evicted last."""

@@ -130,7 +130,7 @@ def part_path(path: str, head_id: str, part: str) -> str:
 
 
 def encode_head(head: Head) -> bytes:
-    """The bytes of a head. Raises `ValueError` for what is no striped file, `PermanentError` for one too large."""
+    """The bytes of a head. Raises `ValueError` for what is not a striped file, `PermanentError` for one too large."""
     _check_head(head)
     body = [bytes(PEEK_BYTES)]
     for segment in head.segments:
@@ -148,7 +148,7 @@ def encode_head(head: Head) -> bytes:
 
 
 def peek(first: bytes) -> int | None:
-    """The size of the striped file whose head begins so; None when this is no head. Of every version."""
+    """The size of the striped file whose head begins so; None when this is not a head. Of every version."""
     if len(first) < PEEK_BYTES or not first.startswith(MAGIC):
         return None
     if first[_HEADER.size : PEEK_BYTES] != _check(first[: _HEADER.size]):
@@ -157,7 +157,7 @@ def peek(first: bytes) -> int | None:
 
 
 def peek_id(first: bytes) -> str | None:
-    """The id of the striped file whose head begins so; None when this is no head."""
+    """The id of the striped file whose head begins so; None when this is not a head."""
     return None if peek(first) is None else _HEADER.unpack_from(first)[4].hex()
 
 

@@ -147,7 +147,7 @@ def _mode(env: Mapping[str, str]) -> Mode:
     for mode in MODES:
         if mode == said:
             return mode
-    raise UsageError(f"{MODE}={said!r} is none", hint=f"choose from {', '.join(MODES)}")
+    raise UsageError(f"{MODE}={said!r} is not a mode", hint=f"choose from {', '.join(MODES)}")
 
 
 def _listed(given: Iterable[str], env: Mapping[str, str], variable: str) -> tuple[str, ...]:

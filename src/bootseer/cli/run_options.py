@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from bootseer.artifact.progress import ProgressCallback, Unit
     from bootseer.launch.checkpoint import CheckpointWanted
+    from bootseer.launch.peers import PeersWanted
 
+PEERS_VARIABLE = "BOOTSEER_PEERS"
 CHECKPOINT = (
     Option(
         "checkpoint",
@@ -59,6 +61,42 @@ CHECKPOINT = (
 )
 """The checkpoint's part of the options of `run`."""
 
+PEERS = (
+    Option(
+        "peers",
+        ("--peers",),
+        "Fetch blocks from the job's other nodes too: those that meet in this FOLDER or store, HOST[:PORT],..., @FILE,"
+        " slurm, dns:NAME[:PORT], auto (they meet in the store); off (default: $BOOTSEER_PEERS, else off).",
+        metavar="auto|off|FOLDER|LIST",
+    ),
+    Option(
+        "peers_secret",
+        ("--peers-secret",),
+        "File with the secret that the job's nodes share, mode 0600; not needed where they meet in a folder.",
+        metavar="FILE",
+    ),
+    Option(
+        "peers_interface",
+        ("--peers-interface",),
+        "Serve peers on this network interface; may be repeated (default: the fastest ones).",
+        metavar="NAME",
+        many=True,
+    ),
+    Option(
+        "peers_limit",
+        ("--peers-limit",),
+        "What this node sends to peers per second until training begins (default: 1g).",
+        metavar="SIZE|none",
+    ),
+    Option(
+        "peers_after_training",
+        ("--peers-after-training",),
+        "From then on (default: a twentieth of the links' speed); off: nothing.",
+        metavar="SIZE|off",
+    ),
+)
+"""The peers' part of the options of `run`."""
+
 OPTIONS = (
     Option("job", ("--job",), "Name of the job; by default the scheduler's, then the script's."),
     Option("attempt", ("--attempt",), "Number of this start of the job.", COUNT),
@@ -88,6 +126,7 @@ OPTIONS = (
     ),
     Option("quiet", ("--quiet", "-q"), "Say nothing at the end.", FLAG, default=False),
     *CHECKPOINT,
+    *PEERS,
     *ENVIRONMENT,
     *IMAGE,
 )
@@ -125,6 +164,14 @@ def start(values: Values, command: Sequence[str]) -> int:
         about="a checkpoint",
         hint="give --checkpoint URI too",
     )
+    values, peers = split(
+        values,
+        PEERS,
+        # A fleet's wrapper may say more, and a job turn peers off.
+        allowed=[option.name for option in PEERS] if values["peers"] or os.environ.get(PEERS_VARIABLE) else ["peers"],
+        about="peers",
+        hint="give --peers too",
+    )
     said = {variable: str(values[name]) for name, variable in _IDENTITY.items() if values[name] is not None}
     settings = {name: value for name, value in values.items() if name not in _IDENTITY}
     if settings["began_pattern"] is not None:
@@ -136,11 +183,37 @@ def start(values: Values, command: Sequence[str]) -> int:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:
         settings["checkpoint"] = checkpoint_wanted(checkpoint, os.environ)
+    if (peered := peers_wanted(peers, image["store"], os.environ)) is not None:
+        settings["peers"] = peered
     if has_setup:
         settings["environment"] = env_options.wanted(environment, image, os.environ)
     if not settings["quiet"]:
         settings["show"] = _shown
     return run(command, Options(**settings), {**os.environ, **said})  # type: ignore[arg-type]
+
+
+def peers_wanted(values: Mapping[str, Any], store: str | None, env: Mapping[str, str]) -> PeersWanted | None:
+    """What the values ask for; None: no peers. `store`: where `auto` has them meet. Raises `UsageError`."""
+    source = values["peers"] or env.get(PEERS_VARIABLE) or "off"
+    if source in ("off", "0") or env.get(PEERS_VARIABLE) == "0":
+        return None
+    from pathlib import Path
+
+    from bootseer.artifact.places import runtime_root
+    from bootseer.launch.peers import PeersWanted
+
+    limit, after, secret = values["peers_limit"], values["peers_after_training"], values["peers_secret"]
+    if source == "auto" and store:
+        source = store
+    before = image_options.parse_size(limit, "--peers-limit") if limit and limit != "none" else None
+    return PeersWanted(
+        source=source,
+        secret=Path(secret) if secret else None,
+        interfaces=tuple(values["peers_interface"]),
+        before=before if limit else 1 << 30,
+        after=0 if after == "off" else image_options.parse_size(after, "--peers-after-training") if after else None,
+        runtime=runtime_root(env, os.getuid()),
+    )
 
 
 def _shown(what: str, unit: Unit) -> AbstractContextManager[ProgressCallback]:

@@ -1,6 +1,6 @@
 """What an environment setup did to one path: the value that captures yield and snapshots are made of.
 
-Paths are absolute, as the setup saw them, without `.` and `..`; bytes that are no UTF-8 are surrogate escapes, as
+Paths are absolute, as the setup saw them, without `.` and `..`; bytes that are not UTF-8 are surrogate escapes, as
 `os.fsdecode` makes them. Decides and touches nothing.
 """
 
@@ -31,4 +31,4 @@ class Change:
     """A directory that replaced one: nothing of the old one shows through."""
     before: str = ""
     """What was there: `file:sha256:<hex>`, `symlink:<target>`, `directory` or `other`; empty for what was added. Only
-    asked for where people keep or edit files: a restore must neither overwrite nor hide what somebody else wrote."""
+    asked for where people keep or edit files: a restore must neither overwrite nor hide what a user wrote."""

@@ -79,7 +79,7 @@ class EnvironmentDocument:
     manifest: Stored
     """Digests of all files (see `snapshot.manifest`), compressed."""
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
-    """Of the snapshot's canonical content: equal for equal files, whoever built it and when. `sha256:<hex>`."""
+    """Of the snapshot's canonical content: equal for equal files, whenever it was built. `sha256:<hex>`."""
     roots: Annotated[tuple[str, ...], Meta(max_length=MAX_ROOTS)]
     """Folders that are shown by mounting (`restoring.roots`), each an absolute path."""
     num_loose: _Count

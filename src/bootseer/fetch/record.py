@@ -125,7 +125,7 @@ class RecordWriter:
 def read_record(path: Path) -> Record:
     """Read what a `RecordWriter` wrote, as far as it came. Raises `OSError`.
 
-    Raises `CorruptError` when the file is no record, `PermanentError` for a version that this program does not know.
+    Raises `CorruptError` when the file is not a record, `PermanentError` for a version that this program does not know.
     What comes after the first line that is not whole or not possible is ignored.
     """
     with path.open("rb") as file:

@@ -64,7 +64,7 @@ class TreeRequests:
     def read(self, answer: Reading, node: int, handle: int, offset: int, size: int, room: memoryview) -> Cancel | None:
         """Begin a read, to be answered by `answer`; what to call when it is not waited for any more."""
         size = max(min(size, self._tree.attributes(node).size - offset), 0)
-        # The kernel would fill what is missing with zeros, so that less is no answer.
+        # The kernel would fill what is missing with zeros, so that less is not an answer.
         answer.least = answer.length = size
         if not size:
             answer(b"")

@@ -16,7 +16,7 @@ class DataNodeError(Exception):
 
 
 class RefusedError(DataNodeError):
-    """It answers that it cannot: it has no such block, or what we showed is no right to read it (`token`)."""
+    """It answers that it cannot: it has no such block, or what we showed gives no right to read it (`token`)."""
 
     def __init__(self, message: str, *, token: bool) -> None:
         super().__init__(message)

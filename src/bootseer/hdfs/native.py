@@ -144,7 +144,7 @@ def mapping(what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, BootseerError):
             raise
-        # Panics of Rust code are no Exceptions.
+        # Panics of Rust code are not Exceptions.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise mapped(error, what) from error
         raise

@@ -320,7 +320,7 @@ class _Fetch:
                 self._run()
         except BootseerError as error:
             self.error = error
-        except BaseException as error:  # panics of Rust code are no Exceptions
+        except BaseException as error:  # panics of Rust code are no `Exception`
             self.error = TransientError(f"{self.what}: {type(error).__name__}: {error}")
         note_read()
         self._ends.put(self)

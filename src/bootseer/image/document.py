@@ -1,7 +1,7 @@
 """The document of a converted image: its manifest, its configuration and the block files of its layers.
 
 A store keeps it under `images/sha256-<hex>`, the digest of the image's manifest, so that users keep their image names:
-whoever resolves a name to a manifest finds the converted image. The bytes depend on the source alone. Manifest and
+what resolves a name to a manifest finds the converted image. The bytes depend on the source alone. Manifest and
 configuration are kept to the byte, so that both can be compared with the digest wherever the document is read
 (`sources.manifest.check_document`). The format is written down in docs/formats/image.md. Decides and touches nothing.
 """
@@ -120,7 +120,7 @@ def _bytes(text: object, what: str) -> bytes:
             return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         pass
-    raise CorruptError(f"image document: the {what} is no text")
+    raise CorruptError(f"image document: the {what} is not text")
 
 
 def _layer(row: object, digest: str) -> LayerFile:

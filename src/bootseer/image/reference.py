@@ -70,7 +70,7 @@ def parse_reference(text: str) -> Reference:
     """Take a reference apart. Raises `UsageError` for anything that is not one."""
     in_registry = text.startswith("docker://")  # as skopeo and podman call it
     text = text.removeprefix("docker://")
-    is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is no path
+    is_url = re.match(r"[A-Za-z-]+://[^/]", text) is not None  # may hold a login, and is not a path
     if (
         is_url
         or not text

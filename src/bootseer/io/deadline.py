@@ -94,5 +94,5 @@ class _Pump(Generic[T]):
                 if self._stopped.is_set():
                     return
             self.items.put(None)
-        except BaseException as error:  # panics of Rust code are no Exceptions
+        except BaseException as error:  # panics of Rust code are not Exceptions
             self.items.put(error)

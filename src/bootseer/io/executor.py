@@ -151,7 +151,7 @@ def run_reported(job: Job) -> None:
     main thread alone, are not swallowed."""
     try:
         job()
-    except BaseException as error:  # panics of Rust code are no Exceptions
+    except BaseException as error:  # panics of Rust code are not Exceptions
         if isinstance(error, (KeyboardInterrupt, Interrupted)) and _is_main():
             raise
         report_exception()

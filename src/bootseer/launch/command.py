@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bootseer.launch.checkpoint import CheckpointWanted
     from bootseer.launch.environment.task import EnvironmentWanted
     from bootseer.launch.image.start import Wanted
+    from bootseer.launch.peers import PeersWanted
     from bootseer.launch.session import Session
     from bootseer.trace.tracer import Tracer
 
@@ -39,6 +40,8 @@ class Options(NamedTuple):
     """How what the setup makes is to come; None: by running it."""
     checkpoint: CheckpointWanted | None = None
     """Checkpoints that are mounted for the command."""
+    peers: PeersWanted | None = None
+    """How blocks come from the job's other nodes; None: from the origin alone."""
     show: Show = no_progress
     """Shows people what a start waits for."""
 

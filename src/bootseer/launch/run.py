@@ -32,8 +32,8 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
     session = Session.opened(command, options, env) if measured else None
     code = 1
     try:
-        with _checkpoint(options, session) as where:
-            code = _start(command, options, env, session, where)
+        with _peers(options, session, env) as peers, _checkpoint(options, session) as where:
+            code = _start(command, options, env, session, {**peers, **where})
     except Interrupted as interrupted:
         say(f"interrupted by {interrupted} before the command was started")
         code = interrupted.exit_code
@@ -55,7 +55,7 @@ def _start(
     session: Session | None,
     where: Mapping[str, str],
 ) -> int:
-    """In the image, in the environment, or as it is; `where` tells the command of its checkpoints."""
+    """In the image, in the environment, or as it is; `where` tells the command of its checkpoints and peers."""
     own_group = not supervise.in_foreground()
     if options.image is not None:
         from bootseer.launch.image.start import run_in_image
@@ -72,6 +72,17 @@ def _start(
 
     came = {"mode": "bypassed", "code": "bypass"}
     return run_after_setup(command, options, child_env, session, own_group=own_group, came=came)
+
+
+def _peers(
+    options: Options, session: Session | None, env: Mapping[str, str]
+) -> AbstractContextManager[Mapping[str, str]]:
+    """Serves the job's other nodes while it lasts, and gives the variable that tells the command of them."""
+    if options.peers is None or session is None:
+        return nullcontext({})
+    from bootseer.launch.peers import PeersStart
+
+    return PeersStart(options.peers, session, env)
 
 
 def _checkpoint(options: Options, session: Session | None) -> AbstractContextManager[Mapping[str, str]]:

@@ -68,7 +68,7 @@ class Session:
         root = options.spool or spools.default_root(env)
         self.in_default_root = options.spool is None
         attempt = identity.attempt
-        if attempt is None and _has_company(identity, command, env):
+        if attempt is None and (options.peers is not None or _has_company(identity, command, env)):
             attempt = 0  # a number that this node makes up would not be the other nodes'
         self.folder, attempt = spools.make_attempt(root, identity.job, attempt)
         identity = identity._replace(attempt=attempt)

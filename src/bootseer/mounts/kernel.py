@@ -212,7 +212,7 @@ def _plain(word: bytes) -> str:
 
 def visible(rows: Sequence[Mount]) -> list[Mount]:
     """The mounts that paths reach, the root first and each before those below it: of mounts on one place the top one,
-    and none below a place that was mounted over later. Empty when the process's root is no mount (a plain chroot)."""
+    and none below a place that was mounted over later. Empty when the process's root is not mounted (a chroot)."""
     children: dict[int, list[Mount]] = {}
     for row in rows:
         children.setdefault(row.parent, []).append(row)

@@ -108,7 +108,7 @@ class Runtime:
         new.replace(path)
 
     def all(self) -> Iterator[MountState]:
-        """All mounts that were written down, dead or alive. What cannot be read is no mount."""
+        """All mounts that were written down, dead or alive. What cannot be read is not a mount."""
         for folder in sorted(self.mounts.iterdir()):
             with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 yield _read(folder)

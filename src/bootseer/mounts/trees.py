@@ -136,7 +136,7 @@ class FilesTree:
     """The tree of one image. Inode 1 is its root; the others are its own numbers, moved out of the way of 1."""
 
     def __init__(self, source: Source, file: LazyFile, on_error: OnError) -> None:
-        """Read the metadata, and wait for it. Raises `CorruptError` for what is no image of ours."""
+        """Read the metadata, and wait for it. Raises `CorruptError` for what is not an image of ours."""
         self._source = source
         self._file = file
         self._on_error = on_error
@@ -254,7 +254,7 @@ class MergedTree:
     """
 
     def __init__(self, source: Source, files: Sequence[LazyFile], on_error: OnError) -> None:
-        """Read the metadata of all layers, and wait for it. Raises `CorruptError` for what is no layer."""
+        """Read the metadata of all layers, and wait for it. Raises `CorruptError` for what is not a layer."""
         if not files:
             raise UsageError("an image without layers", hint="convert it again")
         self._layers = [FilesTree(source, file, on_error) for file in reversed(files)]

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import HELLO, Request, Signer
+from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 
 _CONNECT_S: Final = 2.0
 _MAX_IDLE: Final = 2
+_MAX_READERS: Final = 1 << 14
+
+
+class UnreachableError(TransientError):
+    """No connection to a peer."""
+
+
+class FillFailedError(TransientError):
+    """The peer did not get what it was asked for."""
 
 
 class Client:
@@ -26,36 +36,69 @@ class Client:
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
 
-    def read(
-        self,
-        address: str,
-        request: Request,
-        into: memoryview,
-        *,
-        heard: Callable[[int], float],
-    ) -> None:
-        """Fill `into` with the range.
+    def read(self, address: str, request: Request, into: memoryview, *, heard: Callable[[int], float]) -> None:
+        """Fill `into` with the range, like `stream`."""
+        for _ in self.stream(address, request, [into], heard=heard):
+            pass
 
-        `heard` is called at the beginning, at each sign of life and after each part of the body, with the number of
-        bytes that have come since the last call; it returns how many seconds to wait for the next one. Raises
-        `TransientError` when these pass (its message says so), and where the peer is gone, full or has not got it;
-        `NotFoundError` for what the peer does not serve, `AccessError` when it does not accept the secret.
+    def stream(
+        self, address: str, request: Request, parts: Iterable[memoryview], *, heard: Callable[[int], float]
+    ) -> Generator[memoryview, None, None]:
+        """Fill the parts of a range one after the other, and give each as soon as it is full.
+
+        Closing the iterator ends the request. `heard` is called at the beginning, at each sign of life and after each
+        piece of the body, with the number of bytes that have come since the last call; it returns how many seconds to
+        wait for the next one, or raises. Raises `TransientError` when these pass, or the peer is gone or full (with
+        `retry_after_s`); `UnreachableError` where there is no connection, `FillFailedError` when it could not get it;
+        `NotFoundError` for what it does not serve, `AccessError` when it does not accept the secret.
         """
-        connection, signer = self._connection(address)
+        connection, signer = self._connection(address, min(heard(0), _CONNECT_S))
         try:
             connection.sock.settimeout(heard(0))
             connection.send(signer.encode(request, address))
-            self._read_answer(connection, into, heard)
+            self._read_head(connection, request.length, heard)
+            for part in parts:
+                rest = part
+                while rest:
+                    count = connection.read_some(rest)
+                    rest = rest[count:]
+                    connection.sock.settimeout(heard(count))
+                yield part
         except BaseException:
             # A half-received answer is not drained: that would take as long as receiving it.
             connection.sock.close()
             raise
-        with self._lock:
-            idle = self._idle[address]
-            if len(idle) < _MAX_IDLE:
-                idle.append((connection, signer))
-                return
-        connection.sock.close()
+        self._keep(address, connection, signer)
+
+    def probe(self, address: str) -> str:
+        """The name of the node that serves at an address, which has shown that it knows the secret.
+
+        Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
+        """
+        connection, signer, name = self._connect(address, _CONNECT_S)
+        self._keep(address, connection, signer)
+        return name
+
+    def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
+        """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
+        connection, signer = self._connection(address, min(timeout_s, _CONNECT_S))
+        try:
+            connection.sock.settimeout(timeout_s)
+            connection.send(signer.encode(question, address))
+            head = _checked(connection.read_head(), connection.peer)
+            length = head.fields.get("content-length", "")
+            if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
+                raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
+            body = memoryview(bytearray(int(length)))
+            left = body
+            while left:
+                left = left[connection.read_some(left) :]
+            found = parse_readers(bytes(body))
+        except BaseException:
+            connection.sock.close()
+            raise
+        self._keep(address, connection, signer)
+        return found
 
     def close(self) -> None:
         """Close what is idle."""
@@ -65,57 +108,69 @@ class Client:
         for connection in connections:
             connection.sock.close()
 
-    def _read_answer(self, connection: Connection, into: memoryview, heard: Callable[[int], float]) -> None:
+    def _read_head(self, connection: Connection, length: int, heard: Callable[[int], float]) -> None:
         while True:
-            head = connection.read_head()
-            if head is None:
-                raise TransientError(f"{connection.peer} closed the connection")
+            head = _checked(connection.read_head(), connection.peer)
             if head.first[0] != "102":
                 break
             connection.sock.settimeout(heard(0))
-        match head.first[0]:
-            case "206" if head.fields.get("content-length") == str(len(into)):
-                pass
-            case "403":
-                raise AccessError(f"{connection.peer} does not accept this job's secret")
-            case "404" | "416":
-                raise NotFoundError(f"{connection.peer} does not serve this file")
-            case "429":
-                raise TransientError(f"{connection.peer} has too many connections", retry_after_s=1.0)
-            case "503":
-                raise TransientError(f"{connection.peer} could not get it")
-            case status:
-                raise CorruptError(f"{connection.peer} answers {status} {head.first[1]}")
-        while into:
-            count = connection.read_some(into)
-            into = into[count:]
-            if into:
-                connection.sock.settimeout(heard(count))
-        heard(0)
+        if head.first[0] != "206" or head.fields.get("content-length") != str(length):
+            raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 
-    def _connection(self, address: str) -> tuple[Connection, Signer]:
+    def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
+        with self._lock:
+            idle = self._idle[address]
+            if len(idle) < _MAX_IDLE:
+                idle.append((connection, signer))
+                return
+        connection.sock.close()
+
+    def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
         with self._lock:
             while idle := self._idle[address]:
                 connection, signer = idle.pop()
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
+        return self._connect(address, timeout_s)[:2]
+
+    def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         except (OSError, ValueError) as error:
-            raise TransientError(f"{address}: {error}") from error
-        connection = Connection(sock, address, _CONNECT_S)
+            raise UnreachableError(f"{address}: {error}") from error
+        connection = Connection(sock, address, timeout_s)
         nonce = secrets.token_hex(16)
         try:
             connection.send(f"GET {HELLO} HTTP/1.1\r\nHost: {address}\r\nBootseer-Nonce: {nonce}\r\n\r\n".encode())
             head = connection.read_head()
             if head is None or head.first[0] == "429":
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            return connection, Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            name = head.fields.get("bootseer-name", "")
+            if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
+                raise AccessError(f"{address} does not know this job's secret")
+            return connection, signer, name
         except BaseException:
             sock.close()
             raise
+
+
+def _checked(head: Head | None, peer: str) -> Head:
+    """The head of an answer that refuses nothing."""
+    if head is None:
+        raise TransientError(f"{peer} closed the connection")
+    match head.first[0]:
+        case "403":
+            raise AccessError(f"{peer} does not accept this job's secret")
+        case "404" | "416":
+            raise NotFoundError(f"{peer} does not serve this file")
+        case "429":
+            raise TransientError(f"{peer} has too many connections", retry_after_s=1.0)
+        case "503":
+            raise FillFailedError(f"{peer} could not get it")
+    return head
 
 
 def _is_closed(sock: socket.socket) -> bool:

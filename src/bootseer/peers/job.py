@@ -5,6 +5,7 @@
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that peers may ask for
     files/IDENTITY.index the index of a file of blocks
     state.json          what the service has done, for `report` and `status`
+    began               made when training begins: from then on the network belongs to it
 
 The launcher makes the folder, owner-only, and puts its path into BOOTSEER_PEERS_DIR for the processes that it starts.
 The service writes `members.json` and `state.json`; a process that reads a file registers it before its first request.
@@ -62,9 +63,9 @@ class JobPeers:
 
     @classmethod
     def create(cls, folder: Path, secret: bytes | None = None) -> JobPeers:
-        """Make the folder, for the launcher. Without a `secret` it gets a new one."""
-        folder.mkdir(mode=0o700)
-        (folder / "files").mkdir(mode=0o700)
+        """Make the folder, unless it is there, for the launcher. Without a `secret` it gets a new one."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "files").mkdir(mode=0o700, exist_ok=True)
         secret = secret or secrets.token_bytes(SECRET_BYTES)
         _replace(folder / "secret", secret)
         return cls(folder, secret)
@@ -150,9 +151,18 @@ class JobPeers:
             return {}
         return state if isinstance(state, dict) else {}
 
+    @property
+    def training(self) -> bool:
+        """Whether training has begun."""
+        return (self.folder / "began").exists()
+
+    def training_began(self) -> None:
+        """Tell the service and the local processes."""
+        (self.folder / "began").touch(mode=0o600)
+
     def _file(self, identity: str, suffix: str) -> Path:
         if not is_identity(identity):
-            raise ValueError(f"{identity[:80]!r} is no identity of a file")
+            raise ValueError(f"{identity[:80]!r} is not an identity of a file")
         return self.folder / "files" / f"{identity}.{suffix}"
 
     def _look(self) -> None:

@@ -1,15 +1,20 @@
 """What peers say to each other: HTTP/1.1 requests for ranges of block files, each signed with the job's secret.
 
 A connection begins with `GET /v1/hello`, by which both sides give a nonce; its key is the HMAC of both under the job's
-secret. Each request then carries a number that grows and an HMAC of all that matters in it. So a request cannot be
-replayed, on its connection or another, without clocks that agree or a memory of nonces, which a date in each request
-would need. Answers are not signed: every block is compared with its digest by its receiver.
+secret. The server says its name and proves that it knows the secret. Each request then carries a number that grows and
+an HMAC of all that matters in it. So a request cannot be replayed, on its connection or another, without clocks that
+agree or a memory of nonces, which a date in each request would need. Answers are not signed: every block is compared
+with its digest by its receiver.
 
     GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
     Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
     Bootseer-Level: rack | global               what the owner may do when it has not got them
     Bootseer-Members: DIGEST                    of the sender's list of peers
     Authorization: Bootseer NUMBER MAC
+
+    GET /v1/readers/IDENTITY/FIRST/BITS         which nodes read or have these blocks: see `readers`
+    Bootseer-Sender: NAME [keeps]
+    Bootseer-Without: NAME
 
     102 Processing                              the owner waits for the origin; again every 0.1 s
     206 Partial Content, 403, 404, 416, 429, 503
@@ -31,8 +36,11 @@ MAX_HEAD: Final = 4096
 MAX_RANGE: Final = 4 << 20
 HELLO: Final = "/v1/hello"
 _FILES: Final = "/v1/files/"
+_READERS: Final = "/v1/readers/"
 _NONCE: Final = re.compile(r"[0-9a-f]{32}")
 _IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
+_BLOCKS: Final = re.compile(r"([0-9a-f]{64})/([0-9]{1,9})/([0-9a-f]{1,8})")
+_SENDER: Final = re.compile(r"([!-~]{1,255})( keeps)?")
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 REASONS: Final = {
     102: "Processing", 200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
@@ -59,6 +67,40 @@ class Request:
     members: str
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which nodes read or have blocks of a file."""
+
+    file: str
+    first: int
+    blocks: int
+    """Bits: number 0 is block `first`."""
+    sender: str
+    """The name of the node that asks, and reads what no other does."""
+    keeps: bool
+    """Whether it passes them on."""
+    without: str = ""
+    """A node that was named before and did not give them."""
+
+    @property
+    def lines(self) -> str:
+        """The first lines of the request."""
+        return (
+            f"GET {_READERS}{self.file}/{self.first}/{self.blocks:x} HTTP/1.1\r\n"
+            f"Bootseer-Sender: {self.sender}{' keeps' * self.keeps}\r\nBootseer-Without: {self.without}\r\n"
+        )
+
+    @classmethod
+    def of(cls, head: Head) -> Question:
+        """Raises `CorruptError`."""
+        found = _BLOCKS.fullmatch(head.first[1].removeprefix(_READERS))
+        sender = _SENDER.fullmatch(head.fields.get("bootseer-sender", ""))
+        if found is None or sender is None:
+            raise CorruptError("malformed request of a peer")
+        without = head.fields.get("bootseer-without", "")
+        return cls(found[1], int(found[2]), int(found[3], 16), sender[1], bool(sender[2]), without)
+
+
 @dataclass(slots=True)
 class Signer:
     """Signs and checks the requests of one connection. Each side has its own."""
@@ -74,9 +116,18 @@ class Signer:
                 raise CorruptError("malformed nonce of a peer")
         return cls(hmac.digest(secret, f"bootseer peers 1\n{client_nonce}\n{server_nonce}".encode(), "sha256"))
 
-    def encode(self, request: Request, host: str) -> bytes:
+    def proof(self, name: str) -> str:
+        """By which a server of this name shows that it knows the secret."""
+        return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
+
+    def encode(self, request: Request | Question, host: str) -> bytes:
         """The bytes of the next request."""
         self.number += 1
+        if isinstance(request, Question):
+            return (
+                f"{request.lines}Host: {host}\r\n"
+                f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
+            ).encode()
         last = request.start + request.length - 1
         return (
             f"GET {_FILES}{request.file} HTTP/1.1\r\nHost: {host}\r\nRange: bytes={request.start}-{last}\r\n"
@@ -84,21 +135,15 @@ class Signer:
             f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
         ).encode()
 
-    def decode(self, head: Head) -> Request | None:
+    def decode(self, head: Head) -> Request | Question | None:
         """The request that a client sent; None when it did not sign it, or has sent it before.
 
         Raises `CorruptError` when it is malformed.
         """
-        method, target = head.first
-        found = _RANGE.fullmatch(head.fields.get("range", ""))
-        identity = target.removeprefix(_FILES)
-        level = head.fields.get("bootseer-level", "")
-        if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
-            raise CorruptError("malformed request of a peer")
-        start, last = int(found[1]), int(found[2])
-        if not start <= last < start + MAX_RANGE:
-            raise CorruptError("a peer asks for more than it may at once")
-        request = Request(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-members", ""))
+        if head.first[0] == "GET" and head.first[1].startswith(_READERS):
+            request: Request | Question = Question.of(head)
+        else:
+            request = _parse_request(head)
         number, _, mac = head.fields.get("authorization", "").removeprefix("Bootseer ").partition(" ")
         if not (number.isascii() and number.isdecimal() and len(number) < 19 and int(number) > self.number):
             return None
@@ -107,11 +152,40 @@ class Signer:
         self.number = int(number)
         return request
 
-    def _mac(self, number: int, request: Request) -> str:
+    def _mac(self, number: int, request: Request | Question) -> str:
+        if isinstance(request, Question):
+            return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
         signed = (
             f"{number}\n{request.file}\n{request.start}\n{request.length}\n{request.level}\n{request.members}"
         ).encode()
         return hmac.digest(self.key, signed, "sha256").hex()
+
+
+def _parse_request(head: Head) -> Request:
+    method, target = head.first
+    found = _RANGE.fullmatch(head.fields.get("range", ""))
+    identity = target.removeprefix(_FILES)
+    level = head.fields.get("bootseer-level", "")
+    if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
+        raise CorruptError("malformed request of a peer")
+    start, last = int(found[1]), int(found[2])
+    if not start <= last < start + MAX_RANGE:
+        raise CorruptError("a peer asks for more than it may at once")
+    return Request(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-members", ""))
+
+
+def encode_readers(found: dict[str, int]) -> bytes:
+    """The body of the answer to a `Question`: a node and its blocks in each line."""
+    return "".join(f"{name}\t{blocks:x}\n" for name, blocks in found.items()).encode()
+
+
+def parse_readers(body: bytes) -> dict[str, int]:
+    """What `encode_readers` encoded. Raises `CorruptError`."""
+    try:
+        lines = [line.split("\t") for line in body.decode().splitlines()]
+        return {name: int(blocks, 16) for name, blocks in lines}
+    except ValueError as error:
+        raise CorruptError("malformed answer of a peer") from error
 
 
 def is_identity(text: str) -> bool:

@@ -14,16 +14,17 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from bootseer.errors import BootseerError, CorruptError, TransientError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import HELLO, Request, Signer, encode_answer
+from bootseer.peers.protocol import HELLO, Question, Request, Signer, encode_answer, encode_readers
+from bootseer.peers.readers import CachedContent, Readers
 
 _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
@@ -54,7 +55,8 @@ class Served:
     bytes_sent: int = 0
     requests: int = 0
     refused: int = 0
-    by_peer: dict[str, int] | None = None
+    by_interface: dict[str, int] = field(default_factory=dict)
+    """Bytes sent, by the address of this node that they left from."""
 
 
 class Server:
@@ -66,12 +68,14 @@ class Server:
         secret: bytes,
         find: Callable[[str], Content | None],
         *,
+        name: str = "",
         max_rate: int | None = None,
     ) -> None:
         """`find` gives the content of an index' identity, None for what this job does not use.
 
-        `max_rate`: bytes per second of all connections together.
+        `name` is what the other nodes know this one by; `max_rate`: bytes per second of all connections together.
         """
+        self._name = name
         self._listening = listening
         self._secret = secret
         self._find = find
@@ -79,6 +83,7 @@ class Server:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = False
+        self._readers = Readers()
         self.served = Served()
         self._threads = Executor("bootseer-peers", MAX_CONNECTIONS + len(listening))
         for sock in listening:
@@ -116,7 +121,10 @@ class Server:
             try:
                 if is_full:
                     raise TransientError("too many connections")
-                sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
+                if sock.family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
+                else:
+                    sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
                 self._threads.submit(partial(self._serve, Connection(sock, address[0], _IDLE_S)), at_once=True)
             except (OSError, TransientError):
                 self._refuse(sock)
@@ -145,7 +153,10 @@ class Server:
                     if request is None:
                         connection.send(encode_answer(403))
                         return
-                    self._answer(connection, request)
+                    if isinstance(request, Question):
+                        self._tell_readers(connection, request)
+                    else:
+                        self._answer(connection, request)
         except CorruptError as error:
             _LOG.warning("%s: %s", connection.peer, error)
         except (TransientError, OSError) as error:
@@ -164,7 +175,10 @@ class Server:
             return None
         nonce = secrets.token_hex(16)
         signer = Signer.of(self._secret, head.fields.get("bootseer-nonce", ""), nonce)
-        connection.send(encode_answer(200, 0, f"Bootseer-Nonce: {nonce}\r\n"))
+        fields = (
+            f"Bootseer-Nonce: {nonce}\r\nBootseer-Name: {self._name}\r\nBootseer-Proof: {signer.proof(self._name)}\r\n"
+        )
+        connection.send(encode_answer(200, 0, fields))
         return signer
 
     def _answer(self, connection: Connection, request: Request) -> None:
@@ -177,9 +191,15 @@ class Server:
             connection.send(encode_answer(416))
         elif problem := self._wait(connection, content, request):
             _LOG.info("%s: not served: %s", connection.peer, problem)
-            connection.send(encode_answer(503))
+            connection.send(encode_answer(404 if isinstance(problem, NotFoundError) else 503))
         else:
             self._send(connection, content, request)
+
+    def _tell_readers(self, connection: Connection, question: Question) -> None:
+        content = self._find(question.file)
+        own = content.here(question.first, question.blocks) if isinstance(content, CachedContent) else 0
+        body = encode_readers(self._readers.answer(question, own, self._name))
+        connection.send(encode_answer(200, len(body)) + body)
 
     def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
         """Until the range is here, or cannot be had: why."""
@@ -205,5 +225,7 @@ class Server:
             sent = connection.sock.sendfile(file, request.start, request.length)
         if sent != request.length:
             raise TransientError("the file in the cache is shorter than its index says")
+        left_from = connection.sock.getsockname()[0]
         with self._lock:
             self.served.bytes_sent += sent
+            self.served.by_interface[left_from] = self.served.by_interface.get(left_from, 0) + sent

@@ -116,7 +116,7 @@ _KINDS: dict[int, type[BootseerError]] = {
 
 def mapped(error: OSError, what: str) -> BootseerError:
     """An error of the file system as one of ours; `what` was asked for."""
-    if error.errno in (errno.ENOENT, errno.ELOOP):  # a symbolic link is no file here
+    if error.errno in (errno.ENOENT, errno.ELOOP):  # a symbolic link is not a file here
         return NotFoundError(f"there is no {what}")
     text = f"{what}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -108,7 +108,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A name that can be printed: a file's name may hold a newline, or bytes that are no text."""
+    """A name that can be printed: a file's name may hold a newline, or bytes that are not text."""
     return name if name.isprintable() else ascii(name)
 
 
@@ -193,7 +193,7 @@ def _gzip(raw: io.RawIOBase | BinaryIO, block: bytes) -> Iterator[bytes]:
         for start in range(0, len(block), _GZIP_STEP_BYTES):
             piece = block[start : start + _GZIP_STEP_BYTES]
             while piece:
-                if unpacker.eof:  # log rotation appends one member to another; padding behind the last one is none
+                if unpacker.eof:  # log rotation appends one member to another; padding may follow the last one
                     if not piece.startswith(_GZIP[: len(piece)]):
                         if piece.strip(b"\0"):
                             raise Cut

@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 1.0
 _NEAR = 3
 """Names of jobs that an error tells."""
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
-"""A longer number is no attempt, but part of a name."""
+"""A longer number is not an attempt, but part of a name."""
 
 
 def read_report(

@@ -208,7 +208,7 @@ def _name_jobs(result: Scanned) -> None:
     for event in result.events:
         if not _foreign(event):
             events.append(event)
-        # What the hook saw itself it saw better, but the user's own pattern is what he wants.
+        # What the hook saw is more exact, but a pattern of the user's own takes precedence.
         elif event.stage not in stages or event.attrs[FOREIGN] == "pattern":
             node = (
                 next(iter(nodes.values()))
@@ -310,7 +310,7 @@ class _FileScan:
             if begin == began:
                 self._training_began(self._line(raw))
             wanted = hits.get(begin)
-            # What an event says of itself is no foreign log.
+            # What an event says of itself is not a foreign log.
             if wanted and TAG_STEM not in raw:
                 line = self._line(raw)
                 for parser in wanted:
@@ -349,7 +349,7 @@ class _FileScan:
         )
 
     def _events(self, raw: bytes) -> None:
-        # A stem that is quoted in prose is no damaged event. No event holds a tag, so that each ends before the next.
+        # A stem quoted in prose is not a damaged event. No event holds a tag, so that each ends before the next.
         places = [tag.start() for tag in _TAG.finditer(raw)]
         for place, until in pairwise([*places, len(raw)]):
             try:

@@ -30,7 +30,7 @@ def open_store(uri: str, *, plain_http: bool = False) -> Store:
 
     `plain_http` permits to speak without encryption; registries that are named in `BOOTSEER_PLAIN_HTTP`, and those at
     loopback addresses without certificates here, are spoken to so in any case. Nothing is connected yet. Raises
-    `UsageError` for what is no place.
+    `UsageError` for an invalid address.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -101,7 +101,7 @@ def is_loopback(host: str) -> bool:
         return False
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    # Text like 127.1 is no address here, as it is none for the registry's client.
+    # Text like 127.1 is not an address here, nor is it for the registry's client.
     return re.fullmatch(r"[0-9a-f.:]+", name) is not None and _address_is_loopback(name)
 
 

@@ -49,7 +49,7 @@ def retrying(
         except TransientError as error:
             wait_s = rng.uniform(0, min(BASE_S * 2 ** (attempt - 1), CAP_S))
             if error.retry_after_s is not None:
-                # Everybody was told the same time: come a little later, each at another moment.
+                # All clients were told the same time: come a little later, each at another moment.
                 wait_s += error.retry_after_s
             if attempt >= attempts or clock() + wait_s >= until:
                 raise

@@ -106,7 +106,7 @@ def is_content_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """The name itself. Raises `UsageError` for what is no object's name: names come from documents of others too."""
+    """The name itself. Raises `UsageError` for an invalid one: names come from documents of others too."""
     # `sha256/` is where stores that are folders keep what has content names.
     fits = len(name) <= MAX_NAME and (is_content_name(name) or _PATH.fullmatch(name))
     if not fits or name.startswith("sha256/"):
@@ -125,7 +125,7 @@ def check_new(name: str, data: bytes) -> None:
 def check_range(start: int, length: int | None) -> None:
     """Raises `UsageError` for a range that no object can have."""
     if start < 0 or (length is not None and length < 0):
-        raise UsageError(f"{length} bytes from {start} on are no range", hint="use numbers that are not negative")
+        raise UsageError(f"{length} bytes from {start} on are not a range", hint="use numbers that are not negative")
 
 
 def range_end(name: str, size_bytes: int, start: int, length: int | None) -> int:

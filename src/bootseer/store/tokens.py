@@ -1,10 +1,10 @@
 """What to put into the `Authorization` header of requests to one registry.
 
-A registry that wants to know who asks answers 401 and says how: by `Basic`, or by a `Bearer` token that another address
+A registry that wants a login answers 401 and says how: by `Basic`, or by a `Bearer` token that another address
 hands out for a scope (what may be done with which repository). Tokens live minutes; they are kept by scope, and fetched
 anew when they are about to end or when the registry refuses them.
 
-The registry names that address, and so could choose who gets the login. A login is sent to the registry's own host, to
+The registry names that address, and could name any host. A login is sent to the registry's own host, to
 hosts that are known to belong to it and to those that the user allows, and never unencrypted over a network.
 
 One lock guards it all and is held while a token is fetched: of many readers that are refused at once, one fetches and
@@ -129,7 +129,7 @@ def _ask(helper: str, host: str) -> Credentials | None:
         answer = json.loads(ended.stdout)
         user, secret = str(answer["Username"]), str(answer["Secret"])
     except (ValueError, KeyError, TypeError) as error:
-        raise AccessError(f"{program} answered for {host} with something that is no login") from error
+        raise AccessError(f"{program} answered for {host} with something that is not a login") from error
     return Credentials(identity_token=secret) if user == "<token>" else Credentials(user, secret)
 
 
@@ -256,9 +256,9 @@ class Authorizer:
             text = document.get("token") or document["access_token"]
             life_s = float(document.get("expires_in") or _DEFAULT_LIFE_S)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TransientError(f"{answer.origin} answers with something that is no token") from error
+            raise TransientError(f"{answer.origin} answers with something that is not a token") from error
         if not isinstance(text, str) or not re.fullmatch(r"[\x21-\x7e]+", text):
-            raise TransientError(f"{answer.origin} answers with something that is no token")
+            raise TransientError(f"{answer.origin} answers with something that is not a token")
         return _Token(f"Bearer {text}", time.monotonic() + _FRESH * min(max(life_s, 1.0), 86400.0))
 
     def _login(self, target: Origin) -> Credentials | None:

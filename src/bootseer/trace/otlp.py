@@ -26,7 +26,7 @@ _PATH = "/v1/traces"
 def endpoint_url(endpoint: str | None, env: Mapping[str, str]) -> str:
     """The URL for traces: `endpoint` or the OTEL variables' base, with the path added where it is missing.
 
-    Raises `UsageError` for what is no http or https URL; the message never shows user name and password.
+    Raises `UsageError` for what is not an http or https URL; the message never shows user name and password.
     """
     base = endpoint or env.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
     url = base.strip()
@@ -57,7 +57,7 @@ class OtlpExporter:
     ) -> None:
         """What is None comes from `OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS` and `_TIMEOUT` (seconds).
 
-        Raises `UsageError` when the endpoint is no URL, a variable is bad, or the extra `otlp` is not installed.
+        Raises `UsageError` when the endpoint is not a URL, a variable is bad, or the extra `otlp` is not installed.
         """
         url = endpoint_url(endpoint, os.environ)
         try:

@@ -44,7 +44,7 @@ def trace_id(event: Event) -> int:
 
 
 def span_id(text: str) -> int:
-    """The span id, never 0. A text that is none gives the same made id each time, so that parents are still found."""
+    """The span id, never 0. An invalid text gives the same made-up id each time, so that parents are still found."""
     return int(text, 16) if _SPAN.fullmatch(text) else _made_id(text, 8)
 
 

@@ -27,7 +27,7 @@ class _Position:
 
 
 class SpoolTail:
-    """New events of a folder. `malformed` counts lines that were no event."""
+    """New events of a folder. `malformed` counts lines that were not events."""
 
     def __init__(self, folder: str) -> None:
         self.malformed = 0
@@ -57,7 +57,7 @@ class SpoolTail:
         return events
 
     def _listing(self) -> list[tuple[str, int, int]]:
-        """Name, inode and size of the spool files. Links, pipes and folders of that name are none."""
+        """Name, inode and size of the spool files. Links, pipes and folders of that name do not count."""
         found = []
         try:
             with os.scandir(self._folder) as entries:

@@ -110,7 +110,7 @@ def test_safe_open_is_the_librarys_twin(tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys()
         assert ours.offset_keys() == theirs.offset_keys()
         assert ours.metadata() == theirs.metadata()
-        for name in ours.keys():  # noqa: SIM118 - it is no mapping
+        for name in ours.keys():  # noqa: SIM118 - it is not a mapping
             assert_equal(ours.get_tensor(name), theirs.get_tensor(name))
             assert ours.get_slice(name).get_shape() == theirs.get_slice(name).get_shape()
             assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()

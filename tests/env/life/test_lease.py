@@ -147,7 +147,7 @@ def test_who_is_elected_looks_once_more_for_what_was_published_meanwhile(catalog
     publish(catalog, document())
     assert elect(catalog, KEY, "node-1") == document()
     assert look(store, NAME).kind == "free"
-    # What shall be replaced is no answer, also when this start allows it less age.
+    # What shall be replaced is not an answer, also when this start allows it less age.
     assert isinstance(elect(catalog, KEY, "node-1", replaces=replace(document(), max_age_s=5.0)), Lease)
 
 

@@ -343,8 +343,8 @@ def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "listed twice" in refused(Change("/a", Action.ADDED, source), Change("/a", Action.ADDED, source))
-    assert "is no directory" in refused(Change("/a", Action.ADDED, source), Change("/a/b", Action.ADDED, source))
-    assert "is no directory" in refused(Change("/file/b", Action.ADDED, source))
+    assert "is not a directory" in refused(Change("/a", Action.ADDED, source), Change("/a/b", Action.ADDED, source))
+    assert "is not a directory" in refused(Change("/file/b", Action.ADDED, source))
     assert "/gone: No such file" in refused(Change("/gone", Action.ADDED, str(tmp_path / "gone")))
 
 

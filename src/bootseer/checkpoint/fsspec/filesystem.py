@@ -134,7 +134,7 @@ class WriteFile(io.RawIOBase):
 
     def _is_failing(self) -> bool:
         error = sys.exception()
-        # The end of an iteration is no error: `except StopIteration: file.close()` means what it says.
+        # The end of an iteration is not an error: `except StopIteration: file.close()` means what it says.
         return not (error is None or error is self._handled or isinstance(error, StopIteration | StopAsyncIteration))
 
     def __exit__(

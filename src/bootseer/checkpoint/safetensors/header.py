@@ -95,7 +95,7 @@ def _parse(encoded: bytes, data: int, size: int) -> Header:
     try:
         read = json.loads(encoded.decode(), object_pairs_hook=_unique)
         for name in read:
-            str(name).encode()  # half of an escaped pair is no text
+            str(name).encode()  # half of an escaped pair is not text
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"the safetensors header is damaged: {error}") from None
     if not isinstance(read, dict):

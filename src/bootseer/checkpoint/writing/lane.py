@@ -76,7 +76,7 @@ class NodeLoad:
 
     def most_loaded(self, num_parts: int, without: Collection[str]) -> list[str]:
         """The nodes with the most, the most last: fewer remain than so many parts need, so that at least one of these
-        goes to a node that has none, if there is one. Those of `without` are no nodes to remain."""
+        goes to a node that has none, if there is one. Those of `without` are not nodes to remain."""
         with self._lock:
             counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]

@@ -200,7 +200,7 @@ class Publication:
         replaced = self._replaced()
         done = self.again(step)
         if replaced is not None and replaced.id != keep:
-            # No reader can find it any more. What is left costs room, and is no error of a file that is safe.
+            # No reader can find it any more. What is left costs room, and is not an error of a file that is safe.
             with contextlib.suppress(BootseerError):
                 self._files.drop_parts(self.path, replaced)
             if replaced.id == self.id:

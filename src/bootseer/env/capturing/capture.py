@@ -151,7 +151,7 @@ def open_overlay(
 
 
 def _in_scratch(exclusions: Exclusions, env: Mapping[str, str], folders: Iterable[Path | str]) -> Iterator[str]:
-    """Scratch folders that this start names: projects, homes and environments are no rubbish wherever they are."""
+    """Scratch folders that this start names: projects, homes and environments are not rubbish wherever they are."""
     named = [*folders, *(env[name] for name in ("HOME", "VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name))]
     for folder in env.get("PATH", "").split(":"):
         prefix = os.path.dirname(folder)  # noqa: PTH120

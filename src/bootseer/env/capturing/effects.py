@@ -4,9 +4,9 @@ A restore brings back files and the environment, nothing else. So any of these m
 words that say what it was. Users and groups are lines of files and come back with /etc; they are told as notes.
 
 *Processes* are the setup's when they run in its mount namespace or have its mark in their environment. Neither depends
-on who the parent is now: a daemon has none. They are left alone, as the job may need them. In a mount namespace none
-can hide; without one (a capture by comparing) those go unseen that drop or overwrite their environment. What another
-program starts for the setup (systemd, a container engine) is not the setup's and never seen.
+on which process is the parent now: a daemon has none. They are left alone, as the job may need them. In a mount
+namespace none can hide; without one (a capture by comparing) those go unseen that drop or overwrite their environment.
+What another program starts for the setup (systemd, a container engine) is not the setup's and never seen.
 
 *The kernel's* modules, settings and shared memory are compared. Settings are files of /proc/sys: those that may be
 written, without the few that move by themselves, so that nothing is blamed on a setup that it did not do.
@@ -43,7 +43,7 @@ _MAX_NAMED = 5
 
 
 def new_mark() -> str:
-    """A value that nobody else has."""
+    """A value that is used nowhere else."""
     return secrets.token_hex(8)
 
 
@@ -75,7 +75,7 @@ def _is_of_setup(pid: int, needle: bytes, namespace: int | None) -> bool:
         if namespace is not None and os.stat(f"/proc/{pid}/ns/mnt").st_ino == namespace:  # noqa: PTH116
             return True
         return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # it has ended, or belongs to another user
         return False
 
 
@@ -191,7 +191,7 @@ def _points_python(path: str) -> bool:
 
 
 def _link(path: str) -> str:
-    """Its target; empty for what is no link. Half of the cost of `Path.readlink`, for each file of a snapshot."""
+    """Its target; empty for what is not a link. Half of the cost of `Path.readlink`, for each file of a snapshot."""
     try:
         return os.readlink(path)  # noqa: PTH115
     except OSError:
@@ -281,7 +281,7 @@ class Effects:
         return made + gone
 
     def _new_in_scratch(self, inside: Mapping[str, Any], mentions: Sequence[str]) -> list[str]:
-        """Without a watch nobody knows who left what: only what surely matters counts."""
+        """Without a watch it is unknown which process left what: only what surely matters counts."""
         before = {*map(tuple, self._inside.get("scratch", ()))}
         new = sorted({*map(tuple, inside.get("scratch", ()))} - before)
         return [

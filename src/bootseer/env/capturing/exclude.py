@@ -2,7 +2,7 @@
 
 A rule leaves a path out because it is not a file of the environment (proc), belongs to one machine (host keys), is
 gone or wrong later (pid files), is a secret, or is a cache that only installers read. Content that merely
-looks alike is kept: `uv.lock` is no lock, and whatever a package has installed is part of the package.
+looks alike is kept: `uv.lock` is not a lock, and whatever a package has installed is part of the package.
 
 Decides and touches nothing.
 """
@@ -260,7 +260,7 @@ class Exclusions:
         return None if found is None or self.keeps(path) else found
 
     def keeps(self, path: str) -> bool:
-        """Whether the owner says that this is no secret."""
+        """Whether the owner says that this is not a secret."""
         return self._kept is not None and self._kept.fullmatch(path) is not None
 
     def _rule_for(self, path: str, kind: Kind, size: int | None) -> Rule | None:

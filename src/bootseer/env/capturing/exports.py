@@ -128,7 +128,7 @@ def _line(head: bytes) -> list[str]:
 
 
 def _shell(line: list[str]) -> str:
-    """The name of the interpreter on that line; behind `env` the first word that is no option and no variable."""
+    """The name of the interpreter on that line; behind `env` the first word that is no option or variable."""
     if line and Path(line[0]).name == "env":
         given = " ".join(line[1:]).split()
         line = [word for word in given if not word.startswith("-") and "=" not in word]
@@ -178,7 +178,7 @@ def read(folder: Path, before: Mapping[str, str], *, node_words: Iterable[str] =
     """What the script left. `folder` as for `command`, `before` the whole environment that it was started with.
 
     `node_words` are names and addresses of this node: a value that holds one is wrong elsewhere. Nothing where the
-    script has told nothing: it was killed, became another program by `exec`, or is no shell script.
+    script has told nothing: it was killed, became another program by `exec`, or is not a shell script.
     """
     try:
         with (folder / OUTPUT).open("rb") as file:

@@ -48,7 +48,7 @@ class Group:
 
     def __init__(self) -> None:
         """Raises `AccessError` without the right to watch, `PermanentError` on a kernel that cannot."""
-        # Not waiting for the other end of a named pipe, nor for whoever holds a lease on a file.
+        # Not waiting for the other end of a named pipe, nor for the holder of a lease on a file.
         how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         flags = _CLOEXEC | _NONBLOCK | _UNLIMITED_QUEUE | _UNLIMITED_MARKS
         if not hasattr(libc, "fanotify_init"):
@@ -65,7 +65,7 @@ class Group:
         check(number, f"watch the mount {path}")
 
     def forget_opens(self, file: int) -> None:
-        """Let no more opens of this file be reported: they are known. It only saves work: failing is no error."""
+        """Let no more opens of this file be reported: they are known. It only saves work: failing is not an error."""
         ignore = _ADD | _IGNORED | _IGNORED_FOR_GOOD
         for how in (_EVICTABLE, 0):  # Linux 5.19 can do it without keeping the file in memory
             if libc.fanotify_mark(self._queue, ignore | how, OPENED, file, None) == 0:

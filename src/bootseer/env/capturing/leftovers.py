@@ -129,7 +129,7 @@ AT_HOME = (
     ".cache", ".ccache", ".conda/pkgs", ".local/share/pnpm/store", ".m2", ".npm", ".nv",
     # Settings of installers: in the key by what they say.
     ".conda/environments.txt", ".condarc", ".config/pip", ".config/uv", ".npmrc", ".pip", ".pydistutils.cfg", ".pypirc",
-    # Who somebody is, not what is installed; credentials besides.
+    # Identities and credentials of the user, not what is installed.
     ".aws", ".config/git", ".config/gh", ".gitconfig", ".ssh",
     # How a terminal looks.
     ".bash_history", ".bash_login", ".bash_logout", ".bash_profile", ".bashrc", ".config/fish", ".editrc", ".inputrc",
@@ -151,7 +151,7 @@ def unaccounted(
     *,
     host: bool = True,
 ) -> tuple[str, ...]:
-    """The reads that nobody accounts for, sorted.
+    """The reads that nothing accounts for, sorted.
 
     `accounted` are the files and folders whose content is in the key; `captured` the paths that the setup changed: what
     was there before is in the manifest, and a restore looks at it; `base` the folders that the base covers besides the

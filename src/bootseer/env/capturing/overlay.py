@@ -52,7 +52,7 @@ def steps(mounts: Sequence[Mount], real: Sequence[str]) -> Iterator[tuple[str, M
 
 
 def existing(paths: Iterable[str]) -> list[str]:
-    """By their real names; what is not there, or is no folder or file, cannot be shown."""
+    """By their real names; what is not there, or is not a folder or file, cannot be shown."""
     found = []
     for path in paths:
         real = os.path.realpath(path)
@@ -174,7 +174,7 @@ def build_root(plan: Plan) -> Built:
     """Make the overlay over `/` and all that belongs to it, and move the namespace's root there."""
     rows = visible(mount_table())
     if not rows:
-        raise PermanentError("the root is no mount: this process lives in a plain chroot")
+        raise PermanentError("the root is not a mount: this process lives in a plain chroot")
     work = _begin(plan)
     root = work.overlay("/")
     # All copies are taken before the first is attached: none may hold what is built here.
@@ -314,7 +314,7 @@ def _attach(work: _Work, mounts: Sequence[tuple[str, int]], below: str) -> None:
 
 
 def _hide(plan: Plan, below: str) -> None:
-    """Nobody inside may reach upper layers, of this capture and others: changing them has no defined result."""
+    """No process inside may reach upper layers, of this capture and others: changing them has no defined result."""
     empty = kernel.clone(plan.folder / EMPTY)
     place = Path(below + os.path.realpath(plan.folder.parent))
     kernel.move(empty, place)

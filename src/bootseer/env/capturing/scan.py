@@ -115,7 +115,7 @@ class ScanCapture(Capture):
                         continue
                     try:
                         here = PathState(path, entry.stat(follow_symlinks=False))
-                    except OSError:  # deleted meanwhile; or a mount of somebody else, which not even root may look at
+                    except OSError:  # deleted meanwhile; or another user's mount, which not even root may read
                         continue
                     rule = self._exclusions.rule_for(path, kind=here.kind, size=here.size)
                     # Not into folders of which nothing counts: /proc alone would take minutes.

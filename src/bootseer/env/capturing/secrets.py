@@ -127,7 +127,7 @@ def passwords_in(value: str) -> list[str]:
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Whether a variable is a secret: by its value, or by its name where the value is no path, number or switch."""
+    """Whether a variable is a secret: by its value, or by its name where the value is not a path, number or switch."""
     if value_kind(value) is not None:
         return True
     return looks_secret(name) and len(value) >= 4 and _HARMLESS.fullmatch(value) is None

@@ -178,7 +178,7 @@ class _Folder:
     path: str
     upper: str
     lower: str | None
-    """Empty: there was no such folder. None: nobody knows."""
+    """Empty: there was no such folder. None: unknown."""
     hidden: bool
     """Whether nothing of the lower folder shows through, so that all of it is either changed or deleted."""
     secret: bool = False

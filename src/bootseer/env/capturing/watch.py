@@ -32,7 +32,7 @@ from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.kernel import Mount, is_below, mount_table, visible
 from bootseer.mounts.process import die_with, end_child
 
-# What these file systems show are no files that a setup could install or depend on.
+# What these file systems show are not files that a setup could install or depend on.
 # fmt: off
 _STATE = frozenset((
     "autofs", "binder", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs",
@@ -188,7 +188,7 @@ class _Seen:
         written = {path.removesuffix(_DELETED) for path in self._written}
         opened = {path.removesuffix(_DELETED) for path in self._opened} - written
         local = {mount.path.rstrip("/"): mount.kind in _LOCAL for mount in table}
-        # Folders that no snapshot holds may lie in a scratch folder, and are no mounts of their own then.
+        # Folders that no snapshot holds may lie in a scratch folder, and are not mounts of their own then.
         local.update((path.rstrip("/"), False) for path in real if path not in SCRATCH)
         outside = sorted(path for path in _existing(written) if _is_local(path, local))
         return {"read": list(_existing(opened)), "written": outside, "why": self._why}
@@ -230,7 +230,7 @@ class Reads:
 
 
 def unobserved(why: str) -> Reads:
-    """The answer where nobody watched."""
+    """The answer where nothing was watched."""
     return Reads(frozenset(), (), complete=False, why=why)
 
 
@@ -261,8 +261,8 @@ class Watch:
 
         `captured` are mount points whose writes the capture sees (`Capture.points`), `real` folders that no snapshot
         holds (`Capture.real`): there only what is written to scratch folders is of interest. Where `enter` leads to no
-        other mounts than ours, nobody watches: everybody's accesses would be seen. Forks: call it while this process
-        has one thread. Never raises: `end` tells why nobody watched.
+        other mounts than ours, nothing is watched: accesses of all processes would be seen. Forks: call it while this
+        process has one thread. Never raises: `end` tells why nothing was watched.
 
         `below` is where a container's root is being made: only mounts below it are watched, and paths are the
         container's. `ready` runs in the watching process once it watches, or cannot; with it nothing waits for that

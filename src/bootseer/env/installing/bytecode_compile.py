@@ -1,7 +1,7 @@
 """Compile what a setup installed, on all cores, so that nothing is compiled at a start.
 
 pip compiles on one core, which takes two thirds of its time; uv does not compile. The bytecode is what pip would have
-written: it names time and size of its source, so that Python sees when somebody edits a package. A snapshot settles the
+written: it names time and size of its source, so that Python sees when a package is edited. A snapshot settles the
 times (ADR 16). Files that do not compile (for another Python, templates) are left out, as pip does.
 """
 

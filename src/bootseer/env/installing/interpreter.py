@@ -57,7 +57,7 @@ def runner(enter: Callable[[], None] | None = None) -> Run:
 
 _DEADLINE_S = 20.0
 SAFE_PATH = "import sys; sys.path[:] = [entry for entry in sys.path if entry]"
-"""The first line of what `-c` runs: nothing is imported from the working folder, where anybody may have put a `pip.py`.
+"""The first line of what `-c` runs: nothing is imported from the working folder, where a `pip.py` may lie.
 Python's own `-P` does the same since 3.11; the job's may be older, and PYTHONSAFEPATH would reach what pip starts."""
 _RUN_MODULE = f"{SAFE_PATH}; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 # For any Python 3: it may be older than the one that runs BootSeer.

@@ -31,7 +31,7 @@ _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option of pip's as somebody set it."""
+    """One option of pip's as it was set."""
 
     name: str
     """The long option without its hyphens."""
@@ -50,7 +50,7 @@ def settings(env: Mapping[str, str], prefix: str, home: str, read: Read) -> list
                 parser.read_string(read(path) or "")
                 items = parser.items(section) if parser.has_section(section) else []
             except configparser.Error:
-                # pip stops at a file that it cannot read; so does whoever asks us, by a name that nobody knows.
+                # pip stops at a file that it cannot read; our caller does so by a name that it does not know.
                 return [Setting("unreadable", "", path)]
             found |= {name: Setting(name, value, path) for key, value in items if (name := _plain(key)) and value}
     for variable, value in env.items():
@@ -90,7 +90,7 @@ class Requirements:
     hashes: bool = False
     """One has a digest: pip then demands one of each."""
     own_options: list[Setting] = field(default_factory=list)
-    """Options of single requirements that are no digests."""
+    """Options of single requirements that are not digests."""
     unread: list[str] = field(default_factory=list)
     """Files that cannot be read here: missing ones, and addresses."""
 
@@ -174,7 +174,7 @@ def _read_requirement(line: str, path: str, cwd: str, found: Requirements) -> No
 
 
 _PUBLIC = ""
-"""The index that both programs ask when nobody names one."""
+"""The index that both programs ask when none is named."""
 # What pip shows, keeps or asks, without a say in what is installed. Bytecode is ours to make.
 _NO_MATTER = frozenset(
     {

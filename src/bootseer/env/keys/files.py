@@ -102,7 +102,7 @@ _SETTLED_NS = 2_000_000_000
 class NodeFiles:
     """The files of this node, as far as the setup can see them.
 
-    All digests together are bounded: a key that would read more than `MAX_FILES` or `MAX_BYTES` is none. What was
+    All digests together are bounded: there is no key that would read more than `MAX_FILES` or `MAX_BYTES`. What was
     remembered does not count.
     """
 
@@ -141,7 +141,7 @@ class NodeFiles:
         return os.access(path, os.X_OK)
 
     def is_program(self, path: str) -> bool:
-        """Whether anybody may execute the file: a copy has this mode, too."""
+        """Whether any user may execute the file: a copy has this mode, too."""
         with _opened(path) as file:
             return bool(os.fstat(file.fileno()).st_mode & 0o111)
 

@@ -128,7 +128,7 @@ def dpkg_packages(data: bytes) -> Iterator[str]:
 
 
 def _record(path: str) -> str:
-    """A digest of what a distribution says of its files. Bytecode is left out: who made it last is not of interest."""
+    """A digest of what a distribution says of its files. Bytecode is left out: its last writer does not matter."""
     for name in ("RECORD", "METADATA", "PKG-INFO", "SOURCES.txt", ""):
         whole = f"{path}/{name}" if name else path
         try:
@@ -276,7 +276,7 @@ _LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """NVIDIA's GPUs of this node. Empty fields: there are none, or nobody answers."""
+    """NVIDIA's GPUs of this node. Empty fields: there are none, or the driver does not answer."""
 
     gpus: tuple[str, ...] = ()
     """Compute capabilities, each once, sorted."""

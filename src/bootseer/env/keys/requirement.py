@@ -50,7 +50,7 @@ class Requirement(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether it is one certain thing by itself; a branch is none, what a path holds is for others to look at."""
+        """Whether it is one certain version by itself; a branch is not, and what a path holds is hashed elsewhere."""
         if self.kind == "name":
             return self.hashed or bool(_EXACT.fullmatch(self.target))
         if self.kind == "vcs":
@@ -70,7 +70,7 @@ def normalised(name: str) -> str:
 
 
 def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Requirement | None:
-    """Read one requirement, without options; None for what is none."""
+    """Read one requirement, without options; None for an invalid one."""
     text = text.strip().strip("'\"")
     if not text:
         return None

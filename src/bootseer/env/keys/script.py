@@ -31,7 +31,7 @@ _SYSTEM = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run", "/sbin", "/sys",
     "/tmp", "/usr", "/var",  # noqa: S108 - nothing is written there
 )  # fmt: skip
-"""Folders whose content is the base's, or nobody's: naming one does not make it an input. A file there does count,
+"""Folders whose content is the base's, or temporary: naming one does not make it an input. A file there does count,
 unless a package brought it."""
 _PACKAGED = (
     "/dev", "/proc", "/sys", "/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/sbin",
@@ -91,7 +91,7 @@ class Paths:
 
 
 def is_of_system(folder: str) -> bool:
-    """Whether a folder is the base's, or nobody's."""
+    """Whether a folder is the base's, or temporary."""
     return _below(folder, _SYSTEM)
 
 
@@ -123,7 +123,7 @@ class Inputs:
     environments: dict[str, None] = field(default_factory=dict)
     """Python environments that the setup uses or changes."""
     outputs: set[str] = field(default_factory=set)
-    """What the setup writes: what lies there from an earlier start is no input."""
+    """What the setup writes: what lies there from an earlier start is not an input."""
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     place: str = ""

@@ -165,7 +165,7 @@ def _value(name: str, value: str, *, told: bool) -> str:
     text = without_credentials(text)
     if told:
         return f"={text}"
-    # A name that is not known to be harmless: the key needs to see a change, nobody needs to see the value.
+    # A name that is not known to be harmless: the key needs to see a change, but must not show the value.
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
 
@@ -215,7 +215,7 @@ def configuration(env: Mapping[str, str], cwd: str, prefix: str, files: NodeFile
 
 
 def _places(env: Mapping[str, str], cwd: str, home: str, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Configuration files and who reads them; for pip a later one outranks those before."""
+    """Configuration files and which program reads them; for pip a later one outranks those before."""
     own = env.get("PIP_CONFIG_FILE")
     config = env.get("XDG_CONFIG_HOME") or f"{home}/.config"
     if own != "/dev/null":

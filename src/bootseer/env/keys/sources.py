@@ -1,6 +1,6 @@
 """What a setup takes from folders and repositories: a folder's content as one digest, the commit of a branch or tag.
 
-Of a folder count names, kinds, who may execute, link targets, bytes: not times, owners and other modes, which differ
+Of a folder count names, kinds, execute bits, link targets, bytes: not times, owners and other modes, which differ
 from one checkout to the next. Left out is what tools leave behind in a source tree and no build reads: version
 control's own files, bytecode, caches of tools, what an installation from the tree builds in it, virtual environments.
 Otherwise a setup would change its own key by its first run.

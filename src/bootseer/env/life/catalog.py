@@ -1,7 +1,7 @@
 """The snapshots of one store, by their request keys.
 
 environments/<key>/document         see `env.document`; immutable content, replaced only when that is wanted
-environments/<key>/lease            who is building it (`election`)
+environments/<key>/lease            which node builds it (`election`)
 environments/<key>/quarantine       why it is suspected (`quarantine`)
 environments/trash/...              removed snapshots whose objects are still there (`artifact.prune`)
 """

@@ -2,7 +2,7 @@
 
 A start asks up to four times, and goes on with what the last answer says:
 
-    decide      after the look into the store: mount it, do not use any, or be the one who builds it?
+    decide      after the look into the store: mount it, do not use any, or build it?
     elected     after it asked for the lease: build, wait for the builder, or install without sharing?
     waited      after it waited: the builder's snapshot, the builder's place, or its own installation
     fell_back   when a snapshot could not be used after all
@@ -85,7 +85,7 @@ FALLBACKS = ("conflict", "cannot-mount", "damaged", "store-down", "not-safe", "n
 Lookup = kind.Lookup[EnvironmentDocument]
 """What a look for the snapshot found."""
 NOT_LOOKED = Lookup("none")
-"""Nobody looked, because nothing that could be found would be used."""
+"""The store was not asked, because nothing that could be found would be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class Decision:
     document: EnvironmentDocument | None = None
     """The snapshot to use, with `RESTORE`."""
     replaces: EnvironmentDocument | None = None
-    """With `BUILD` and `WAIT`: the snapshot that is there and is no answer; the new one takes its place."""
+    """With `BUILD` and `WAIT`: the snapshot that is there and cannot be used; the new one takes its place."""
     replace: bool = False
-    """With `BUILD`: whether a document that is there may be replaced (also one that nobody could read)."""
+    """With `BUILD`: whether a document that is there may be replaced (also one that could not be read)."""
     mode: Mode = "auto"
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ def decide(
 
 
 def elected(decision: Decision, lease: Literal["ours", "held", "unavailable"], words: str = "") -> Decision:
-    """The answer to a `BUILD` once the lease was asked for; `words` say who holds it, or why it cannot be had."""
+    """The answer to a `BUILD` once the lease was asked for; `words` name its holder, or say why it cannot be had."""
     if decision.action is not Action.BUILD or lease == "ours":
         return decision
     if lease == "held":

@@ -48,7 +48,7 @@ def elect(
 ) -> Lease | Held | NoLease | EnvironmentDocument:
     """Ask to be the builder of a snapshot that is not there, or of one in place of `replaces`.
 
-    Returns the lease; who holds it; why there is none; or the snapshot that was published meanwhile.
+    Returns the lease; its holder; why there is none; or the snapshot that was published meanwhile.
     """
     lease = acquire(catalog.store, lease_name(key), node, ttl_s=ttl_s, clock=clock)
     if isinstance(lease, Lease):

@@ -56,7 +56,7 @@ class Local:
         if found.document is not None:
             self.keep(found.document, found.data)
         elif found.kind == "none":
-            self.forget(key)  # somebody removed it, and expects that it stays so
+            self.forget(key)  # it was removed on purpose, and must stay so
         return found
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:

@@ -84,7 +84,7 @@ class Quarantine:
             except BootseerError as error:
                 self._say(f"the quarantine of environment {key[:12]} is known to this node alone: {error}")
             else:
-                # Kept here, it would outlive what somebody clears in the store.
+                # Kept here, it would outlive what a user clears in the store.
                 with contextlib.suppress(BootseerError):
                     self._here.delete(quarantine_name(key))
                 return changed

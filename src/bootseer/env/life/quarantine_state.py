@@ -29,7 +29,7 @@ _MAX_COUNT = 1000
 _MAX_TEXT = 500
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _COUNTED = 8
-"""From here on one more job that died changes nothing that anybody reads."""
+"""From here on one more job that died changes no decision."""
 
 
 @dataclass(frozen=True, slots=True)

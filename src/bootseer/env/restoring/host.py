@@ -184,7 +184,7 @@ def _copy_attributes(layer: Path, upper: Path) -> None:
         os.chown(upper, status.st_uid, status.st_gid)
     for name in os.listxattr(os.fsencode(layer)):
         if not os.fsencode(name).startswith(_MARKS):
-            with contextlib.suppress(OSError):  # not all can be set by everybody, or here
+            with contextlib.suppress(OSError):  # not all can be set by every user, or here
                 os.setxattr(upper, name, os.getxattr(layer, name))
     upper.chmod(stat.S_IMODE(status.st_mode))
     os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Look and write below a folder without ever following a symbolic link: one in somebody's project must not lead us
+"""Look and write below a folder without ever following a symbolic link: one in a user's project must not lead us
 anywhere.
 """
 
@@ -62,13 +62,13 @@ class Inside:
             return None
 
     def read(self, path: str) -> int:
-        """A descriptor to read a regular file through. Raises `OSError` for what is none."""
+        """A descriptor to read a regular file through. Raises `OSError` for anything else."""
         above, _, name = path.rpartition("/")
         with self.folder(above) as folder:
             opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
-            raise IsADirectoryError(f"{path} is no regular file")
+            raise IsADirectoryError(f"{path} is not a regular file")
         return opened
 
     def target(self, path: str) -> str:

@@ -61,7 +61,7 @@ class Known:
 
 
 def _forget(folder: Path) -> None:
-    """Delete what was found out for snapshots that nobody asked for in a month, and what killed starts left."""
+    """Delete what was found out for snapshots that were not asked for in a month, and what killed starts left."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:

@@ -48,7 +48,7 @@ _POINT = "layer"
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions(MountOptions):
-    """How a snapshot is to come. Signatures are about hot sets: who found the document has looked at its signature."""
+    """How a snapshot is to come. Signatures are about hot sets: that of the document was verified when it was found."""
 
     lifeline: bool = True
     """Whether a daemon ends with this process."""

@@ -1,4 +1,4 @@
-"""Which paths of a snapshot are written to this machine's own files, and whether nobody's work is in their way.
+"""Which paths of a snapshot are written to this machine's own files, and whether a user's work is in their way.
 
 A path is written when nothing is there, or what the setup had found itself (`Entry.before`). What looks as the setup
 left it stays. Everything else is a conflict: nothing at all is written then, and the real setup runs. Most of
@@ -39,7 +39,7 @@ _NEVER = ("/proc", "/sys", "/dev")
 
 
 class Conflict(PermanentError):  # noqa: N818 - the reason code of the fallback that it leads to
-    """Something of somebody else is in the way."""
+    """Something of another user is in the way."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         more = f", and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -82,7 +82,7 @@ def plan(
     the setup had found: otherwise the job would see the builder's version of this machine's settings.
 
     `captured`: the setup has just run on this machine. What it deleted or replaced is what is there now, so that whole
-    folders go; elsewhere nobody knows what was in them. `known` is a file for what was found out (`known.Known`).
+    folders go; elsewhere it is unknown what was in them. `known` is a file for what was found out (`known.Known`).
     """
     wanted: dict[str, Entry] = {}
     mounted: list[Entry] = []
@@ -128,7 +128,7 @@ class _Planning:
             found = None if above in self._new else self.inside.status(entry.path)
             deed = self._deed(entry, found)
         except OSError as error:
-            link = "it is reached through something that is no folder, or through a symbolic link"
+            link = "it is reached through something that is not a folder, or through a symbolic link"
             self._refuse(entry, link if isinstance(error, NotADirectoryError) else error.strerror or str(error))
             return
         if deed is None:
@@ -143,14 +143,14 @@ class _Planning:
         chosen.append(Step(deed, entry))
 
     def check_deletions(self) -> None:
-        """Nothing that nobody spoke of goes with a folder."""
+        """A folder is not deleted with things in it that the snapshot does not name."""
         for step in self.deletions:
             entry = step.entry
             if entry.before == "directory" and not self._goes(entry.path) and self.inside.names(entry.path):
                 self._refuse(entry, "the setup deleted this folder, and here things are in it")
 
     def check_hidden(self, entry: Entry) -> None:
-        """Nothing that nobody spoke of disappears behind a mount."""
+        """A mount hides nothing that the snapshot does not name."""
         if entry.kind == "directory" or not is_checked(entry.path, entry.before):
             return
         try:
@@ -161,7 +161,7 @@ class _Planning:
                 same = True
             else:
                 same = self._is_before(entry, found)
-        except OSError:  # a folder of the way is none here: the mount shows the snapshot's
+        except OSError:  # a component of the path is not a folder here: the mount shows the snapshot's
             same = not entry.before
         if not same:
             self._refuse(entry, "the setup changed it, and here it is not what the setup found")
@@ -273,7 +273,7 @@ def _is_dressed(entry: Entry, found: os.stat_result) -> bool:
     if entry.kind == "symlink":
         return True
     if entry.kind == "directory" and entry.before != "directory":
-        # Somebody made the folder; only when that was we, in a restore that did not end, its mode is not final.
+        # The folder exists; only when it was made by us, in a restore that did not end, its mode is not final.
         return stat.S_IMODE(found.st_mode) != entry.mode | 0o700 or entry.mode & 0o700 == 0o700
     owner = (found.st_uid, found.st_gid) == (entry.uid, entry.gid) or os.geteuid() != 0
     return owner and stat.S_IMODE(found.st_mode) == entry.mode

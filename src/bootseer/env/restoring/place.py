@@ -1,6 +1,6 @@
 """Write what `loose` has planned to the files of this machine, as the setup itself would have.
 
-Each file appears whole, under its name, by one rename or link: whoever looks meanwhile sees the old one or the new one,
+Each file appears whole, under its name, by one rename or link: a reader meanwhile sees the old one or the new one,
 and after a kill at any point the same plan made anew does the rest. No symbolic link is followed on the way. Called by
 `launch.environment_restore`, `launch.environment_capture` and `launch.environment_look`.
 """
@@ -34,7 +34,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOENT
 
 
 def apply(planned: Plan, where: Where, *, threads: int = 1) -> None:
-    """Do it; contents come from `where`. Raises `Conflict` when somebody was faster, `PermanentError` for a full disk.
+    """Do it; contents come from `where`. Raises `Conflict` when another was faster, `PermanentError` for a full disk.
 
     What was written stays after an error.
     """
@@ -65,7 +65,7 @@ class _Placing:
         for step in folders:
             self._in_its_folder([step])
         together = [list(some) for _, some in groupby(files, key=_above)]
-        if threads == 1:  # who forks next must not have had another thread a moment ago
+        if threads == 1:  # a caller that forks next must not have had another thread a moment ago
             for some in together:
                 self._in_its_folder(some)
         else:
@@ -170,7 +170,7 @@ class _Placing:
         """Give attributes to what was there before, or was made some steps ago."""
         with _held(folder, name) as held:
             found = Path(held).stat()
-            # A file with another name may be anybody's file, put here to be given away.
+            # A file with another name may be any user's file, put here to be given away.
             linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
             if stat.S_IFMT(found.st_mode) != _KINDS[entry.kind] or (linked and self._is_root):
                 raise _swapped(entry)

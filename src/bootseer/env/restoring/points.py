@@ -1,9 +1,9 @@
 """Folders that are made on the host because a mount needs a place: for roots that are new.
 
-    <changes>/points/lock        locked while somebody makes or takes away such folders
+    <changes>/points/lock        locked while a process makes or removes such folders
     <changes>/points/<digest>    says which folders we made for a root
 
-Nobody sees anything in them outside of a run's own mounts. The last run that uses one takes it away, if it is still
+Nothing shows in them outside of a run's own mounts. The last run that uses one removes it, if it is still
 empty; what a killed run left, the next one does.
 """
 
@@ -35,9 +35,9 @@ class Points:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else makes or takes away a place. Hold it from `make` until the mount is there: it is short.
+        """No other process makes or removes a place. Hold it from `make` until the mount is there: it is short.
 
-        Raises `TransientError` when somebody else holds it for too long.
+        Raises `TransientError` when another process holds it for too long.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -50,14 +50,14 @@ class Points:
     def make(self, root: str, where: Callable[[str], Path]) -> bool:
         """Have a folder at `root`, looking as in the snapshot; `where` tells where that has a path. True: it is ours.
 
-        Raises `PermanentError` for a place that is no folder, or that is reached through a symbolic link.
+        Raises `PermanentError` for a place that is not a folder, or that is reached through a symbolic link.
         """
         if os.path.realpath(root) != root:
             raise PermanentError(f"{root} is reached through a symbolic link: nothing is mounted there")
         record = self._record(root)
         if os.path.lexists(root):
             if not stat.S_ISDIR(os.lstat(root).st_mode):
-                raise PermanentError(f"{root} is no folder on this machine: nothing is mounted there")
+                raise PermanentError(f"{root} is not a folder on this machine: nothing is mounted there")
             return record.exists()
         missing = [root]
         while not os.path.lexists(above := missing[-1].rpartition("/")[0]):
@@ -85,7 +85,7 @@ class Points:
                     paths: Sequence[str] = json.loads(record.read_text())
                     if is_shown(self._changes, paths[0]):
                         continue
-                    with contextlib.suppress(OSError):  # somebody put something there, or took it away himself
+                    with contextlib.suppress(OSError):  # another process put something there, or removed it
                         for path in paths:
                             os.rmdir(path)  # noqa: PTH106
                     record.unlink()

@@ -6,8 +6,8 @@
     <changes>/<id>/files/...     what is kept, by its path
 
 What a job writes into `/usr` and the like ends with it, as an environment must be what its snapshot says: a line tells
-of it, unless it is caches. Everything else could be a result that nobody expected there, so that it is kept for a week,
-and the user hears where. What a killed run left, a later one looks through.
+of it, unless it is caches. Everything else could be a result that is unexpected there, so that it is kept for a week,
+and the user is told where. What a killed run left, a later one looks through.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PrivateFolder:
         (self.path / _RECORD).write_text(json.dumps({"roots": self.roots}))
 
     def close(self, say: Say, place: Path | None = None) -> None:
-        """Keep what may matter to somebody, and delete the rest. `place` is where the uppers were, if not here.
+        """Keep what may matter to the user, and delete the rest. `place` is where the uppers were, if not here.
 
         When a process of the job lives on, all of it stays for a later run to look through.
         """
@@ -177,7 +177,7 @@ def _keep(upper: Path, target: Path) -> None:
 
 
 def _no_marks(folder: str, names: Sequence[str]) -> list[str]:
-    """What is no file of the job: overlayfs' deletions."""
+    """What is not a file of the job: overlayfs' deletions."""
     return [name for name in names if not _is_content(os.lstat(f"{folder}/{name}").st_mode)]
 
 
@@ -186,7 +186,7 @@ def _is_content(mode: int) -> bool:
 
 
 def _written(upper: Path) -> tuple[int, int]:
-    """Number and bytes of the files that a job wrote; bytecode and other caches are nothing that anybody misses."""
+    """Number and bytes of the files that a job wrote; bytecode and other caches do not count."""
     num_files = num_bytes = 0
     for path, folders, names in os.walk(upper):
         folders[:] = [name for name in folders if not _CACHE.search(name)]

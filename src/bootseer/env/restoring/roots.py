@@ -73,7 +73,7 @@ def lies_in(path: str, roots: Sequence[str]) -> bool:
 
 
 def is_system(path: str) -> bool:
-    """Whether the path belongs to the system itself, where nobody keeps files of his own."""
+    """Whether the path belongs to the system itself, where users keep no files of their own."""
     return _SYSTEM.fullmatch(path) is not None
 
 
@@ -85,7 +85,7 @@ def may_be_edited(path: str) -> bool:
 
 
 def is_checked(path: str, before: str) -> bool:
-    """Whether a mount over this path, which had `before` (`Change.before`), may hide what somebody wrote on a machine.
+    """Whether a mount over this path, which had `before` (`Change.before`), may hide what a user wrote on a machine.
 
     Files that are new count in `/etc` alone: elsewhere they are programs. What a scan did not see is not known.
     """
@@ -191,7 +191,7 @@ class _Finding:
         return found
 
     def _is_whole(self, folder: str, kind: Environment) -> bool:
-        """Whether nobody keeps anything but the environment in the folder."""
+        """Whether the folder holds nothing but the environment."""
         if folder.rpartition("/")[2] == ".local":
             return False
         if kind == "conda" or is_system(folder) or folder.startswith("/opt/"):

@@ -74,7 +74,7 @@ class _Unpacking:
                 os.symlink(self._reader.readlink(inode), path)  # noqa: PTH211
             elif stat.S_ISFIFO(inode.mode):
                 os.mkfifo(path, 0o600)
-            else:  # deletions, which everybody may make
+            else:  # deletions, which every user may make
                 os.mknod(path, inode.mode, os.makedev(*inode.rdev))
             if not stat.S_ISCHR(inode.mode):
                 self._set_attributes(path, inode)

@@ -85,7 +85,7 @@ class Source:
 def source_of(path: str) -> str | None:
     """Where the source of a file in `__pycache__` is to be found. None for all other files.
 
-    A `.pyc` beside or without a source is loaded whatever its header says about one: it is no cache.
+    A `.pyc` beside or without a source is loaded whatever its header says about one: it is not a cache.
     """
     found = _CACHED.fullmatch(path)
     return f"{found['folder']}{found['stem']}.py" if found else None

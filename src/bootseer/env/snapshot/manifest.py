@@ -244,7 +244,7 @@ class _Checks:
 def _checked_path(path: str) -> bytes:
     raw = _name_bytes(path, path)
     names = raw.split(b"/")
-    # One path must have one spelling: escapes are for bytes that are no UTF-8 alone.
+    # One path must have one spelling: escapes are for bytes that are not UTF-8 alone.
     good = names[0] == b"" and len(raw) <= MAX_PATH_BYTES and raw.decode("utf-8", "surrogateescape") == path
     if (
         not good

@@ -46,7 +46,7 @@ class Comparison:
 def compare(entries: Sequence[Entry], tree: str, changes: Iterable[Change], root: str) -> Comparison:
     """The snapshot's entries and the folder where its files lie, against the changes of a fresh installation.
 
-    `root` is where the installation's own view can be read: what it found in place and left as it was is no change, but
+    `root` is where the installation's own view can be read: what it found in place and left as it was is unchanged, but
     must be what the snapshot has. Raises `PermanentError` when the installation's files cannot be read.
     """
     items, _ = look(changes, None)

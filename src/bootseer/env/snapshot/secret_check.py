@@ -47,7 +47,7 @@ _MAX_CREDENTIALS_BYTES = 1 << 20
 _MAX_CREDENTIALS_FILES = 200
 """Of one folder."""
 _MIN_COPY = 6
-"""Bytes: an empty JSON object is no secret."""
+"""Bytes: an empty JSON object is not a secret."""
 _SCAN_S = 60.0
 _MAX_NAMED = 3
 _WORD = re.compile(rb"[A-Za-z0-9_+=~-]{16,}")
@@ -142,7 +142,7 @@ class SecretCheck:
         return judge
 
     def text(self, what: str, data: bytes) -> str:
-        """Judge what is no file: names, links, attributes, the document."""
+        """Judge what is not a file: names, links, attributes, the document."""
         kind = self._value_in(data) or self._form_of("", data) or secrets.value_kind(data.decode("utf-8", "replace"))
         return f"{what} ({kind})" if kind else ""
 
@@ -201,7 +201,7 @@ def refuse(found: Sequence[str]) -> None:
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise PermanentError(
             f"it would hold what looks secret: {', '.join(found[:_MAX_NAMED])}{more}; "
-            "--env-leave-out PATH leaves it out, --env-keep PATH says that it is no secret"
+            "--env-leave-out PATH leaves it out, --env-keep PATH says that it is not a secret"
         )
 
 

@@ -83,7 +83,7 @@ class SnapshotTree:
             parent, _, name = path.rpartition(b"/")
             holder = self._directory(parent)
             if self._tree.child(holder, name) is not None:
-                raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is no directory")
+                raise PermanentError(f"{os.fsdecode(path)} holds changes of the setup and is not a directory")
             found = self._directories[path] = self._tree.add(self._seen(path))
             self._tree.link(holder, name, found)
         return found
@@ -94,7 +94,7 @@ class SnapshotTree:
         shown = os.fsdecode(path) or "/"
         status = mapped(shown, lambda: os.lstat(where))
         if not stat.S_ISDIR(status.st_mode):
-            raise PermanentError(f"{shown} holds changes of the setup and is no directory")
+            raise PermanentError(f"{shown} holds changes of the setup and is not a directory")
         mtime_ns = self._times.of(path, status.st_mtime_ns)
         xattrs = mapped(shown, lambda: xattrs_of(where))
         return Attributes(status.st_mode, status.st_uid, status.st_gid, mtime_ns, xattrs=xattrs)
@@ -221,7 +221,7 @@ def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:
-    """What a restore has to look at: loose paths, and those whose mount might hide what somebody wrote on its machine.
+    """What a restore has to look at: loose paths, and those whose mount might hide what a user wrote on a machine.
     A loose link to a file that is not among them is a file of its own."""
     part = [entry for entry in entries if is_loose(entry.path) or is_checked(entry.path, entry.before)]
     paths = {entry.path for entry in part}

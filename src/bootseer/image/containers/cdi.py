@@ -108,7 +108,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise PermanentError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) > _MAX_BYTES:
-        raise PermanentError(f"{path}: larger than 16 MiB is no CDI file")
+        raise PermanentError(f"{path}: larger than 16 MiB is not a CDI file")
     load = json.loads if path.suffix == ".json" else _yaml_loader(path)
     try:
         spec = load(text.decode())

@@ -110,7 +110,7 @@ def _env(config: Mapping[str, Any], words: Words, user: User, host_env: Mapping[
 
 
 def passed_on(host_env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a container gets from the host without being asked: who starts, where events go, devices.
+    """The variables that a container gets from the host without being asked: identity, where events go, devices.
 
     None with the name of a secret, and addresses without user names and passwords.
     """
@@ -132,12 +132,12 @@ def _without_login(proxy: str) -> str:
 def _text(config: Mapping[str, Any], name: str) -> str:
     value = config.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is no text")
+        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is not text")
     return value
 
 
 def _list(config: Mapping[str, Any], name: str) -> Sequence[str]:
     value = config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
-        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is no list of texts")
+        raise CorruptError(f"the image's configuration is not what OCI describes: {name} is not a list of texts")
     return value

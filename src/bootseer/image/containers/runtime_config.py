@@ -3,7 +3,7 @@
 What it decides, and why: a training job is to run as it would without a container, with another tree of files. So the
 network is the host's, the host name and limits are too unless the user says otherwise, and mounts, System V IPC and
 process ids (which `shim` adds) are its own: through `/proc/PID/root` of a process of the host it would reach the host's
-files. It is no sandbox; it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount
+files. No sandbox; it gets no more than the usual capabilities and devices, and devices in `/dev` alone: no mount
 of an image or a folder of the host has any.
 
 Where root is that of a user namespace alone, the kernel gives it no new views of processes, devices or the network,

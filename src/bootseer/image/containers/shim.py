@@ -1,6 +1,6 @@
 """Start a container with runc or crun and behave like its program: a child process with its signals and exit code.
 
-`runc run` in the foreground copies the standard streams through pipes: a terminal is none for the program, and input is
+`runc run` in the foreground copies the standard streams through pipes: the program sees no terminal, and input is
 read ahead. Detached, it passes the streams on but does not wait. This script starts it detached, adopts the container's
 process, passes signals on to its process group and ends as it does. Run with `-I -S` and a bare environment:
 
@@ -14,7 +14,7 @@ orphans, has an empty root, no rights and no open files, and is killed when this
 where parts of the present one are covered, as in most containers.
 
 With `guard COMMANDS` (JSON) it cleans up behind a `bootseer` that was killed instead: SIGKILL cannot be caught, and the
-container is no child that dies with it. It waits in a session of its own for its standard input to end: with a word
+container is not a child that dies with it. It waits in a session of its own for its standard input to end: with a word
 (all is cleaned up) it leaves, without one it runs the commands, each for at most a minute.
 
 The exit code is the program's, 128 + N after signal N; 127 when it is not there, 126 when it cannot be executed, and

@@ -88,7 +88,7 @@ def _root_from_json(value: Mapping[str, object]) -> Attributes:
     numbers = [value[key] for key in ("mode", "uid", "gid", "mtime_ns")]
     xattrs = value["xattrs"]
     if not all(type(number) is int for number in numbers) or not isinstance(xattrs, dict):
-        raise CorruptError("layer document: the root directory's attributes are no numbers")
+        raise CorruptError("layer document: the root directory's attributes are not numbers")
     mode, uid, gid, mtime_ns = (int(str(number)) for number in numbers)
     found = {bytes.fromhex(name): bytes.fromhex(content) for name, content in xattrs.items()}
     return Attributes(mode, uid, gid, mtime_ns, xattrs=found)

@@ -184,7 +184,7 @@ def parse_time(text: bytes) -> int:
     """Decimal seconds as nanoseconds, without a float in between; finer digits are dropped."""
     found = _TIME.fullmatch(text)
     if found is None:
-        raise CorruptError(f"a pax header has a time that is none: {text[:40]!r}")
+        raise CorruptError(f"invalid time in a pax header: {text[:40]!r}")
     sign, whole, fraction = found.groups()
     value = int(whole) * 1_000_000_000 + int((fraction or b"0")[:9].ljust(9, b"0"))
     return -value if sign else value
@@ -193,7 +193,7 @@ def parse_time(text: bytes) -> int:
 def decimal(text: bytes) -> int:
     """A decimal number of a record. Raises `CorruptError`."""
     if not _DECIMAL.fullmatch(text):
-        raise CorruptError(f"a tar header has a number that is none: {text[:40]!r}")
+        raise CorruptError(f"invalid number in a tar header: {text[:40]!r}")
     return int(text)
 
 
@@ -228,5 +228,5 @@ def _number(raw: bytes) -> int:
     if not digits:
         return 0
     if not digits.isdigit() or b"8" in digits or b"9" in digits:
-        raise CorruptError(f"a tar header has a number that is none: {raw[:20]!r}")
+        raise CorruptError(f"invalid number in a tar header: {raw[:20]!r}")
     return int(digits, 8)

@@ -1,6 +1,6 @@
 """Find an image: its document, the indexes of its layers and the store that has its blocks.
 
-An image that nobody converted is converted on this node, into a store in the node's cache: everything is pulled and
+An image that is not converted yet is converted on this node, into a store in the node's cache: everything is pulled and
 unpacked once, as it would be without BootSeer. Where signatures are required, this is done only for an image that is
 named by its digest, because then all that comes is compared with what the user said.
 """

@@ -47,7 +47,7 @@ class MountedImage(MountHandle):
 
     def undo_command(self) -> list[str]:
         """A command line that takes the mount away, for when this process cannot."""
-        # In a user namespace another folder would be the usual one: there everybody is root.
+        # In a user namespace another folder would be the usual one: there every process is root.
         where = [f"{RUNTIME}={self._runtime.root}", f"{CACHE}={self._cache}"]
         return ["env", *where, sys.executable, "-P", "-m", "bootseer", "image", "umount", str(self.root)]
 

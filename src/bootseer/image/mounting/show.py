@@ -39,7 +39,7 @@ def mount_tree(
 
 
 def mount_over(tree: Path, above: Sequence[Path], target: Path, writable: Path | None, attributes: int) -> None:
-    """The same for a tree that a daemon serves or that was written out. Nobody changes the tree itself."""
+    """The same for a tree that a daemon serves or that was written out. The tree itself is never changed."""
     target.mkdir(parents=True, exist_ok=True)
     upper, work = _upper(writable, tree)
     layers.mount_overlay([tree, *above], target, upper=upper, work=work, attributes=attributes, userxattr=True)

@@ -1,6 +1,6 @@
 """Which way images are mounted on this machine by this process: what it can do, the choice, and its words.
 
-Root's usual way is not probed: whether it works shows when it is gone. Everybody else, and root after a failure, tries
+Root's usual way is not probed: whether it works shows when it is gone. Other users, and root after a failure, try
 the parts for real in throw-away processes.
 """
 
@@ -31,7 +31,7 @@ _FAILED = {Way.EROFS_FILE: "erofs_file", Way.EROFS_LOOP: "loop", Way.FUSE_TREE: 
 
 
 def first_look(*, private: bool) -> Facts:
-    """What is known without trying much. `private`: nobody but this process and its children is to see the mount."""
+    """What is known without trying much. `private`: only this process and its children are to see the mount."""
     if not user_namespace.may_mount() or not user_namespace.is_host():
         return probe(private=private)
     version = kernel_version(os.uname().release)
@@ -63,7 +63,7 @@ def _no_helper() -> str:
 
     if shutil.which(HELPER) is None:
         return f"there is no {HELPER}, and only root mounts without it"
-    # The program opens the device with the rights of whoever calls it.
+    # The program opens the device with the rights of its caller.
     return "" if os.access(DEVICE, os.R_OK | os.W_OK) else f"{DEVICE} cannot be opened"
 
 
@@ -101,7 +101,7 @@ def after_failure(facts: Facts, way: Way, why: str, *, private: bool) -> Facts:
     """What is known when this way has failed, whatever the reason was."""
     failed = _FAILED[way]
     found = replace(facts, **{failed: getattr(facts, failed) or why})
-    if not facts.mount:  # root's first look was none
+    if not facts.mount:  # root did not look yet
         probed = probe(private=private)
         found = Facts(*(getattr(found, field.name) or getattr(probed, field.name) for field in fields(Facts)))
     return found

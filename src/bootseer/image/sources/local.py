@@ -132,7 +132,7 @@ def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
             for member in archive:
                 members[member.name.removeprefix("./")] = member
                 if len(members) > _MAX_MEMBERS:
-                    raise CorruptError(f"{where}: more than {_MAX_MEMBERS} members, this is no docker archive")
+                    raise CorruptError(f"{where}: more than {_MAX_MEMBERS} members, this is not a docker archive")
     except FileNotFoundError as error:
         raise UsageError(f"{where}: no such file", hint="name the file that `docker save` wrote") from error
     except (OSError, tarfile.TarError, ValueError) as error:

@@ -142,7 +142,7 @@ def read_diff_ids(config: Mapping[str, object], layers: int | None, where: str) 
         raise CorruptError(f"{where}: the configuration does not name the {layers or ''} layers of the manifest")
     for diff_id in found:
         if not isinstance(diff_id, str) or not _DIGEST.fullmatch(diff_id):
-            raise CorruptError(f"{where}: the configuration names a layer that is no sha256 digest")
+            raise CorruptError(f"{where}: the configuration names a layer that is not a sha256 digest")
     return tuple(found)
 
 
@@ -205,7 +205,7 @@ def _layer(row: object, where: str) -> Descriptor:
     if "encrypted" in kind:
         raise PermanentError(f"{where}: is encrypted ({kind}); decrypt the image first")
     if kind and not kind.startswith(_LAYERS):
-        raise PermanentError(f"{where}: {kind} is no layer of a file system")
+        raise PermanentError(f"{where}: {kind} is not a layer of a file system")
     return layer
 
 

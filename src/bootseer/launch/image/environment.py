@@ -3,7 +3,7 @@
 Before the image is mounted, the store is asked (`before`): the snapshot's tree becomes one more layer of the image.
 Without one, the setup runs in containers of the image: what it wrote is the upper layer, which then becomes a layer
 below the command's container, in the snapshot's place, and is kept beside it. The image is mounted again for the
-command whatever becomes of the snapshot: what the setup read is no hot set of the command's.
+command whatever becomes of the snapshot: what the setup read is not a hot set of the command's.
 
 Whatever goes wrong with snapshots, the setup runs in the mounted image, and the command runs on what it did.
 """

@@ -31,7 +31,7 @@ MIN_TESTED = 8
 RUN_VARIATION = 0.15
 """Standard deviation of whole runs, as a share, that one pair is judged by."""
 _ALPHA = 0.005
-"""Of all stages together. Real runs are no exact log-normal, and at most 1 % of comparisons may be false alarms."""
+"""Of all stages together. Real runs are not exactly log-normal, and at most 1 % of comparisons may be false alarms."""
 _MIN_SHARE = 0.10
 _MIN_S = 0.5
 _FEW_S = 2.0
@@ -301,7 +301,7 @@ def _changed(a: Sequence[Report], b: Sequence[Report]) -> list[Changed]:
     before, after = _facts(a), _facts(b)
     for fact in dict.fromkeys(["kind", "num_nodes", "num_gpus", *sorted(before.keys() | after.keys())]):
         old, new = before.get(fact, {"-": 1}), after.get(fact, {"-": 1})
-        # Of several runs what one of them had is no news.
+        # Of several runs what one of them had is not news.
         if old.keys() != new.keys() if len(a) == 1 else not new.keys() <= old.keys():
             found.append(Changed(fact, _common(old), _common(new)))
     names = [{node.node for report in side for node in report.nodes} for side in (a, b)]

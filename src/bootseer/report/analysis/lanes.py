@@ -21,7 +21,7 @@ FIRST_STEP = "first_step"
 TRAINING_BEGAN = "training_began"
 BOUND = "bound"
 ENDINGS = ("worker_failed", "launcher_signal")
-"""How a launcher says that its workers are over: it may be hours into the training, and is no moment of the startup."""
+"""How a launcher says that its workers are over: it may be hours into the training, and is not part of the startup."""
 UNOBSERVED = "unobserved"
 RESTART = "restart"
 _BY_STEP = ("optimizer_step", "compiled_step", BY_LOG)

@@ -104,7 +104,7 @@ def outcome_of(lanes: Sequence[Lane]) -> str:
 def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
     """The events of the job that is meant, a scheduler's for each node of the job. Raises `UsageError` when there are
     several jobs and no choice."""
-    # A job that no line names comes last: it is no useful choice.
+    # A job that no line names comes last: it is not a useful choice.
     names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
     shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if options.job is not None and options.job not in names:

@@ -321,5 +321,5 @@ def _offset(differences: list[tuple[int, int]]) -> Offset:
     estimate = int(median(values))
     spread = (values[-1] - values[0]) // 2
     error = max(_FLOOR_NS, spread, min(shortest for _, shortest in differences))
-    # An offset inside its own error is no evidence: well-kept clocks agree better than barriers can tell.
+    # An offset inside its own error is not evidence: well-kept clocks agree better than barriers can tell.
     return Offset(estimate if abs(estimate) > error else 0, error)

@@ -165,7 +165,7 @@ def _nearest_year(clock: _Clock, fraction: str | None, reference_ns: int, zone: 
 
 
 def parse_duration(text: str) -> int | None:
-    """ns, or None when the text is no duration or not a plausible one."""
+    """ns, or None when the text is not a duration or not a plausible one."""
     total = end = 0
     for part in _PART.finditer(text):
         if part.start() != end:
@@ -185,7 +185,7 @@ def seconds_to_ns(text: str) -> int | None:
 
 
 def milliseconds_to_ns(value: object) -> int | None:
-    """ns of a JSON number of milliseconds, None when it is no number, negative, NaN or not plausible."""
+    """ns of a JSON number of milliseconds, None when it is not a number, negative, NaN or not plausible."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value * 1e6) if 0 <= value <= MAX_DURATION_NS / 1e6 else None

@@ -173,7 +173,7 @@ class TorchElasticParser(Parser):
 
     def _name_job(self, run_id: str) -> None:
         job = make.name(run_id)
-        # Nobody gave one: the word "none", or with --standalone a random one for each launch.
+        # None was given: the word "none", or with --standalone a random one for each launch.
         if self._job == UNKNOWN_JOB and job and job != "none" and not _RANDOM_ID.fullmatch(job):
             self._job = job
 

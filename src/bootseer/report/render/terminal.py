@@ -35,7 +35,7 @@ _OTHER_COLOUR = "cyan"
 _SIGNS = {"queue": "░", "image_loading": "█", "environment_setup": "▓", "model_initialization": "▒", "first_step": "◆"}
 _LABEL_WIDTH = 18
 _NEGLIGIBLE = 0.005
-"""Share of the whole below which untracked time and the last wait are no row of their own."""
+"""Share of the whole below which untracked time and the last wait have no row of their own."""
 _MAX_NODES = 12
 _MAX_ROWS = 8
 _MAX_GROUPS = 6

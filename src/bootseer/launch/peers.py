@@ -1,0 +1,179 @@
+"""`bootseer run --peers`: the peer service of this node, from before the first mount to the end of the command.
+
+Without peers nothing of it is imported. What goes wrong with it is told, and the start goes on with the origin alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
+from bootseer.artifact.places import own_folder
+from bootseer.errors import BootseerError, UsageError, error_named
+from bootseer.io.locks import flocked, try_flock
+from bootseer.launch.background import Background, Tell, start_background
+from bootseer.launch.interrupt import interruptible
+from bootseer.launch.observers import ENDED, StartEnd, harmless
+from bootseer.launch.session import Session
+from bootseer.launch.supervise import say
+from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
+from bootseer.trace.event import INSTANT
+from bootseer.trace.sinks import safe_name
+from bootseer.trace.tracer import TRAINING_BEGAN
+
+PEERS_START = "peers_start"
+_PREFIX = "job-"
+_READY_S = 15.0
+_TOGETHER_S = 2.0
+"""Nodes of a job start within seconds of each other: so long is waited for those that are known to come. A block that
+is asked for before its owner is there comes from the origin more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersWanted:
+    """What the user said of peers."""
+
+    source: str
+    """As `--peers`: where the job's nodes are listed."""
+    secret: Path | None
+    interfaces: tuple[str, ...]
+    before: int | None
+    """Bytes per second that may be sent until training begins."""
+    after: int | None
+    """From then on; None: a twentieth of the links' speed; 0: nothing."""
+    runtime: Path
+
+
+class PeersStart:
+    """One start's peers."""
+
+    def __init__(self, wanted: PeersWanted, session: Session, env: Mapping[str, str]) -> None:
+        self._wanted = wanted
+        self._session = session
+        self._env = env
+        self._owned: OwnedFolder | None = None
+        self._service: Background | None = None
+        self._end = StartEnd(session, self._record)
+
+    def __enter__(self) -> dict[str, str]:
+        """Start the service; the variable that tells the job's processes of it. Signals must be blocked.
+
+        Raises `UsageError` for what can never work, and `Interrupted`.
+        """
+        who = self._session.tracer.identity
+        if who.num_nodes == 1 and self._wanted.source == "auto":
+            return {}
+        name = safe_name(f"{who.job}.{who.attempt}.{who.node}")
+        try:
+            # Several processes of one node may run this each, as `srun` starts them: one serves for all.
+            path, lock = _locked(self._wanted.runtime / "peers", name)
+            if lock is not None:
+                self._owned = OwnedFolder(path, lock)
+                with interruptible():
+                    self._start(path)
+        except (BootseerError, OSError) as error:
+            self._stop()
+            if isinstance(error, UsageError):
+                raise
+            say(f"no peers: {error}; all comes from the origin")
+            return {}
+        os.environ[FOLDER] = str(path)  # for the daemons, which are forked
+        self._session.also_beside(self._end.watch)
+        return {FOLDER: str(path)}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The command has ended: the service ends, and its folder goes."""
+        os.environ.pop(FOLDER, None)
+        with harmless("the peer service did not end as it should"):
+            if self._service is not None:
+                self._service.stop()
+                self._end.tell(ENDED)
+            self._stop()
+
+    def _start(self, folder: Path) -> None:
+        parent = os.getpid()
+        wait_for = self._session.tracer.identity.num_nodes or 0
+
+        def work(tell: Tell) -> None:
+            try:
+                self._serve(folder, tell, wait_for)
+            finally:
+                if os.getppid() != parent:  # it was killed, and deletes nothing
+                    shutil.rmtree(folder, ignore_errors=True)
+
+        self._service = start_background(work, name="bootseer-peers", log=folder / "log")
+        said = self._service.answer(_READY_S)
+        if "error" in said:
+            raise error_named(str(said["kind"]), str(said["error"]))
+
+    def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
+        """In the service's process."""
+        from bootseer.peers.members import open_source
+        from bootseer.peers.rendezvous import rendezvous_name
+        from bootseer.peers.service import BlockFiles, Limits, Service
+
+        wanted, who = self._wanted, self._session.tracer.identity
+        source = open_source(
+            wanted.source,
+            self._env,
+            attempt=rendezvous_name(safe_name(who.job), who.attempt),
+            name=safe_name(who.node),
+            rack=safe_name(who.topology) if who.topology else "",
+            interface_names=wanted.interfaces,
+            secret_file=wanted.secret,
+        )
+        blocks = BlockFiles()
+        service = None
+        try:
+            service = Service(folder, source, {BLOCKS: blocks.open}, Limits(wanted.before, wanted.after))
+            service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
+        finally:
+            if service is not None:
+                service.close()
+            blocks.close()
+
+    def _stop(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
+        if self._owned is not None:
+            self._owned.remove()
+            self._owned = None
+
+    def _record(self, until: str) -> None:
+        """What is known at the end of the start: when training began, or with the command."""
+        if self._owned is None:
+            return
+        job = JobPeers.open(self._owned.path)
+        if until == TRAINING_BEGAN:
+            job.training_began()
+        state = job.state()
+        attrs = {
+            "until": until,
+            "peers": len(state["peers"]),
+            "unreachable": len(state["unreachable"]),
+            **{name: state[name] for name in ("sent_bytes", "requests", "refused")},
+            "interfaces": " ".join(f"{address}={count}" for address, count in sorted(state["by_interface"].items())),
+        }
+        self._session.tracer.emit(PEERS_START, INSTANT, parent=self._session.span, attrs=attrs)
+
+
+def _locked(parent: Path, name: str) -> tuple[Path, int | None]:
+    """The folder of this name below `parent`, and its lock; None where another process holds it."""
+    parent = own_folder(parent, private=True)
+    with flocked(parent / "lock", deadline_s=5.0):
+        delete_abandoned(parent, _PREFIX)
+        path = parent / f"{_PREFIX}{name}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if try_flock(lock):
+            return path, lock
+        os.close(lock)
+        return path, None

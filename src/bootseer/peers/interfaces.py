@@ -1,0 +1,135 @@
+"""The network interfaces of this node: which are fast, and what addresses they have.
+
+A training node has several fast interfaces (RoCE, InfiniBand with IPoIB) that carry TCP and idle until the first
+collective. Peers use the fastest ones, all of the same class at once, and leave them when training begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bootseer.errors import UsageError
+
+PORT: Final = 17_507
+"""Where nodes of a list serve, unless it says otherwise; and others, where it is free."""
+_ADDRESS: Final = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):(\d{1,5})")
+_NET: Final = Path("/sys/class/net")
+_SIOCGIFADDR: Final = 0x8915
+_VIRTUAL: Final = ("lo", "docker", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube", "dummy", "podman", "lxc")
+"""Interfaces that lead to containers of this machine, not to other nodes."""
+_SLOWER: Final = 2
+"""One with less than a part of the fastest's speed is left out: it would hold up the requests that it gets."""
+_UNKNOWN: Final = 125_000_000
+"""1 Gbit/s in bytes, for an interface that does not say how fast it is: virtual machines' often do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One that is up and has an address."""
+
+    name: str
+    address: str
+    bytes_s: int
+    """Its speed; 1 Gbit/s where it does not say."""
+
+
+def interfaces() -> list[Interface]:
+    """All that lead to other nodes, the fastest first."""
+    found = []
+    default = _default_route()
+    for folder in sorted(_NET.iterdir()):
+        name = folder.name
+        with contextlib.suppress(OSError):
+            if (folder / "operstate").read_text().strip() not in ("up", "unknown") or name.startswith(_VIRTUAL):
+                continue
+            if address := _address(name):
+                found.append(Interface(name, address, _speed(folder)))
+    return sorted(found, key=lambda each: (-each.bytes_s, each.name != default, each.name))
+
+
+def chosen(names: Sequence[str]) -> list[Interface]:
+    """Those of these names, or else the fastest ones; the loopback interface where there is no other.
+
+    Raises `UsageError` for a name that no usable interface has.
+    """
+    found = interfaces()
+    if names:
+        by_name = {each.name: each for each in found}
+        if "lo" in names:
+            by_name["lo"] = _LOOPBACK
+        for name in names:
+            if name not in by_name:
+                known = ", ".join(by_name) or "none"
+                raise UsageError(f"--peers-interface {name}: not up, or without an address", hint=f"there are: {known}")
+        return [by_name[name] for name in dict.fromkeys(names)]
+    return [each for each in found if each.bytes_s * _SLOWER > found[0].bytes_s] or [_LOOPBACK]
+
+
+def link_bytes_s(addresses: Iterable[str]) -> int:
+    """The speed of the interfaces with these addresses together."""
+    known = {each.address: each.bytes_s for each in interfaces()}
+    return sum(known.get(address, _UNKNOWN) for address in set(addresses))
+
+
+def address_of(sock: socket.socket) -> str:
+    """Where a socket listens, as `host:port`."""
+    host, port = sock.getsockname()[:2]
+    return joined(host, port)
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address of this machine; port 0: any. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
+
+
+def joined(host: str, port: int) -> str:
+    """`host:port`, with brackets where they are needed."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is `host:port`."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[2]) < 1 << 16
+
+
+def _speed(folder: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        if (speed := int((folder / "speed").read_text())) > 0:
+            return speed * 125_000
+    return _UNKNOWN
+
+
+def _address(name: str) -> str:
+    """Its IPv4 address, else its global IPv6 address, else nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, device = line.split()
+            if device == name and scope == "00":
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return ""
+
+
+def _default_route() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[1] == "00000000":
+                return words[0]
+    return ""
+
+
+_LOOPBACK: Final = Interface("lo", "127.0.0.1", _UNKNOWN)

@@ -1,0 +1,327 @@
+"""Which nodes a job has, and which of them answer.
+
+A list names them: on the command line, in a file that may change, as Slurm's host list, or as the addresses of a DNS
+name (a headless service). Otherwise they meet in a folder that all of them reach (`rendezvous`).
+
+Nothing in a list is believed: a node counts when it answers at an address, proves that it knows the job's secret, and
+has the name that the list gives to this address. A node that cannot be reached is a client of the others, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, Protocol
+
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, UsageError
+from bootseer.io.tasks import Tasks
+from bootseer.logs import logger
+from bootseer.peers.choice import Peer
+from bootseer.peers.interfaces import PORT, chosen, is_address, joined, link_bytes_s, listen_at
+from bootseer.peers.rendezvous import MAX_PEERS, SECRET_BYTES, Rendezvous
+
+_LOG = logger(__name__)
+_MAX_SECRET: Final = 4096
+_RACK: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,255}")
+_FAST_S, _FAST_FOR_S = 0.2, 5.0
+_SLOW_S, _PER_PEER_S = 2.0, 0.02
+"""How often the list is read at first, and later: every 2 s, with 1,000 nodes every 20 s."""
+_RETRY_S: Final = 2.0
+_AGAIN_S, _AGAIN_PER_PEER_S = 15.0, 0.05
+"""One that answered is asked again after a while, since it may have died."""
+_PROBES: Final = 16
+_SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+class Source(Protocol):
+    """Where the job's nodes are listed."""
+
+    own: Peer | None
+    """This node, once it listens; None: it is a client only."""
+    link_bytes_s: int
+    """The speed of the links that this node serves on."""
+
+    def secret(self) -> bytes:
+        """The job's. Raises `BootseerError`."""
+
+    def listen(self) -> list[socket.socket]:
+        """Begin to listen where the others expect it; nothing where this node is not one that serves."""
+
+    def poll(self) -> list[Peer]:
+        """The nodes that are listed now. Raises `BootseerError`."""
+
+    def leave(self) -> None:
+        """This node serves no more."""
+
+
+class Listed:
+    """Nodes that a list names. Each knows itself by its address: it is the first one that it can listen at."""
+
+    def __init__(self, secret: bytes, read: Callable[[], list[Peer]]) -> None:
+        self.own: Peer | None = None
+        self.link_bytes_s = 0
+        self._secret = secret
+        self._read = read
+
+    def secret(self) -> bytes:
+        """See `Source.secret`."""
+        return self._secret
+
+    def listen(self) -> list[socket.socket]:
+        """See `Source.listen`."""
+        for peer in self._read():
+            listening = _listen_at(peer.addresses)
+            if listening:
+                self.own = peer
+                self.link_bytes_s = link_bytes_s(sock.getsockname()[0] for sock in listening)
+                return listening
+        return []
+
+    def poll(self) -> list[Peer]:
+        """See `Source.poll`."""
+        return self._read()
+
+    def leave(self) -> None:
+        """The list is not ours to change."""
+
+
+class Membership:
+    """The nodes that are listed and answer. `refresh` belongs to one thread, the rest to any."""
+
+    def __init__(self, source: Source, probe: Callable[[str], str]) -> None:
+        """`probe` gives the name of the node at an address, and raises `BootseerError` when there is none."""
+        self._source = source
+        self._probe = probe
+        self._began_s = time.monotonic()
+        self._answers: dict[Peer, Peer | None] = {}
+        """What is left of a listed node: the addresses at which it answered."""
+        self._again_s: dict[Peer, float] = {}
+        self.peers: tuple[Peer, ...] = (source.own,) if source.own else ()
+
+    @property
+    def unreachable(self) -> list[str]:
+        """Nodes that are listed and do not answer."""
+        return sorted(listed.name for listed, found in list(self._answers.items()) if found is None)
+
+    def refresh(self) -> bool:
+        """Look again; whether the nodes that answer have changed. Raises `BootseerError`."""
+        own = self._source.own
+        listed = {peer for peer in self._source.poll() if own is None or peer.name != own.name}
+        now = time.monotonic()
+        due = [peer for peer in listed if now >= self._again_s.get(peer, 0.0)]
+        with Tasks("bootseer-probes", _PROBES) as tasks:
+            found = dict(zip(due, tasks.map(self._reached, due), strict=True))
+        self._answers = {peer: answer for peer, answer in (self._answers | found).items() if peer in listed}
+        good_s = _AGAIN_S + _AGAIN_PER_PEER_S * len(listed)
+        for peer, answer in found.items():
+            self._again_s[peer] = time.monotonic() + (good_s if answer else _RETRY_S)
+        self._again_s = {peer: at for peer, at in self._again_s.items() if peer in listed}
+        by_name = {answer.name: answer for answer in self._answers.values() if answer is not None}
+        if own is not None:
+            by_name[own.name] = own
+        peers = tuple(sorted(by_name.values()))
+        changed, self.peers = peers != self.peers, peers
+        if changed:
+            _LOG.info("%d of %d other nodes answer", len(peers) - (own is not None), len(listed))
+        return changed
+
+    def pause_s(self) -> float:
+        """How long to wait before the next `refresh`."""
+        if time.monotonic() - self._began_s < _FAST_FOR_S:
+            return _FAST_S
+        return max(_SLOW_S, _PER_PEER_S * len(self._answers))
+
+    def _reached(self, peer: Peer) -> Peer | None:
+        """The node with the addresses at which it answers by its own name; None when there are none."""
+        good = []
+        for address in peer.addresses:
+            try:
+                name = self._probe(address)
+            except BootseerError as error:
+                _LOG.debug("%s: %s", peer.name, error)
+                continue
+            if name == peer.name:
+                good.append(address)
+            else:
+                _LOG.warning("%s is listed for %s, but %s answers there", address, peer.name, name)
+        return Peer(peer.name, tuple(good), peer.rack) if good else None
+
+
+def parse_list(lines: Iterable[str], what: str) -> list[Peer]:
+    """The nodes that lines name: `HOST[:PORT][,HOST[:PORT]...] [RACK]` each, where several hosts are the interfaces of
+    one node. Raises `UsageError`."""
+    peers = []
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        addresses = tuple(_with_port(word, what) for word in words[0].split(","))
+        rack = words[1] if len(words) > 1 else ""
+        if len(words) > 2 or not _RACK.fullmatch(rack):
+            raise UsageError(f"{what}: {line.strip()!r} names no node", hint="HOST[:PORT] and, if known, its rack")
+        peers.append(Peer(addresses[0], addresses, rack))
+    return peers
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list as Slurm writes it: `gpu[001-003,007],login1`. Raises `UsageError`."""
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        found = [""]
+        for literal, inside in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", word):
+            ends = [literal] if literal else _numbers(inside, text)
+            if len(found) * len(ends) > MAX_PEERS:
+                raise UsageError(f"{text[:80]!r} names too many hosts", hint=f"at most {MAX_PEERS}")
+            found = [front + end for front in found for end in ends]
+        hosts += found
+    if not hosts or re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
+        raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
+    return hosts
+
+
+def slurm_hosts(env: Mapping[str, str]) -> list[str]:
+    """The hosts of this job step. Raises `UsageError` outside of Slurm."""
+    text = next((env[name] for name in _SLURM_LIST if env.get(name)), "")
+    if not text:
+        raise UsageError("--peers slurm: this is no job of Slurm", hint="name the nodes, or a folder that they share")
+    return expand_hosts(text)
+
+
+def hosts_of(name: str, port: int) -> list[Peer]:
+    """A node for each address of a DNS name. Raises `NotFoundError` while there is none."""
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NotFoundError(f"{name}: {error.strerror}") from error
+    addresses = sorted({joined(str(address[0]), port) for *_, address in found})
+    return [Peer(address, (address,)) for address in addresses]
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+    numbers = []
+    for part in inside.split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and 0 <= int(last) - int(first) < MAX_PEERS):
+            raise UsageError(f"{text[:80]!r} is not a list of hosts", hint="as Slurm writes it: gpu[001-003,007]")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _with_port(word: str, what: str) -> str:
+    try:
+        address = joined(str(ipaddress.IPv6Address(word.strip("[]"))), PORT)
+    except ValueError:
+        address = word if re.search(r":\d+$", word) else f"{word}:{PORT}"
+    if not is_address(address):
+        raise UsageError(f"{what}: {word!r} is not a host with a port", hint="HOST, HOST:PORT or [IPV6]:PORT")
+    return address
+
+
+def _listen_at(addresses: Sequence[str]) -> list[socket.socket]:
+    """Sockets at those of the addresses that are this machine's; none when none is, or the ports are taken."""
+    listening = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
+            if ipaddress.ip_address(found).is_loopback and not _is_literal(host) and host != "localhost":
+                found = "0.0.0.0"  # noqa: S104 - Debian gives a host's own name a loopback address
+            listening.append(listen_at(str(found), int(port)))
+    return listening
+
+
+def _is_literal(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return True
+    return False
+
+
+def open_source(
+    text: str,
+    env: Mapping[str, str],
+    *,
+    attempt: str,
+    name: str,
+    rack: str = "",
+    interface_names: Sequence[str] = (),
+    secret_file: Path | None = None,
+) -> Source:
+    """The source that `--peers` names: `auto`, `slurm[:PORT]`, `dns:NAME[:PORT]`, `@FILE`, the address of a folder, or
+    hosts separated by commas. `attempt` is the name of this start in a folder. Raises `UsageError`."""
+    given = None if secret_file is None else read_secret(secret_file)
+    read: Callable[[], list[Peer]]
+    if text == "auto":
+        text = "slurm" if given and any(env.get(name) for name in _SLURM_LIST) else env.get("BOOTSEER_STORE", "")
+        if not text:
+            raise UsageError(
+                "--peers auto: the nodes share no store that this run knows",
+                hint="give --peers FOLDER, or BOOTSEER_STORE",
+            )
+    kind, colon, rest = text.partition(":")
+    if kind == "slurm":
+        found = parse_list([f"{host}:{rest or PORT}" for host in slurm_hosts(env)], "--peers slurm")
+
+        def read() -> list[Peer]:
+            return found
+    elif kind == "dns" and colon:
+        host, _, port = _with_port(rest, "--peers").rpartition(":")
+
+        def read() -> list[Peer]:
+            return hosts_of(host, int(port))
+    elif text.startswith("@"):
+        path = Path(text[1:])
+
+        def read() -> list[Peer]:
+            return read_list(path)
+
+        read()
+    elif "/" in text:
+        return Rendezvous(text, attempt, name, rack, chosen(interface_names), given)
+    else:
+        found = parse_list(text.split(","), "--peers")
+
+        def read() -> list[Peer]:
+            return found
+
+    if given is None:
+        raise UsageError(
+            f"--peers {text}: the nodes need a secret that only they know",
+            hint="give all the same --peers-secret FILE: (umask 077; head -c 32 /dev/urandom > FILE)",
+        )
+    return Listed(given, read)
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret that a file gives, which only this user can read.
+
+    Raises `AccessError`, `CorruptError` and `NotFoundError`.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+                raise AccessError(f"{path} can be read by others: chmod 600 {path}")
+            secret = file.read(_MAX_SECRET + 1)
+    except OSError as error:
+        raise NotFoundError(f"{path}: {error.strerror}") from error
+    if not SECRET_BYTES <= len(secret) <= _MAX_SECRET:
+        raise CorruptError(f"{path}: a secret has {SECRET_BYTES} to {_MAX_SECRET} bytes")
+    return sha256(secret).digest()
+
+
+def read_list(path: Path) -> list[Peer]:
+    """The nodes that a file names now. Raises `NotFoundError` and `UsageError`."""
+    try:
+        return parse_list(path.read_text(encoding="utf-8").splitlines(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFoundError(f"{path}: {getattr(error, 'strerror', '') or 'not a text'}") from error

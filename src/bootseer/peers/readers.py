@@ -1,0 +1,162 @@
+"""Chunks that are read by one node of a job and passed on by it: which node has each, and the serving of them.
+
+Blocks of images and environments are needed by all nodes, so each has an owner that fetches it for the others. Chunks
+of checkpoints need not be: a sharded one is read by every node once, and would cross the network twice if owners
+fetched it. So the owner of a unit of chunks fetches nothing. It remembers which nodes read them (`Readers`): the first
+that asks reads the chunk where it lies, the others get it from those that asked before. A chunk that one node alone
+reads costs its share of one question.
+
+Of the nodes that asked before, the k-th that asks is sent to number (k-1)/2, so that none has to serve more than two,
+and a node never waits for one that asked after it: nodes cannot wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from bootseer.cache.cache import Cache
+from bootseer.cache.file import CachedFile
+from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.io.timer import Timer
+from bootseer.peers.choice import Level
+from bootseer.peers.protocol import Question
+
+CHECKPOINT: Final = "checkpoint"
+"""The kind of a file whose chunks are served as far as the node's cache has them: a segment of a checkpoint."""
+UNIT_BLOCKS: Final = 16
+"""Blocks of one question. They begin at a multiple of it."""
+_MAX_UNITS: Final = 1 << 17
+"""Of 16 MiB each: 2 TiB of a job's checkpoint for each of its nodes."""
+_MAX_READERS: Final = 64
+"""As many nodes serve a chunk; those that ask later are sent to one of them."""
+_POLL_S: Final = 0.02
+_STILL_S: Final = 2.0
+"""A node that fetches nothing of a file for so long has given up what it was going to read."""
+
+
+class Readers:
+    """Which nodes read chunks of which unit, in the order of their first questions. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._units: OrderedDict[tuple[str, int], defaultdict[int, dict[str, bool]]] = OrderedDict()
+
+    def answer(self, question: Question, own: int, name: str) -> dict[str, int]:
+        """Which node to get which of the blocks from, as bits; what is left the asker is to read itself.
+
+        `own`: what this node, called `name`, has of them.
+        """
+        found: dict[str, int] = {}
+        with self._lock:
+            unit = self._units.setdefault((question.file, question.first), defaultdict(dict))
+            self._units.move_to_end((question.file, question.first))
+            if len(self._units) > _MAX_UNITS:
+                self._units.popitem(last=False)
+            for block in bits(question.blocks):
+                chosen = self._choose(unit[block], question)
+                if not chosen and own >> block & 1 and name not in (question.sender, question.without):
+                    chosen = name
+                if chosen:
+                    found[chosen] = found.get(chosen, 0) | 1 << block
+        return found
+
+    @staticmethod
+    def _choose(nodes: dict[str, bool], question: Question) -> str:
+        """`nodes`: whether each still passes it on. All keep their places, so that the order never changes."""
+        if question.without in nodes:
+            nodes[question.without] = False
+        before = [name for name in takewhile(lambda name: name != question.sender, nodes) if nodes[name]]
+        if question.keeps and len(nodes) < _MAX_READERS:
+            nodes.setdefault(question.sender, True)
+        return before[(len(before) - 1) // 2] if before else ""
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+
+
+class CachedFiles:
+    """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
+
+    def __init__(self) -> None:
+        self._timer = Timer("bootseer-peers-wait")
+        self._lock = threading.Lock()
+        self._caches: dict[Path, Cache] = {}
+        self._open: list[CachedFile] = []
+
+    def open(self, described: Mapping[str, Any]) -> CachedContent:
+        """The file of the identity and the cache that its registration names. Raises `BootseerError`, and `KeyError`
+        and `TypeError` for a malformed one."""
+        root = Path(described["cache"])
+        with self._lock:
+            cache = self._caches.get(root)
+            if cache is None:
+                cache = self._caches[root] = Cache(root)
+            cached = cache.open_here(str(described["identity"]))
+            self._open.append(cached)
+        return CachedContent(cached, self._timer)
+
+    def close(self) -> None:
+        """Give the leases back."""
+        self._timer.close(drop=True)
+        for cached in self._open:
+            cached.close()
+
+
+class CachedContent:
+    """What is not here is waited for, as long as local processes fetch any of the file: they go on in their own order,
+    and one that waits for a slow origin is not gone."""
+
+    def __init__(self, cached: CachedFile, timer: Timer) -> None:
+        self.size_bytes = cached.index.size_bytes
+        self._cached = cached
+        self._timer = timer
+
+    def open(self) -> int:
+        """See `Content.open`."""
+        return self._cached.descriptor()
+
+    def here(self, first: int, blocks: int) -> int:
+        """Those of the blocks from `first` on that are here, as bits."""
+        there = self._cached.index.num_blocks - first
+        return sum(1 << bit for bit in bits(blocks) if bit < there and self._cached.ready(first + bit))
+
+    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+        """See `Content.want`."""
+        if not self._cached.missing(start, length):
+            return True
+        self._look_again(start, length, done, self._timer.now_s() + _STILL_S)
+        return False
+
+    def _look_again(
+        self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float
+    ) -> None:
+        try:
+            self._timer.after(_POLL_S, partial(self._look, start, length, done, until_s))
+        except TransientError as error:
+            done(error)
+
+    def _look(self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float) -> None:
+        try:
+            if not self._cached.missing(start, length):
+                done(None)
+                return
+            now_s = self._timer.now_s()
+            if self._cached.is_fetched():
+                until_s = now_s + _STILL_S
+        except BootseerError as error:
+            done(error)
+            return
+        if now_s >= until_s:
+            done(NotFoundError("this node does not read it any more"))
+        else:
+            self._look_again(start, length, done, until_s)

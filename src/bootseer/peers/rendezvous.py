@@ -1,0 +1,230 @@
+"""Where nodes meet that no list names: a folder of a file system or store that all of them reach.
+
+    <place>/peers/<job>.<attempt>.u<uid>/secret               made by the first of them
+                                        /<node>.<nonce>.json  where a node can be reached: {"name", "addresses", "rack"}
+
+In a file system only the job's user can read and change the folder. What is announced is checked by `members`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from bootseer.errors import AccessError, CorruptError, NotFoundError, PermanentError, UsageError
+from bootseer.logs import logger
+from bootseer.peers.choice import Peer
+from bootseer.peers.interfaces import PORT, Interface, address_of, is_address, listen_at
+from bootseer.places import open_place
+from bootseer.places.place import TakenError, join, name_of
+from bootseer.store.open import open_store
+
+_LOG = logger(__name__)
+SECRET_BYTES: Final = 32
+MAX_PEERS: Final = 20_000
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
+_RACK: Final = re.compile(r"[A-Za-z0-9_.:/-]{0,255}")
+_RECORD: Final = re.compile(r".{1,100}\.[0-9a-f]{12}\.json")
+_MAX_RECORD: Final = 4096
+_MAX_ADDRESSES: Final = 16
+
+
+class Rendezvous:
+    """Nodes that meet in a folder of a place or store."""
+
+    def __init__(
+        self, uri: str, attempt: str, name: str, rack: str, interfaces: Sequence[Interface], given: bytes | None
+    ) -> None:
+        """`attempt`: the folder's name, the same for all nodes of one start. `given`: a secret that they have."""
+        self.own: Peer | None = None
+        self.link_bytes_s = sum(each.bytes_s for each in interfaces)
+        self._files: _Files = _PlaceFiles(uri, attempt) if _is_place(uri) else _StoreFiles(uri, attempt)
+        self._name = name
+        self._rack = rack
+        self._interfaces = interfaces
+        self._given = given
+        self._record = f"{name}.{secrets.token_hex(6)}.json"
+        self._seen: dict[str, Peer | None] = {}
+
+    def secret(self) -> bytes:
+        """See `Source.secret`. The first node makes it; of two at once, one does."""
+        if self._given is not None:
+            return self._given
+        made = secrets.token_bytes(SECRET_BYTES)
+        if self._files.create("secret", made):
+            return made
+        secret = self._files.read("secret")
+        if len(secret) != SECRET_BYTES:
+            raise CorruptError(f"{self._files.where}/secret is not a secret of BootSeer; remove it")
+        return secret
+
+    def listen(self) -> list[socket.socket]:
+        """See `Source.listen`. Announces where."""
+        if self.own is not None:
+            return []
+        listening = []
+        for interface in self._interfaces:
+            for port in (PORT, 0):
+                with contextlib.suppress(OSError):
+                    listening.append(listen_at(interface.address, port))
+                    break
+        if not listening:
+            return []
+        own = Peer(self._name, tuple(address_of(sock) for sock in listening), self._rack)
+        said = {"name": own.name, "addresses": own.addresses, "rack": own.rack}
+        try:
+            for earlier in self._files.names():
+                # Of an earlier process of this node, which was killed.
+                if earlier.rpartition(".json")[0].rpartition(".")[0] == self._name:
+                    self._files.delete(earlier)
+            self._files.create(self._record, json.dumps(said).encode())
+        except BaseException:
+            for sock in listening:
+                sock.close()
+            raise
+        self.own = own
+        return listening
+
+    def poll(self) -> list[Peer]:
+        """See `Source.poll`. Each record is read once."""
+        names = {name for name in self._files.names() if _RECORD.fullmatch(name)}
+        self._seen = {name: peer for name, peer in self._seen.items() if name in names}
+        for name in sorted(names - self._seen.keys())[:MAX_PEERS]:
+            with contextlib.suppress(NotFoundError):
+                try:
+                    self._seen[name] = parse_record(self._files.read(name))
+                except CorruptError as error:
+                    _LOG.warning("%s/%s: %s", self._files.where, name, error)
+                    self._seen[name] = None
+        return [peer for peer in self._seen.values() if peer is not None]
+
+    def leave(self) -> None:
+        """See `Source.leave`. The last one takes the secret and the folder away."""
+        if self.own is None:
+            return
+        self._files.delete(self._record)
+        if not any(_RECORD.fullmatch(name) for name in self._files.names()):
+            self._files.delete("secret")
+            self._files.remove()
+
+
+def parse_record(data: bytes) -> Peer:
+    """A node's announcement. Raises `CorruptError`."""
+    try:
+        said = json.loads(data)
+        peer = Peer(said["name"], tuple(said["addresses"]), said["rack"])
+        good = (
+            _NAME.fullmatch(peer.name)
+            and _RACK.fullmatch(peer.rack)
+            and 0 < len(peer.addresses) <= _MAX_ADDRESSES
+            and all(is_address(address) for address in peer.addresses)
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError("not the announcement of a node") from error
+    if not good:
+        raise CorruptError("not the announcement of a node")
+    return peer
+
+
+def rendezvous_name(job: str, attempt: int | None) -> str:
+    """The name of the folder in which the nodes of one start meet."""
+    return f"{job.lstrip('-._') or 'job'}.{attempt or 0}.u{os.getuid()}"
+
+
+def _is_place(uri: str) -> bool:
+    return "://" not in uri or uri.startswith(("file://", "hdfs://"))
+
+
+class _Files(Protocol):
+    """Small files in a folder that the job's nodes share."""
+
+    where: str
+
+    def create(self, name: str, data: bytes) -> bool: ...
+    def read(self, name: str) -> bytes: ...
+    def names(self) -> list[str]: ...
+    def delete(self, name: str) -> None: ...
+    def remove(self) -> None: ...
+
+
+class _PlaceFiles:
+    """In a file system, where only the job's user can read them."""
+
+    def __init__(self, uri: str, attempt: str) -> None:
+        self._place = open_place(uri)
+        self._folder = join("peers", attempt)
+        self.where = f"{self._place.uri}/{self._folder}"
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = join(self._folder, name)
+        try:
+            made = self._place.create_bytes(path, data, mode=0o600)
+        except NotFoundError:
+            self._make()
+            made = self._place.create_bytes(path, data, mode=0o600)
+        self._check(path)
+        return made
+
+    def read(self, name: str) -> bytes:
+        return self._place.read_bytes(join(self._folder, name), _MAX_RECORD)
+
+    def names(self) -> list[str]:
+        with contextlib.suppress(NotFoundError):
+            return [name_of(entry.path) for entry in self._place.list(self._folder) if not entry.is_folder]
+        return []
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            self._place.delete(join(self._folder, name))
+
+    def remove(self) -> None:
+        with contextlib.suppress(PermanentError):  # one that came meanwhile needs it
+            self._place.delete(self._folder)
+
+    def _make(self) -> None:
+        self._place.make_folder("", parents=True)
+        with contextlib.suppress(TakenError):
+            self._place.make_folder("peers")
+            self._place.set_mode("peers", 0o1777)  # jobs of several users meet in one store
+        with contextlib.suppress(TakenError):
+            self._place.make_folder(self._folder, mode=0o700)
+
+    def _check(self, path: str) -> None:
+        """Raise `AccessError` where another user could have made the folder or what lies in it."""
+        folder, file = self._place.stat(self._folder), self._place.stat(path)
+        if folder.mode & 0o077 or file.mode & 0o077 or folder.owner != file.owner:
+            raise AccessError(f"{self.where} can be read or changed by other users; remove it, or give --peers-secret")
+
+
+class _StoreFiles:
+    """In an object store: whoever can read the bucket can read them."""
+
+    def __init__(self, uri: str, attempt: str) -> None:
+        if uri.startswith("oci://"):
+            raise UsageError("a registry is no place for nodes to meet", hint="name a folder, hdfs:// or s3://")
+        self._store = open_store(uri)
+        self._front = f"peers/{attempt}/"
+        self.where = f"{self._store.uri}/peers/{attempt}"
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._store.create(self._front + name, data)
+
+    def read(self, name: str) -> bytes:
+        return b"".join(
+            self._store.read(self._front + name, 0, min(self._store.stat(self._front + name).size_bytes, _MAX_RECORD))
+        )
+
+    def names(self) -> list[str]:
+        return [stored.name.removeprefix(self._front) for stored in self._store.list(self._front)]
+
+    def delete(self, name: str) -> None:
+        self._store.delete(self._front + name)
+
+    def remove(self) -> None:
+        """An object store has no folders."""

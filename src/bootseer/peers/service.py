@@ -1,0 +1,240 @@
+"""The peer service of one job on one node: serves what the job reads here to the job's other nodes, and knows these.
+
+One process, which `bootseer run` starts before anything is mounted and which ends with it. It shares a folder (`job`)
+with the local processes of the job: they say there which files they read, it says which nodes there are.
+
+What it serves lies in the node's cache. What is missing there it fetches from the origin, into the same cache: claims
+keep it and the local readers from fetching a block twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bootseer.cache.cache import Cache
+from bootseer.cache.file import CachedFile
+from bootseer.errors import BootseerError, TransientError
+from bootseer.fetch.fetcher import Fetcher
+from bootseer.logs import logger
+from bootseer.peers.choice import Level
+from bootseer.peers.client import Client
+from bootseer.peers.job import JobPeers
+from bootseer.peers.members import Membership, Source
+from bootseer.peers.protocol import is_identity
+from bootseer.peers.server import Content, Server
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+_LOG = logger(__name__)
+_LOOK_EVERY_S: Final = 0.25
+_STATE_EVERY_S: Final = 1.0
+_TRAINING_SHARE: Final = 0.05
+
+Opener = Callable[[JobPeers, str], Content | None]
+"""Makes the content of a registered file from its identity; None for what is damaged. Raises `BootseerError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes per second that this node sends; None: as many as there are."""
+
+    before: int | None = 1 << 30
+    """Until training begins."""
+    after: int | None = None
+    """From then on; None: a twentieth of the links' speed; 0: nothing is served any more."""
+
+
+class BlockFiles:
+    """Opens block files, of images and environments: kind `blocks`."""
+
+    def __init__(self) -> None:
+        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        self._stores: dict[tuple[str, bool], Store] = {}
+        self._cached: list[CachedFile] = []
+
+    def open(self, job: JobPeers, identity: str) -> Content | None:
+        """An `Opener`."""
+        source = job.block_source(identity)
+        if source is None:
+            return None
+        place = (source.store, source.plain_http)
+        if place not in self._stores:
+            self._stores[place] = open_store(source.store, plain_http=source.plain_http)
+        cached = Cache(source.cache).open(source.index)
+        self._cached.append(cached)
+        return _BlockFile(cached, self._fetcher, self._fetcher.add(source.index, self._stores[place], cached))
+
+    @property
+    def origin_bytes(self) -> int:
+        """What was fetched from stores for other nodes."""
+        return sum(self._fetcher.stats().bytes_by_purpose.values())
+
+    def close(self) -> None:
+        """End all fetching."""
+        self._fetcher.close(1.0)
+        for cached in self._cached:
+            cached.close()
+        for store in self._stores.values():
+            store.close()
+
+
+class _BlockFile:
+    def __init__(self, cached: CachedFile, fetcher: Fetcher, number: int) -> None:
+        self.size_bytes = cached.index.size_bytes
+        self._cached = cached
+        self._fetcher = fetcher
+        self._number = number
+
+    def open(self) -> int:
+        return self._cached.descriptor()
+
+    def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
+        if not self._cached.missing(start, length):
+            return True
+
+        def fetched(answer: object) -> None:
+            problem = answer if isinstance(answer, BootseerError) else None
+            if problem is None and self._cached.missing(start, length):
+                problem = TransientError("it does not fit into the cache of this node")
+            done(problem)
+
+        self._fetcher.read(self._number, start, length, fetched)
+        return False
+
+
+class Service:
+    """All that one node does for its job's other nodes. `run` is called in the process's main thread."""
+
+    def __init__(self, folder: Path, source: Source, openers: Mapping[str, Opener], limits: Limits) -> None:
+        """`openers`: for each kind of file, by the word in its description, what opens it."""
+        self._source = source
+        self._openers = openers
+        self._limits = limits
+        self._began_s = time.time()
+        self._secret = source.secret()
+        self._client = Client(self._secret)
+        self._contents: dict[str, Content] = {}
+        self._opening = threading.Lock()
+        self._server: Server | None = None
+        self._membership = Membership(source, self._client.probe)
+        self._training = False
+        self._stopped = threading.Event()
+        self._written: dict[str, Any] = {}
+        self._job = JobPeers.create(folder, self._secret)
+        self._serve()
+        self._write_members()
+
+    def run(self, ready: Callable[[], None], *, wait_for: int = 0, wait_s: float = 0.0) -> None:
+        """Serve until a signal raises something. `ready` is called once, when `wait_for` nodes are known, this one
+        among them, or `wait_s` have passed."""
+        until = time.monotonic() + wait_s
+        threading.Thread(target=self._follow_members, name="bootseer-members", daemon=True).start()
+        is_ready, state_at = False, 0.0
+        while True:
+            now = time.monotonic()
+            if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
+                is_ready = True
+                ready()
+            if not self._training and self._job.training:
+                self._training_began()
+            if now >= state_at:
+                state_at = now + _STATE_EVERY_S
+                self._write_state()
+            time.sleep(_LOOK_EVERY_S if is_ready else 0.02)
+
+    def close(self) -> None:
+        """Leave the job's other nodes, and write the last figures."""
+        self._stopped.set()
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(BootseerError):
+            self._source.leave()
+        self._client.close()
+        with contextlib.suppress(OSError):  # the folder may be gone already
+            self._write_state()
+
+    def _serve(self) -> None:
+        """Begin to serve, unless this node is (not yet) one of those that do."""
+        listening = self._source.listen()
+        if listening:
+            own = self._source.own
+            self._server = Server(
+                listening, self._secret, self._find, name=own.name if own else "", max_rate=self._limits.before
+            )
+
+    def _follow_members(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                if self._server is None and not self._training:
+                    self._serve()
+                if self._membership.refresh():
+                    self._write_members()
+            except BootseerError as error:
+                _LOG.warning("the job's nodes cannot be looked for: %s", error)
+            except OSError as error:
+                _LOG.warning("%s: %s", self._job.folder, error)
+            self._stopped.wait(self._membership.pause_s())
+
+    def _find(self, identity: str) -> Content | None:
+        content = self._contents.get(identity)
+        if content is not None or not is_identity(identity):
+            return content
+        with self._opening:
+            if identity not in self._contents:
+                opened = self._opened(identity)
+                if opened is None:
+                    return None
+                self._contents[identity] = opened
+            return self._contents[identity]
+
+    def _opened(self, identity: str) -> Content | None:
+        described = self._job.registered(identity)
+        opener = self._openers.get(described["kind"]) if described is not None else None
+        try:
+            return opener(self._job, identity) if opener is not None else None
+        except (BootseerError, OSError) as error:
+            _LOG.warning("%s is not served: %s", identity, error)
+            return None
+
+    def _training_began(self) -> None:
+        self._training = True
+        rate = self._limits.after
+        if rate is None:
+            rate = int(self._source.link_bytes_s * _TRAINING_SHARE)
+        _LOG.info("training began: at most %d bytes/s are served from now on", rate)
+        if self._server is not None and rate:
+            self._server.limit(rate)
+        elif self._server is not None:
+            self._server.close()
+            with contextlib.suppress(BootseerError):
+                self._source.leave()
+
+    def _write_members(self) -> None:
+        own = self._source.own
+        self._job.write_members(own.name if own else "", self._membership.peers)
+
+    def _write_state(self) -> None:
+        own, served = self._source.own, self._server.served if self._server is not None else None
+        state: dict[str, Any] = {
+            "pid": os.getpid(),
+            "began_s": self._began_s,
+            "name": own.name if own else "",
+            "addresses": own.addresses if own else (),
+            "peers": [peer.name for peer in self._membership.peers],
+            "unreachable": self._membership.unreachable,
+            "training": self._training,
+            "sent_bytes": served.bytes_sent if served else 0,
+            "requests": served.requests if served else 0,
+            "refused": served.refused if served else 0,
+            "by_interface": dict(served.by_interface) if served else {},
+        }
+        if state != self._written:
+            self._written = state
+            self._job.write_state(state)

@@ -1,0 +1,220 @@
+"""Which nodes a job has: lists, folders in which they meet, and what is not believed of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from bootseer.errors import AccessError, BootseerError, CorruptError, UsageError
+from bootseer.peers.choice import Peer
+from bootseer.peers.client import Client
+from bootseer.peers.interfaces import Interface
+from bootseer.peers.members import Listed, Membership, expand_hosts, open_source, parse_list
+from bootseer.peers.rendezvous import Rendezvous, parse_record
+from bootseer.peers.server import Server
+
+SECRET = b"s" * 32
+LOOPBACK = (Interface("lo", "127.0.0.1", 1),)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("gpu[001-003,007],login1", ["gpu001", "gpu002", "gpu003", "gpu007", "login1"]),
+        ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]),
+        ("a[1]b,c", ["a1b", "c"]),
+    ],
+)
+def test_slurms_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a[", "a]", "a[x]", "a[3-1]", "a[1-999999999]", "a[1-9999]b[1-9999]"])
+def test_malformed_host_lists_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        expand_hosts(text)
+
+
+def test_lines_of_a_list() -> None:
+    peers = parse_list(["a:1,b:2 rack1 # fast", "", "# none", "::1", "[fd00::2]:9"], "LIST")
+    assert peers == [
+        Peer("a:1", ("a:1", "b:2"), "rack1"),
+        Peer("[::1]:17507", ("[::1]:17507",)),
+        Peer("[fd00::2]:9", ("[fd00::2]:9",)),
+    ]
+
+
+@pytest.mark.parametrize("line", ["a b c", "a:0", "a:99999", "a/b", "a;rm"])
+def test_lines_that_name_no_node(line: str) -> None:
+    with pytest.raises(UsageError):
+        parse_list([line], "LIST")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [],
+        {"name": "a", "addresses": [], "rack": ""},
+        {"name": "a\r\nX: y", "addresses": ["h:1"], "rack": ""},
+        {"name": "a", "addresses": ["h:1"] * 17, "rack": ""},
+        {"name": "a", "addresses": ["h:1 "], "rack": ""},
+        {"name": 7, "addresses": ["h:1"], "rack": ""},
+        {"name": "a", "addresses": [1], "rack": ""},
+        {"name": "a", "addresses": ["h:1"]},
+    ],
+)
+def test_malformed_announcements_are_passed_over(said: object) -> None:
+    with pytest.raises(CorruptError):
+        parse_record(json.dumps(said).encode())
+
+
+def probe(address: str, secret: bytes = SECRET) -> str:
+    client = Client(secret)
+    try:
+        return client.probe(address)
+    finally:
+        client.close()
+
+
+def meeting(folder: Path, name: str, given: bytes | None = SECRET) -> Rendezvous:
+    return Rendezvous(str(folder), "job.0", name, "", LOOPBACK, given)
+
+
+def serve(source: Rendezvous | Listed) -> Server:
+    listening = source.listen()
+    assert source.own is not None
+    return Server(listening, source.secret(), lambda _: None, name=source.own.name)
+
+
+def test_nodes_meet_and_leave(tmp_path: Path) -> None:
+    first, second = meeting(tmp_path, "a", None), meeting(tmp_path, "b", None)
+    assert first.secret() == second.secret()
+    secret = tmp_path / "peers" / "job.0" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert secret.parent.stat().st_mode & 0o777 == 0o700
+    servers = [serve(first), serve(second)]
+    client = Client(first.secret())
+    members = Membership(first, client.probe)
+    assert members.refresh()
+    assert [peer.name for peer in members.peers] == ["a", "b"]
+    assert not members.refresh()
+    second.leave()
+    assert members.refresh()
+    assert [peer.name for peer in members.peers] == ["a"]
+    first.leave()
+    client.close()
+    assert not (tmp_path / "peers" / "job.0").exists()
+    for server in servers:
+        server.close()
+
+
+def test_an_earlier_process_of_the_node_is_forgotten(tmp_path: Path) -> None:
+    killed, again = meeting(tmp_path, "a"), meeting(tmp_path, "a")
+    for source in (killed, again):
+        source.secret()
+        for sock in source.listen():
+            sock.close()
+    assert again.poll() == [again.own]
+
+
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "peers" / "job.0").mkdir(parents=True)
+    (tmp_path / "peers" / "job.0").chmod(0o777)
+    with pytest.raises(AccessError, match="other users"):
+        meeting(tmp_path, "a", None).secret()
+
+
+def test_a_record_with_the_address_of_another_node_is_not_believed(tmp_path: Path) -> None:
+    """Requests for its blocks would all go to one node."""
+    honest, asking = meeting(tmp_path, "a"), meeting(tmp_path, "b")
+    server = serve(honest)
+    assert honest.own is not None
+    asking.secret()
+    spoofed = {"name": "c", "addresses": list(honest.own.addresses), "rack": ""}
+    (tmp_path / "peers" / "job.0" / "c.0123456789ab.json").write_text(json.dumps(spoofed))
+    members = Membership(asking, probe)
+    members.refresh()
+    assert [peer.name for peer in members.peers] == ["a"]
+    assert members.unreachable == ["c"]
+    server.close()
+
+
+def test_a_node_of_another_job_is_not_believed() -> None:
+    other = Server([sock := socket.create_server(("127.0.0.1", 0))], b"o" * 32, lambda _: None, name="a")
+    with pytest.raises(AccessError):
+        probe(f"127.0.0.1:{sock.getsockname()[1]}")
+    other.close()
+
+
+def free_ports(number: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [sock.getsockname()[1] for sock in held]
+    for sock in held:
+        sock.close()
+    return ports
+
+
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+def test_each_node_of_a_list_finds_itself_and_others_come_later(tmp_path: Path) -> None:
+    names = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    one, two, late = (
+        open_source(",".join(names), {}, attempt="", name="", secret_file=secret_file(tmp_path)) for _ in range(3)
+    )
+    server = serve(one)
+    members = Membership(one, lambda address: probe(address, one.secret()))
+    members.refresh()
+    assert [peer.name for peer in members.peers] == names[:1]
+    other = serve(two)
+    assert one.own is not None
+    assert two.own is not None
+    assert {one.own.name, two.own.name} == set(names)
+    assert late.listen() == []  # all places are taken: a client only
+    members._again_s.clear()
+    members.refresh()
+    assert [peer.name for peer in members.peers] == sorted(names)
+    for each in (server, other):
+        each.close()
+
+
+def test_a_list_needs_a_secret_that_others_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="secret"):
+        open_source("a,b", {}, attempt="", name="")
+    path = secret_file(tmp_path)
+    path.chmod(0o640)
+    with pytest.raises(AccessError, match="chmod 600"):
+        open_source("a,b", {}, attempt="", name="", secret_file=path)
+
+
+def test_slurm_names_the_nodes(tmp_path: Path) -> None:
+    env = {"SLURM_JOB_NODELIST": "gpu[1-2]"}
+    for text in ("slurm", "auto"):
+        source = open_source(text, env, attempt="", name="", secret_file=secret_file(tmp_path))
+        assert [peer.addresses for peer in source.poll()] == [("gpu1:17507",), ("gpu2:17507",)]
+    with pytest.raises(UsageError, match="no job of Slurm"):
+        open_source("slurm", {}, attempt="", name="", secret_file=secret_file(tmp_path))
+
+
+def test_a_name_gives_a_node_for_each_address(tmp_path: Path) -> None:
+    source = open_source("dns:localhost:9", {}, attempt="", name="", secret_file=secret_file(tmp_path))
+    assert "127.0.0.1:9" in [peer.name for peer in source.poll()]
+    missing = open_source("dns:none.invalid", {}, attempt="", name="", secret_file=secret_file(tmp_path))
+    with pytest.raises(BootseerError):
+        missing.poll()
+
+
+def test_a_file_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("a:1\n")
+    source = open_source(f"@{path}", {}, attempt="", name="", secret_file=secret_file(tmp_path))
+    path.write_text("a:1\nb:1 rack\n")
+    assert [peer.rack for peer in source.poll()] == ["", "rack"]
