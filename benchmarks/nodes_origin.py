@@ -67,7 +67,9 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
         hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
         index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
         image = registry.push(f"oci:{layout}:latest", "team/job:1")
-        here = Origin(registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", bench, layout)
+        here = Origin(
+            registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", f"{hdfs.uri}/meet", bench, layout
+        )
         environ = {**os.environ, "BOOTSEER_PLAIN_HTTP": registry.host}
         _run([BOOTSEER, "image", "convert", image], environ)
         for stripes, place in (("4", here.striped), ("1", here.plain)):
