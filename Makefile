@@ -2,6 +2,8 @@
 
 BIN := .venv/bin
 export PYTHON ?= python3
+# Where it is set, each worker compiles all tests again, and each program that tests start compiles what was edited since `make setup`.
+unexport PYTHONDONTWRITEBYTECODE
 # Arguments for the program behind a target: make test ARGS='-k spool', make demo ARGS=/tmp/out
 ARGS ?=
 # Of each DataNode's link, in Mbit/s: make hdfs RATE=400

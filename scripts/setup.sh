@@ -125,18 +125,22 @@ get_hadoop() {
   scripts/hadoop.sh || say "no Hadoop: tests of HDFS fail, unless BOOTSEER_WITHOUT_HDFS=1 says that they shall be skipped"
 }
 
+# pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
+# After each change of a source too: tests start the program thousands of times.
+compile_sources() { "$venv/bin/python" -m compileall -q src; }
+
 check_python
 install_packages
 if [[ -e $stamp && "$(<"$stamp")" == "$(wanted)" && -x $venv/bin/bootseer ]]; then
   get_hadoop
+  compile_sources
   exit 0
 fi
 make_venv
 install_torch
 say "installing BootSeer with its tools and the demo job's requirements into .venv"
 pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
-# pip compiles what it copies, and this it does not copy; a program that runs in front of others must not compile itself.
-"$venv/bin/python" -m compileall -q src
+compile_sources
 get_hadoop
 wanted >"$stamp"
 say "done"

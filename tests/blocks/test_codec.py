@@ -70,7 +70,7 @@ def test_a_zero_block_must_be_announced_as_zeros():
 @pytest.mark.parametrize(
     "stored",
     [
-        pytest.param(zstandard.ZstdCompressor().compress(bytes(1 << 30)), id="a bomb"),
+        pytest.param(zstandard.ZstdCompressor().compress(bytes(1 << 26)), id="a bomb"),
         pytest.param(zstandard.ZstdCompressor(write_content_size=False).compress(TEXT), id="no size"),
         pytest.param(zstandard.ZstdCompressor().compress(TEXT) + b"x", id="more behind the frame"),
         pytest.param(zstandard.ZstdCompressor().compress(TEXT)[:-1], id="cut short"),

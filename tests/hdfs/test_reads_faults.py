@@ -24,7 +24,8 @@ from bootseer.hdfs.reads import HdfsFile, HdfsReads
 from hdfs.asking import MIB, Waiting, error_of, failures, put, read
 from hdfs_cluster import HdfsCluster, needs_hdfs, needs_links
 
-DATA = random.Random(17).randbytes(64 * MIB)
+_PART = random.Random(17).randbytes(8 * MIB)
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(8))  # no two blocks are alike, and it is made at once
 EXTRA_S = 20.0
 """All that a hung DataNode may cost a whole file with two replicas, on a machine that is busy with other things too.
 Waiting for its answer costs a minute for each block."""

@@ -7,7 +7,7 @@ import gzip
 import lzma
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zstandard
@@ -15,7 +15,7 @@ import zstandard
 from bootseer.errors import CorruptError, PermanentError
 from bootseer.image.sources.decompress import decompressed
 
-DATA = random.Random(1).randbytes(300_000) + bytes(5_000_000)
+DATA = random.Random(1).randbytes(50_000) + bytes(5_000_000)
 GZIP = gzip.compress(DATA, mtime=0)
 ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(DATA)
 XZ = lzma.compress(DATA)
@@ -86,13 +86,14 @@ def test_xz_data_that_wants_gigabytes_of_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        gzip.compress(bytes(1 << 28)),
-        zstandard.ZstdCompressor().compress(bytes(1 << 28)),
-        lzma.compress(bytes(1 << 26), preset=0) * 4,
-        bz2.compress(bytes(1 << 24)) * 16,
+        lambda: gzip.compress(bytes(1 << 28)),
+        lambda: zstandard.ZstdCompressor().compress(bytes(1 << 28)),
+        lambda: lzma.compress(bytes(1 << 26), preset=0) * 4,
+        lambda: bz2.compress(bytes(1 << 24)) * 16,
     ],
+    ids=["gzip", "zstd", "xz", "bzip2"],
 )
-def test_a_bomb_comes_in_small_pieces(bomb: bytes) -> None:
-    sizes = [len(piece) for piece in decompressed(iter([bomb]))]
+def test_a_bomb_comes_in_small_pieces(bomb: Callable[[], bytes]) -> None:
+    sizes = [len(piece) for piece in decompressed(iter([bomb()]))]
     assert sum(sizes) == 1 << 28
     assert max(sizes) <= 1 << 20

@@ -33,7 +33,8 @@ pytestmark = needs_links
 
 POLICY = Policy(stripes=3, part_bytes=8 * MIB, min_bytes_per_stripe=MIB)
 """One part of each segment on each DataNode."""
-DATA = random.Random(5).randbytes(60 * MIB + 77)
+_PART = random.Random(5).randbytes(6 * MIB)
+DATA = b"".join(_PART[at:] + _PART[:at] for at in range(10)) + _PART[:77]  # made at once, no two blocks are alike
 
 
 class Hdfs:
