@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError
+from bootseer.errors import PermanentError, TransientError
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Found
 from bootseer.fetch.settings import FetchSettings, Purpose
@@ -215,38 +215,56 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(fetching, data, c
         file.write(b"x" * 100)
     other = cache.open(index)
     again = Fetcher()
-    again.add(index, fetcher._files[0].origins[0].store, other)
+    again.add(index, fetcher._files[0].store.store, other)
     assert again.read_blocking(0, 4 * BLOCK, 3 * BLOCK) == data[4 * BLOCK : 7 * BLOCK]
     again.close()
     other.close()
 
 
 class Neighbour:
-    """An origin that has the plain bytes of some blocks, one of them damaged, and not the others."""
+    """Another node that has the plain bytes of some blocks, one of them damaged, and not the others."""
 
-    uri, form = "peer://neighbour", Form.PLAIN
+    uri, form, run_blocks, turn = "peer://neighbour", Form.PLAIN, 4, 0.5
+    steps, may_ask_origin = ("neighbour",), True
 
     def __init__(self, data, has, damaged):
         self.data, self.has, self.damaged = data, has, damaged
+        self.lies = []
+
+    def route(self, block, now):
+        return self
+
+    def at(self, step):
+        return self
+
+    def lied(self, step, error):
+        self.lies.append((step, str(error)))
+
+    def stats(self):
+        return {"neighbour": {"bytes": 1}}
 
     def read(self, index, blocks, timeout_s):
         for block in blocks:
             if block not in self.has:
-                raise NotFoundError(f"block {block} is not here")
+                raise TransientError(f"block {block} is not here")
             plain = self.data[block * BLOCK : (block + 1) * BLOCK]
             yield block, bytes(len(plain)) if block == self.damaged else plain
 
 
-def test_plain_blocks_of_a_nearer_origin_are_verified_and_the_store_gives_the_rest(cache, origin, index, data):
+def test_plain_blocks_of_another_node_are_verified_and_the_store_gives_the_rest(cache, origin, index, data):
     store, near = FaultyStore(origin), Neighbour(data, range(60), damaged=6)
     cached = cache.open(index)
     with closing(Fetcher()) as fetcher:
-        fetcher.add(index, store, cached, nearer=[near])
+        fetcher.add(index, store, cached, peers=near)
         assert fetcher.read_blocking(0, 4 * BLOCK, 2 * BLOCK) == data[4 * BLOCK : 6 * BLOCK]
         assert not store.requests
         assert fetcher.read_blocking(0, 6 * BLOCK, BLOCK) == data[6 * BLOCK : 7 * BLOCK]
         assert len(store.requests) == 1
         fetcher.pull_all()
-        assert fetcher.stats().corrupt_blocks == 1
+        stats = fetcher.stats()
+    assert stats.corrupt_blocks == 1
+    assert [step for step, _ in near.lies] == ["neighbour"]
+    assert BLOCK * 40 < stats.peer_bytes < sum(stats.bytes_by_purpose.values())
+    assert stats.peers == {"neighbour": {"bytes": 1}}
     assert cached.path.read_bytes() == data
     cached.close()

@@ -18,7 +18,7 @@ from bootseer.blocks.index import Place, Stripe
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
-from bootseer.fetch.schedule import Scheduler
+from bootseer.fetch.routed import RoutedScheduler, Routes
 from bootseer.fetch.settings import FetchSettings, Purpose
 
 BLOCK = 128 << 10
@@ -85,15 +85,16 @@ class World:
         bytes_per_s: float = 100e6,
         fault: Callable[[Fetch, int], Fault | None] | None = None,
         origins: Sequence[str] = ("origin",),
+        routes: Routes | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = settings or FetchSettings()
         self.now = 0.0
         self.layouts = layouts
-        self.scheduler = Scheduler(self.settings, Random(seed).random)
+        self.scheduler = RoutedScheduler(self.settings, Random(seed).random)
         self.tickets = PendingReads()
         for layout in layouts:
-            self.scheduler.add(layout, *origins)
+            self.scheduler.add(layout, *origins, routes=routes)
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self._fault = fault or (lambda fetch, earlier: None)

@@ -62,10 +62,32 @@ def test_an_owner_asked_by_its_rack_may_ask_further_and_one_asked_by_an_owner_ma
 
 
 def test_racks_that_are_small_or_unknown_make_no_level() -> None:
-    for peers in (job(12, 4), [*job(32, 2), Peer("lonely", ("h:1",))]):
+    for peers in (job(12, 4), job(32, 1)):
         assert all(
             step.level is Level.GLOBAL for peer in peers for step in Members(peers, peer.name).route(FILE, 1).steps
         )
+
+
+def test_one_small_rack_switches_off_the_level_for_itself_alone() -> None:
+    peers = [*job(32, 2), Peer("lonely", ("h:1",)), Peer("few", ("h:2",), "r7")]
+    racks = {peer.name: peer.rack for peer in peers}
+    for run in range(20):
+        walks = [walk(peers, peer.name, run) for peer in peers]
+        assert len({passed[-1] for passed in walks}) == 1
+        for name in ("lonely", "few"):
+            assert all(step.level is Level.GLOBAL for step in Members(peers, name).route(FILE, run).steps)
+        crossing = {hop for passed in walks for hop in pairwise(passed) if racks[hop[0]] != racks[hop[1]]}
+        assert len(crossing) <= 4  # once per rack, and each of the two
+    owned = Counter(walk(peers, "n0", run)[-1] for run in range(1000))
+    assert owned["lonely"] < 100  # of 29 on average: it weighs as one node, not as a rack
+
+
+def test_a_node_is_asked_once_for_a_run() -> None:
+    for peers in (job(64, 4), job(20, 2)):
+        for run in range(40):
+            for peer in peers:
+                steps = Members(peers, peer.name).route(FILE, run).steps
+                assert len({step.peer for step in steps}) == len(steps)
 
 
 @given(st.integers(2, 40), st.sets(st.integers(0, 39)), st.integers(0, 1000), st.sampled_from([0, 2]))

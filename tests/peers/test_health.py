@@ -72,6 +72,35 @@ def test_hedges_are_one_in_twenty() -> None:
     assert [health.may_hedge() for _ in range(4)] == [True, True, True, False]
 
 
+def test_without_a_hedge_left_only_long_silence_is_late() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 8 * MIB, 1.0)
+    assert health.may_hedge()
+    assert health.may_hedge()
+    slow = receiving(health, 0.1 * MIB, 1.0)
+    assert health.late_at(slow) == 3.0
+    assert health.late_at(health.asked("a", 10.0)) == 12.0
+
+
+def test_one_that_is_late_again_after_its_pause_is_out_at_once() -> None:
+    health = Health()
+    for at in (0.0, 1.0, 8.0):
+        health.ended(health.asked("a", at), late=True, now_s=at)
+    assert health.absent(12.9) == {"a"}
+
+
+def test_one_that_does_not_serve_a_file_yet_is_left_alone_for_this_file_for_two_seconds() -> None:
+    health = Health()
+    health.not_there("a", 1.0, "f")
+    health.not_there("b", 2.0)
+    assert health.absent(2.5) == {"b"}
+    assert health.absent(2.5, "f") == {"a", "b"}
+    assert health.absent(2.5, "f") is health.absent(2.6, "f")
+    assert health.absent(3.1, "f") == health.absent(3.1) == {"b"}
+    assert health.absent(4.1, "f") == frozenset()
+
+
 def test_a_peer_that_sent_a_wrong_block_is_not_asked_again() -> None:
     health = Health()
     health.lied("a", "block 7 of file abc")

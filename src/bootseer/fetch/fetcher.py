@@ -61,6 +61,7 @@ class Fetcher(Reads):
             if 0 <= file < len(self._files) and 0 <= block < self._files[file].index.num_blocks
         ]
         self._stats.hot_blocks += len(known)
+        known = self._scheduler.in_turn(known)
         for start in range(0, len(known), _PLANNED_AT_ONCE):
             part = known[start : start + _PLANNED_AT_ONCE]
             here = [self._files[file].cached.ready(block) for file, block in part]
@@ -148,6 +149,7 @@ class Fetcher(Reads):
             failures=counts.failures,
             first_corrupt=self._corrupt.first,
             dropped=counts.dropped,
+            peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
             cache_full=self._cache_error is not None,
             threads=len(self._workers),
             process_cpu_s=time.process_time() - self._start_cpu,

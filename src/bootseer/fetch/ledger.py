@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -56,6 +56,8 @@ class Fetch:
     timeout_s: float
     origin: int = 0
     """Which of the file's origins to ask."""
+    step: Hashable = None
+    """Which of the places of that origin."""
 
 
 @dataclass(slots=True)
@@ -197,6 +199,8 @@ class Wanted:
     late_at: float = 0.0
     """When a reader has waited so long that a second request is due."""
     hedges: int = 0
+    tried: tuple[Hashable, ...] = ()
+    """Places that were asked already, of an origin that is many."""
     attempts: int = 0
     corrupt: int = 0
     error: BootseerError | None = None
@@ -417,7 +421,7 @@ class Ledger:
         else:
             self.origin_of(key).enqueue(key, wanted.purpose)
 
-    def _try_next_origin(self, key: Key) -> bool:
+    def _try_next_origin(self, key: Key, now: float) -> bool:
         """Queue a block at its file's next origin; False when there is none."""
         wanted, origins = self.wanted[key], self.files[key[0]].origins
         if wanted.origin + 1 >= len(origins):

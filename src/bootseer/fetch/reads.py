@@ -23,7 +23,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,10 +35,10 @@ from bootseer.errors import BootseerError, CorruptError, PermanentError, Transie
 from bootseer.fetch.hotset import Found
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import CorruptBlocks, Done, ForeignClaims, PendingRead, PendingReads
-from bootseer.fetch.schedule import Scheduler
+from bootseer.fetch.routed import RoutedScheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 from bootseer.fetch.stats import FetchStats
-from bootseer.fetch.transfer import Arrived, Claim, File, Origin, StoreOrigin, bring
+from bootseer.fetch.transfer import Arrived, Claim, File, Peers, StoreOrigin, bring
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.logs import logger
 from bootseer.store.store import Store
@@ -85,7 +85,7 @@ class Reads:
         self._changed = threading.Condition(self._lock)
         """The clock's next time, or that nothing is left to fetch."""
         self._files: list[File] = []
-        self._scheduler = Scheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
+        self._scheduler = RoutedScheduler(self._settings, random.Random().random)  # noqa: S311 - spreads requests
         self._pending = PendingReads()
         self._foreign = ForeignClaims(self._settings.claim_s)
         self._corrupt = CorruptBlocks()
@@ -106,16 +106,18 @@ class Reads:
         self._clock = Executor("bootseer-fetch-clock", 1)
         self._clock.submit(self._run_clock)
 
-    def add(self, index: Index, store: Store, cached: CachedFile, *, nearer: Sequence[Origin] = ()) -> int:
-        """A file to read, and where its blocks come from: `nearer` origins first, in order, then the store.
+    def add(self, index: Index, store: Store, cached: CachedFile, *, peers: Peers | None = None) -> int:
+        """A file to read, and where its blocks come from: the store, or `peers` that have them before it.
 
         Returns its number. The caller closes all of them after this fetcher.
         """
-        origins = (*nearer, StoreOrigin(store))
+        origins = (store.uri,) if peers is None else (peers.uri, store.uri)
+        marks = index.num_blocks
+        file = File(index, StoreOrigin(store), peers, cached, bytearray(marks), bytearray(marks))
         with self._lock:
-            marks = index.num_blocks
-            self._files.append(File(index, origins, cached, bytearray(marks), bytearray(marks)))
-            return self._scheduler.add(index, *(origin.uri for origin in origins))
+            self._files.append(file)
+            self._stats.ready_bytes += cached.num_ready * index.block_size
+            return self._scheduler.add(index, *origins, routes=peers)
 
     def read(
         self, file: int, offset: int, length: int, done: Done, deadline_s: float | None = None
@@ -269,7 +271,7 @@ class Reads:
         file, block = self._files[read.file], min(missing)
         error = self._scheduler.error(read.file, block)
         return TransientError(
-            f"{file.origins[-1].uri}: block {block} of file {file.index.identity[:16]} did not come in"
+            f"{file.store.uri}: block {block} of file {file.index.identity[:16]} did not come in"
             f" {read.deadline - read.since:.1f} s{f' ({error})' if error else ''}"
         )
 
@@ -300,7 +302,7 @@ class Reads:
             _answer(read, error)
         except Exception as error:  # not foreseen; but this reader waits, and others behind it
             report_exception()
-            _answer(read, TransientError(f"{file.origins[-1].uri}: {type(error).__name__}: {error}"))
+            _answer(read, TransientError(f"{file.store.uri}: {type(error).__name__}: {error}"))
         else:
             _answer(read, data)
 
@@ -347,7 +349,7 @@ class Reads:
         if self._closed:
             return
         file = self._files[fetch.file]
-        uri = file.origins[fetch.origin].uri
+        uri = file.origin(fetch).uri
         error: BootseerError | None = None
         with self._lock:
             distrusted = frozenset(block for number, block in self._distrusted if number == fetch.file)
@@ -403,9 +405,14 @@ class Reads:
         if isinstance(step.data, CorruptError):
             _LOG.warning("%s", step.data)
             stats.corrupt_blocks += 1
+            peers = self._files[fetch.file].peers
+            if peers is not None and fetch.step is not None:
+                peers.lied(fetch.step, step.data)
             self._scheduler.failed(fetch.number, step.block, step.data, now)
             return []
         stats.bytes_by_purpose[fetch.purpose] += step.received_bytes
+        if fetch.step is not None:
+            stats.peer_bytes += step.received_bytes
         stats.data_bytes += len(step.data)
         second = min(int(now - self._start), _MAX_SECONDS)
         stats.bytes_by_second += [0] * (second + 1 - len(stats.bytes_by_second))

@@ -20,7 +20,7 @@ readers falls back to the purpose that it has besides. Decides and touches nothi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError
@@ -332,10 +332,11 @@ class Scheduler(Ledger):
         now: float,
         *,
         hedge: bool = False,
+        step: Hashable = None,
     ) -> Fetch:
         """Begin a request."""
         place = self.files[file].origins.index(origin)
-        fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place)
+        fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], place, step)
         self._next_number += 1
         self.running[fetch.number] = Request(fetch, origin, dict(zip(blocks, sizes, strict=True)), now)
         total = sum(sizes)
@@ -434,7 +435,7 @@ class Scheduler(Ledger):
         if purpose is None or error is None:
             self._requeue(key)
             return
-        if self._try_next_origin(key):
+        if self._try_next_origin(key, now):
             return
         wanted.attempts += 1
         wanted.corrupt += isinstance(error, CorruptError)

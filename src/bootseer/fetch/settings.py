@@ -40,6 +40,12 @@ class FetchSettings:
     """Prefetch requests at once, to all origins together, however well it goes."""
     reserved_requests: int = 8
     """Requests beyond those, for demand alone: a reader never waits for a prefetch to end."""
+    place_requests: int = 2
+    """Prefetch requests at once to one of many places (`fetch.routed`), and one more for demand: two keep it busy."""
+    place_requests_in_all: int = 16
+    """Requests at once to all of them together, among those above; all nodes of a job begin at the same moment."""
+    reserved_place_requests: int = 4
+    """The part of them that prefetch must leave to demand."""
     window_s: float = 0.25
     """Prefetch has this many seconds of the measured throughput in flight: more than any usual round trip, so that the
     line is full, and little enough that a reader's block is not long behind it."""

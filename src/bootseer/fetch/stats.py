@@ -39,6 +39,12 @@ class FetchStats:
     requests_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     bytes_by_second: list[int] = field(default_factory=list)
     """What arrived in each second; the last one counts all the rest after an hour."""
+    peer_bytes: int = 0
+    """Those of `bytes_by_purpose` that came from other nodes of the job, uncompressed; the rest came from the store."""
+    peers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of each node that was asked, by name: `bytes`, `requests`, `late`, and the `seconds` that its answers took."""
+    ready_bytes: int = 0
+    """What was in the cache when the files were added, uncompressed."""
     data_bytes: int = 0
     """Uncompressed bytes of the blocks that arrived."""
     blocks_from_others: int = 0

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bootseer.blocks.codec import RAW, Buffer, decode
 from bootseer.blocks.index import Index
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.fetch.ledger import Fetch
+from bootseer.fetch.routed import Routes
 from bootseer.logs import logger
 from bootseer.store.store import Store
 
@@ -48,6 +49,22 @@ class Origin(Protocol):
 
         Raises the errors of `bootseer.errors`. Closing the iterator ends the request.
         """
+
+
+class Peers(Routes, Protocol):
+    """Other nodes that have blocks of a file: the origin that is asked before its store. Used from any thread."""
+
+    uri: str
+    """Their name in all, as `Origin.uri`."""
+
+    def at(self, step: Any) -> Origin:
+        """One of them: a step of a route."""
+
+    def lied(self, step: Any, error: CorruptError) -> None:
+        """It sent a block with other bytes than the index says."""
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What each of them sent, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +129,18 @@ class File:
     """One block file."""
 
     index: Index
-    origins: tuple[Origin, ...]
-    """Where its blocks come from, in the order in which they are asked."""
+    store: StoreOrigin
+    peers: Peers | None
+    """Asked before the store."""
     cached: CachedFile
     needed: bytearray
     """1 for each block that a reader has needed. Written under the fetcher's lock, read without: it only ever grows."""
     brought_hot: bytearray
     """1 for each block that was fetched because it is hot."""
+
+    def origin(self, fetch: Fetch) -> Origin:
+        """Which one a request asks."""
+        return self.store if self.peers is None or fetch.step is None else self.peers.at(fetch.step)
 
     def is_free(self, block: int) -> bool:
         """Whether no process fetches the block, and it is not here."""
@@ -161,7 +183,7 @@ def bring(
     try:
         if claim.here or claim.elsewhere:
             yield claim
-        origin = file.origins[fetch.origin]
+        origin = file.origin(fetch)
         for blocks in _ranges(claim.mine, fetch.blocks.step):
             with contextlib.closing(origin.read(file.index, blocks, fetch.timeout_s)) as answer:
                 for block, received in answer:

@@ -11,11 +11,14 @@ cannot wait for each other: a wrong list costs another read of the origin, never
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b, sha256
+from heapq import nlargest
+from math import log
 from typing import Final, NamedTuple
 
 RUN_BYTES: Final = 4 << 20
@@ -73,9 +76,9 @@ class Members:
         self.own = own
         listed = "\n".join(f"{peer.name}\t{' '.join(peer.addresses)}\t{peer.rack}" for peer in self.peers)
         self.digest = sha256(listed.encode()).hexdigest()[:16]
-        self._racks = _racks(self.peers)
+        self._groups = _groups(self.peers)
         rack = next((peer.rack for peer in self.peers if peer.name == own), "")
-        self._neighbours = self._racks.get(rack, ())
+        self._neighbours = self._groups.get(rack, ()) if rack else ()
         self._route = lru_cache(maxsize=1 << 14)(self._find_route)
 
     @property
@@ -102,34 +105,51 @@ class Members:
         if local and local[0].name != self.own:
             to_owner = Step(local[0], Level.RACK)
             # The second in the rack does not ask itself: it goes where the owner would have gone.
-            second = steps[:1] if local[-1].name == self.own else tuple(Step(peer, Level.RACK) for peer in local[1:])
+            if local[-1].name == self.own:
+                second = tuple(step for step in steps if step.peer != local[0])[:1]
+            else:
+                second = tuple(Step(peer, Level.RACK) for peer in local[1:])
             steps = (to_owner, *second)
         return Route(steps, any(is_first))
 
     def _first(self, key: bytes, absent: frozenset[str]) -> tuple[Peer, ...]:
         """The first two in rank of all nodes. With racks they are the owners within the first two racks in rank."""
-        racks = [[peer for peer in rack if peer.name not in absent] for rack in self._racks.values()]
-        if len(racks) < 2:
+        if not self._groups:
             return _ranked(key, [peer for peer in self.peers if peer.name not in absent])
-        owners = {rack[0].rack: _ranked(key, rack)[0] for rack in racks if rack}
-        first = sorted(owners, key=lambda rack: _score(key, rack), reverse=True)[:_RANKED]
-        return tuple(owners[rack] for rack in first)
+        ranked = sorted(self._groups, key=lambda rack: _weighted(key, rack, len(self._groups[rack])), reverse=True)
+        owners: list[Peer] = []
+        for rack in ranked:
+            owners += _ranked(key, [peer for peer in self._groups[rack] if peer.name not in absent])[:1]
+            if len(owners) == _RANKED:
+                break
+        return tuple(owners)
 
 
-def _racks(peers: Sequence[Peer]) -> dict[str, tuple[Peer, ...]]:
-    """The peers of each rack; empty unless each has a rack of some size, and there are several."""
-    racks: dict[str, list[Peer]] = {}
+def _groups(peers: Sequence[Peer]) -> dict[str, tuple[Peer, ...]]:
+    """The peers of each rack of some size, all others together under no name; empty where one group would have all."""
+    sizes = Counter(peer.rack for peer in peers)
+    groups: dict[str, list[Peer]] = {}
     for peer in peers:
-        racks.setdefault(peer.rack, []).append(peer)
-    if len(racks) < 2 or "" in racks or min(len(members) for members in racks.values()) < _MIN_RACK:
-        return {}
-    return {rack: tuple(members) for rack, members in racks.items()}
+        groups.setdefault(peer.rack if sizes[peer.rack] >= _MIN_RACK else "", []).append(peer)
+    return {rack: tuple(members) for rack, members in groups.items()} if len(groups) > 1 else {}
 
 
 def _ranked(key: bytes, peers: Sequence[Peer]) -> tuple[Peer, ...]:
     """The first in rank for this key."""
-    return tuple(sorted(peers, key=lambda peer: _score(key, peer.name), reverse=True)[:_RANKED])
+    return tuple(nlargest(_RANKED, peers, key=lambda peer: _score(key, peer.name)))
+
+
+def _weighted(key: bytes, rack: str, size: int) -> float:
+    """A rack's score; a rack of twice the nodes comes first for twice the runs."""
+    return size / -log((int.from_bytes(_score(key, rack)) + 1) / (2**64 + 1))
 
 
 def _score(key: bytes, name: str) -> bytes:
-    return blake2b(key, digest_size=8, key=blake2b(name.encode(), digest_size=32).digest()).digest()
+    hashed = _keyed(name).copy()
+    hashed.update(key)
+    return hashed.digest()
+
+
+@lru_cache(maxsize=1 << 14)
+def _keyed(name: str) -> blake2b:
+    return blake2b(digest_size=8, key=blake2b(name.encode(), digest_size=32).digest())

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientError
@@ -20,6 +20,14 @@ _MAX_IDLE: Final = 2
 _MAX_READERS: Final = 1 << 14
 
 
+class UnreachableError(TransientError):
+    """No connection to a peer."""
+
+
+class FillFailedError(TransientError):
+    """The peer did not get what it was asked for."""
+
+
 class Client:
     """Requests to all peers. Safe to use from many threads."""
 
@@ -28,26 +36,34 @@ class Client:
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[Connection, Signer]]] = defaultdict(list)
 
-    def read(
-        self,
-        address: str,
-        request: Request,
-        into: memoryview,
-        *,
-        heard: Callable[[int], float],
-    ) -> None:
-        """Fill `into` with the range.
+    def read(self, address: str, request: Request, into: memoryview, *, heard: Callable[[int], float]) -> None:
+        """Fill `into` with the range, like `stream`."""
+        for _ in self.stream(address, request, [into], heard=heard):
+            pass
 
-        `heard` is called at the beginning, at each sign of life and after each part of the body, with the number of
-        bytes that have come since the last call; it returns how many seconds to wait for the next one. Raises
-        `TransientError` when these pass (its message says so), and where the peer is gone, full or has not got it;
-        `NotFoundError` for what the peer does not serve, `AccessError` when it does not accept the secret.
+    def stream(
+        self, address: str, request: Request, parts: Iterable[memoryview], *, heard: Callable[[int], float]
+    ) -> Generator[memoryview, None, None]:
+        """Fill the parts of a range one after the other, and give each as soon as it is full.
+
+        Closing the iterator ends the request. `heard` is called at the beginning, at each sign of life and after each
+        piece of the body, with the number of bytes that have come since the last call; it returns how many seconds to
+        wait for the next one, or raises. Raises `TransientError` when these pass, or the peer is gone or full (with
+        `retry_after_s`); `UnreachableError` where there is no connection, `FillFailedError` when it could not get it;
+        `NotFoundError` for what it does not serve, `AccessError` when it does not accept the secret.
         """
-        connection, signer = self._connection(address)
+        connection, signer = self._connection(address, min(heard(0), _CONNECT_S))
         try:
             connection.sock.settimeout(heard(0))
             connection.send(signer.encode(request, address))
-            self._read_answer(connection, into, heard)
+            self._read_head(connection, request.length, heard)
+            for part in parts:
+                rest = part
+                while rest:
+                    count = connection.read_some(rest)
+                    rest = rest[count:]
+                    connection.sock.settimeout(heard(count))
+                yield part
         except BaseException:
             # A half-received answer is not drained: that would take as long as receiving it.
             connection.sock.close()
@@ -59,13 +75,13 @@ class Client:
 
         Raises `TransientError` when nothing answers, `AccessError` when it does not know the secret.
         """
-        connection, signer, name = self._connect(address)
+        connection, signer, name = self._connect(address, _CONNECT_S)
         self._keep(address, connection, signer)
         return name
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
         """The names of nodes and the blocks to get from each, as bits. Raises like `read`."""
-        connection, signer = self._connection(address)
+        connection, signer = self._connection(address, min(timeout_s, _CONNECT_S))
         try:
             connection.sock.settimeout(timeout_s)
             connection.send(signer.encode(question, address))
@@ -92,20 +108,14 @@ class Client:
         for connection in connections:
             connection.sock.close()
 
-    def _read_answer(self, connection: Connection, into: memoryview, heard: Callable[[int], float]) -> None:
+    def _read_head(self, connection: Connection, length: int, heard: Callable[[int], float]) -> None:
         while True:
             head = _checked(connection.read_head(), connection.peer)
             if head.first[0] != "102":
                 break
             connection.sock.settimeout(heard(0))
-        if head.first[0] != "206" or head.fields.get("content-length") != str(len(into)):
+        if head.first[0] != "206" or head.fields.get("content-length") != str(length):
             raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
-        while into:
-            count = connection.read_some(into)
-            into = into[count:]
-            if into:
-                connection.sock.settimeout(heard(count))
-        heard(0)
 
     def _keep(self, address: str, connection: Connection, signer: Signer) -> None:
         with self._lock:
@@ -115,22 +125,22 @@ class Client:
                 return
         connection.sock.close()
 
-    def _connection(self, address: str) -> tuple[Connection, Signer]:
+    def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
         with self._lock:
             while idle := self._idle[address]:
                 connection, signer = idle.pop()
                 if not _is_closed(connection.sock):
                     return connection, signer
                 connection.sock.close()
-        return self._connect(address)[:2]
+        return self._connect(address, timeout_s)[:2]
 
-    def _connect(self, address: str) -> tuple[Connection, Signer, str]:
+    def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         except (OSError, ValueError) as error:
-            raise TransientError(f"{address}: {error}") from error
-        connection = Connection(sock, address, _CONNECT_S)
+            raise UnreachableError(f"{address}: {error}") from error
+        connection = Connection(sock, address, timeout_s)
         nonce = secrets.token_hex(16)
         try:
             connection.send(f"GET {HELLO} HTTP/1.1\r\nHost: {address}\r\nBootseer-Nonce: {nonce}\r\n\r\n".encode())
@@ -159,7 +169,7 @@ def _checked(head: Head | None, peer: str) -> Head:
         case "429":
             raise TransientError(f"{peer} has too many connections", retry_after_s=1.0)
         case "503":
-            raise TransientError(f"{peer} could not get it")
+            raise FillFailedError(f"{peer} could not get it")
     return head
 
 

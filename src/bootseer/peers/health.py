@@ -18,6 +18,8 @@ from typing import Final
 
 _SILENCE_S: Final = 0.5
 """Owners that wait say so every 0.1 s: five of these missed, and a busy machine's delay."""
+_LONG_SILENCE_S: Final = 2.0
+"""No owner that lives is silent for so long: it is asked for nothing more, hedges or not."""
 _MIN_SECONDS: Final = 0.5
 """A rate over less time says more about the network's queues than about the peer."""
 _SLOWER: Final = 8
@@ -27,6 +29,8 @@ _FIRST_HEDGES: Final = 2
 _LATE: Final = 2
 _LAST: Final = 8
 _OUT_S: Final = 5.0
+_ABSENT_S: Final = 2.0
+"""A node that does not listen yet, or has not opened the file yet, is about to: nodes of a job start within seconds."""
 
 
 @dataclass(slots=True)
@@ -47,7 +51,6 @@ class _Known:
     rate: float = 0.0
     """Bytes in a second, of its latest answers; 0 while unknown."""
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
-    out_until_s: float = float("-inf")
     lied: str = ""
 
 
@@ -56,6 +59,10 @@ class Health:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
+        self._out: dict[tuple[str, str], float] = {}
+        """Peers that are not asked, all in all or for one file, and until when."""
+        self._absent: dict[str, frozenset[str]] = {}
+        self._known_until_s = float("-inf")
         self.requests = 0
         self.hedges = 0
 
@@ -76,7 +83,9 @@ class Health:
         asked.num_bytes += num_bytes
 
     def late_at(self, asked: Asked) -> float:
-        """When this request is late if nothing more comes."""
+        """When this request is late if nothing more comes. Where no hedge is left, only long silence is."""
+        if self._has_hedged_enough:
+            return asked.heard_s + _LONG_SILENCE_S
         silent = asked.heard_s + _SILENCE_S
         usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
         if asked.body_s is None or not usual:
@@ -91,25 +100,46 @@ class Health:
             rate = asked.num_bytes / (now_s - asked.body_s)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
         if sum(known.late) >= _LATE:
-            known.out_until_s = now_s + _OUT_S
             known.late.clear()
+            known.late.append(True)  # the next late answer is enough
+            self._leave_alone(asked.peer, "", now_s + _OUT_S)
+
+    def not_there(self, peer: str, now_s: float, file: str = "") -> None:
+        """The peer does not listen, or does not serve this file."""
+        self._leave_alone(peer, file, now_s + _ABSENT_S)
 
     def lied(self, peer: str, what: str) -> None:
         """The peer sent a block that is not what its digest says: it is not asked again."""
         self._known.setdefault(peer, _Known()).lied = what
+        self._leave_alone(peer, "", float("inf"))
 
     def may_hedge(self) -> bool:
         """Whether a late request may be made again elsewhere; counted when it may."""
-        if self.hedges >= max(_FIRST_HEDGES, self.requests * _HEDGED):
+        if self._has_hedged_enough:
             return False
         self.hedges += 1
         return True
 
-    def absent(self, now_s: float) -> frozenset[str]:
-        """The peers that are not asked now."""
-        return frozenset(name for name, known in self._known.items() if known.lied or now_s < known.out_until_s)
+    @property
+    def _has_hedged_enough(self) -> bool:
+        return self.hedges >= max(_FIRST_HEDGES, self.requests * _HEDGED)
+
+    def absent(self, now_s: float, file: str = "") -> frozenset[str]:
+        """The peers that are not asked now, for this file. The same object until that changes."""
+        if now_s >= self._known_until_s:
+            self._out = {key: until for key, until in self._out.items() if now_s < until}
+            self._known_until_s = min(self._out.values(), default=float("inf"))
+            out = frozenset(peer for peer, where in self._out if not where)
+            self._absent = {"": out}
+            for peer, where in self._out:
+                self._absent[where] = self._absent.get(where, out) | {peer}
+        return self._absent.get(file, self._absent[""])
 
     @property
     def liars(self) -> dict[str, str]:
         """Peers that sent wrong blocks, each with what it was."""
         return {name: known.lied for name, known in self._known.items() if known.lied}
+
+    def _leave_alone(self, peer: str, file: str, until_s: float) -> None:
+        self._out[peer, file] = max(until_s, self._out.get((peer, file), until_s))
+        self._known_until_s = float("-inf")

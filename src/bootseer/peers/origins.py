@@ -1,0 +1,208 @@
+"""The other nodes of a job, as origins of the block files that this process reads.
+
+Which node has a block is `choice`, who is asked for it and when `fetch.routed`, who is late `health`. This is what
+moves bytes: requests over `client`, whose outcome is told to `health`, and what each node sent, for the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Final
+
+from bootseer.blocks.codec import Buffer
+from bootseer.blocks.index import Index
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.fetch.transfer import Form
+from bootseer.logs import logger
+from bootseer.peers.choice import RUN_BYTES, Level, Members, Route, Step
+from bootseer.peers.client import Client, FillFailedError, UnreachableError
+from bootseer.peers.health import Asked, Health
+from bootseer.peers.job import BlockSource, JobPeers
+from bootseer.peers.protocol import MAX_RANGE, Request
+
+_LOG = logger(__name__)
+NAME: Final = "peers"
+
+
+@dataclass(slots=True)
+class Sent:
+    """What one node sent to this process."""
+
+    bytes: int = 0
+    requests: int = 0
+    late: int = 0
+    """Requests that were given up as late, or broke off."""
+    seconds: float = 0.0
+    """What all requests took, waiting for the origin included."""
+    wrong: int = 0
+    """Blocks with other bytes than their digests say: it is not asked again."""
+
+
+class PeerGroup:
+    """The job's other nodes, as one process knows them. Safe to use from many threads."""
+
+    def __init__(self, job: JobPeers, *, levels: frozenset[Level] = frozenset(Level)) -> None:
+        """`levels`: at which others may be asked; a service that fills for its rack asks global owners alone."""
+        self.job = job
+        self.lock = threading.Lock()
+        self.client = Client(job.secret)
+        self.health = Health()
+        self.sent: dict[str, Sent] = {}
+        self._levels = levels
+
+    @classmethod
+    def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
+        """Those of the job that this process belongs to; None without peers, and when they cannot be used."""
+        try:
+            job = JobPeers.of_environment()
+        except BootseerError as error:
+            on_problem(f"without peers: {error}")
+            return None
+        return None if job is None else cls(job)
+
+    def file(self, source: BlockSource) -> FilePeers:
+        """A file whose blocks the nodes have, this one included: from now on it is served."""
+        try:
+            self.job.register_blocks(source)
+        except OSError as error:
+            _LOG.warning("this node does not serve %s: %s", source.index.identity[:16], error)
+        return FilePeers(self, source.index)
+
+    def route(self, file: str, run: int, now: float) -> Route:
+        """Where this node gets a run of a file."""
+        with self.lock:
+            absent = self.health.absent(now, file)
+        route = self.job.members().route(file, run, absent)
+        if len(self._levels) < len(Level):
+            return Route(tuple(step for step in route.steps if step.level in self._levels), route.may_ask_origin)
+        return route
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """What each node sent, by name."""
+        with self.lock:
+            return {
+                name: {"bytes": sent.bytes, "requests": sent.requests, "late": sent.late, "wrong": sent.wrong}
+                | {"seconds": round(sent.seconds, 3)}
+                for name, sent in self.sent.items()
+            }
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+
+class FilePeers:
+    """The nodes as origins of one file: `fetch.transfer.Peers`."""
+
+    uri = NAME
+
+    def __init__(self, group: PeerGroup, index: Index) -> None:
+        self._group = group
+        self._identity = index.identity
+        self.run_blocks = max(RUN_BYTES // index.block_size, 1)
+
+    @property
+    def turn(self) -> float:
+        members = self._group.job.members()
+        return members.index / max(len(members.peers), 1)
+
+    def route(self, block: int, now: float) -> Route:
+        return self._group.route(self._identity, block // self.run_blocks, now)
+
+    def at(self, step: Step) -> PeerOrigin:
+        return PeerOrigin(self._group, step, self._group.job.members())
+
+    def lied(self, step: Step, error: CorruptError) -> None:
+        with self._group.lock:
+            self._group.sent.setdefault(step.peer.name, Sent()).wrong += 1
+            self._group.health.lied(step.peer.name, str(error))
+        _LOG.warning("%s is not asked any more: %s", step.peer.name, error)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        return self._group.stats()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOrigin:
+    """One node: `fetch.transfer.Origin`."""
+
+    group: PeerGroup
+    step: Step
+    members: Members
+
+    @property
+    def uri(self) -> str:
+        return f"peer {self.step.peer.name}"
+
+    @property
+    def form(self) -> Form:
+        return Form.PLAIN
+
+    def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
+        """The time limit is not used: an owner that waits for the origin says so, and when it gives up; silence and
+        slowness have their own limits. Raises only `TransientError`: another node has what this one refuses."""
+        most = max(MAX_RANGE // index.block_size, 1) if blocks.step == 1 else 1
+        for first in range(0, len(blocks), most):
+            yield from self._request(index, blocks[first : first + most])
+
+    def _request(self, index: Index, blocks: range) -> Generator[tuple[int, Buffer], None, None]:
+        start = blocks[0] * index.block_size
+        length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
+        request = Request(index.identity, start, length, self.step.level, self.members.digest)
+        group, health, peer = self.group, self.group.health, self.step.peer
+        with group.lock:
+            begun = time.monotonic()
+            asked = health.asked(peer.name, begun)
+            sent = group.sent.setdefault(peer.name, Sent())
+            # A second request at the same time takes another of its interfaces.
+            address = peer.addresses[sent.requests % len(peer.addresses)]
+            sent.requests += 1
+        parts = (memoryview(bytearray(index.length(block))) for block in blocks)
+        numbers = iter(blocks)
+        is_late = False
+        try:
+            with contextlib.closing(group.client.stream(address, request, parts, heard=self._heard(asked))) as answer:
+                for part in answer:
+                    yield next(numbers), part
+        except BootseerError as error:
+            now = time.monotonic()
+            is_busy = isinstance(error, TransientError) and error.retry_after_s is not None
+            with group.lock:
+                if isinstance(error, NotFoundError):
+                    health.not_there(peer.name, now, index.identity)
+                elif isinstance(error, UnreachableError | AccessError | CorruptError):
+                    health.not_there(peer.name, now)
+                elif not is_busy and not isinstance(error, FillFailedError):
+                    is_late = True
+                    health.may_hedge()
+            if is_busy:
+                raise
+            raise TransientError(f"{self.uri}: {error}") from error
+        finally:
+            now = time.monotonic()
+            with group.lock:
+                health.ended(asked, late=is_late, now_s=now)
+                sent.bytes += asked.num_bytes
+                sent.late += is_late
+                sent.seconds += now - begun
+
+    def _heard(self, asked: Asked) -> Callable[[int], float]:
+        health = self.group.health
+
+        def heard(num_bytes: int) -> float:
+            now = time.monotonic()
+            with self.group.lock:
+                if num_bytes:
+                    health.received(asked, num_bytes, now)
+                else:
+                    health.filling(asked, now)
+                left = health.late_at(asked) - now
+            if left <= 0:
+                raise TransientError(f"{asked.num_bytes} bytes in {now - asked.since_s:.1f} s") from TimeoutError()
+            return left
+
+        return heard
