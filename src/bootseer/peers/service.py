@@ -124,6 +124,8 @@ class Service:
         self._opening = threading.Lock()
         self._server: Server | None = None
         self._membership = Membership(source, self._client.probe)
+        self._seen: set[str] = set()
+        """Names of all nodes that have served so far."""
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
@@ -218,6 +220,7 @@ class Service:
 
     def _write_members(self) -> None:
         own = self._source.own
+        self._seen.update(peer.name for peer in self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers)
 
     def _write_state(self) -> None:
@@ -227,7 +230,7 @@ class Service:
             "began_s": self._began_s,
             "name": own.name if own else "",
             "addresses": own.addresses if own else (),
-            "peers": [peer.name for peer in self._membership.peers],
+            "peers": sorted(self._seen),
             "unreachable": self._membership.unreachable,
             "training": self._training,
             "sent_bytes": served.bytes_sent if served else 0,
