@@ -308,6 +308,38 @@ class CheckpointStart:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersStart:
+    """Where one node's bytes came from, and what it sent to the job's other nodes (`bootseer run --peers`)."""
+
+    node: str
+    until: str
+    """When the numbers below were taken: `training_began` or `end` (of the command)."""
+    peers: int
+    """Nodes that it knew to serve, itself among them."""
+    unreachable: int
+    """Nodes that were listed and did not answer: clients only."""
+    cache_bytes: int
+    """Of image, environment and checkpoint: on the node already, or read from its cache."""
+    peer_bytes: int
+    """From other nodes."""
+    origin_bytes: int
+    """From stores and the checkpoint's file system."""
+    filled_bytes: int
+    """Fetched from stores because other nodes asked for it."""
+    sent_bytes: int
+    refused: int
+    """Connections of other nodes that were one too many."""
+    late_requests: int
+    """To other nodes, given up as late."""
+    late_peers: str
+    """Names of the nodes that were late, separated by spaces."""
+    wrong_peers: str
+    """Names of the nodes that sent a wrong block, and were not asked again."""
+    interfaces: str
+    """`NAME=BYTES` of what each network interface sent, separated by spaces."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentStart:
     """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
 
@@ -450,6 +482,8 @@ class Report:
     """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
     checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
+    peers: list[PeersStart] = field(default_factory=list)
+    """One for each node that `bootseer run --peers` served other nodes on, by node."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview] = field(default_factory=list)
