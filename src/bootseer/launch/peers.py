@@ -124,6 +124,7 @@ class PeersStart:
     def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
         """In the service's process."""
         from bootseer.peers.members import open_source
+        from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
 
@@ -137,16 +138,18 @@ class PeersStart:
             interface_names=wanted.interfaces,
             secret_file=wanted.secret,
         )
-        blocks = BlockFiles()
+        blocks, chunks = BlockFiles(), CachedFiles()
+        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
         service = None
         try:
             limits = Limits(wanted.before, wanted.after)
-            service = Service(folder, source, {BLOCKS: blocks.open}, limits, blocks.figures)
+            service = Service(folder, source, openers, limits, blocks.figures)
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
                 service.close()
             blocks.close()
+            chunks.close()
 
     def _stop(self) -> None:
         if self._service is not None:

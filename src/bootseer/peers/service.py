@@ -23,6 +23,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
@@ -58,7 +59,8 @@ class BlockFiles:
     """Opens block files, of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        # All nodes wait for the same origin: one that is slow is not asked twice for what others wait for.
+        self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
         self._owners: PeerGroup | None = None
@@ -78,7 +80,9 @@ class BlockFiles:
             self._owners = PeerGroup(job, levels=frozenset({Level.GLOBAL}))
         add = partial(self._fetcher.add, source.index, self._stores[place], cached)
         return _BlockFile(
-            cached, self._fetcher, {Level.GLOBAL: add(), Level.RACK: add(peers=self._owners.file(source))}
+            cached,
+            self._fetcher,
+            {Level.GLOBAL: add(), Level.RACK: add(peers=self._owners.file(source.index, *place, source.cache))},
         )
 
     def figures(self) -> dict[str, object]:

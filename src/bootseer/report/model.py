@@ -313,28 +313,20 @@ class PeersStart:
 
     node: str
     until: str
-    """When the numbers below were taken: `training_began` or `end` (of the command)."""
     peers: int
-    """Nodes that it knew to serve, itself among them."""
+    """Nodes that serve, this one among them; `unreachable` ones did not answer, `refused` ones were too many at once."""
     unreachable: int
-    """Nodes that were listed and did not answer: clients only."""
     cache_bytes: int
-    """Of image, environment and checkpoint: on the node already, or read from its cache."""
+    """On the node already or read from its cache; then from other nodes, from the origin, and that for other nodes."""
     peer_bytes: int
-    """From other nodes."""
     origin_bytes: int
-    """From stores and the checkpoint's file system."""
     filled_bytes: int
-    """Fetched from stores because other nodes asked for it."""
     sent_bytes: int
     refused: int
-    """Connections of other nodes that were one too many."""
     late_requests: int
-    """To other nodes, given up as late."""
     late_peers: str
-    """Names of the nodes that were late, separated by spaces."""
+    """Names of nodes that were late; of `wrong_peers` that sent a wrong block. Separated by spaces."""
     wrong_peers: str
-    """Names of the nodes that sent a wrong block, and were not asked again."""
     interfaces: str
     """`NAME=BYTES` of what each network interface sent, separated by spaces."""
 
@@ -483,7 +475,6 @@ class Report:
     checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
     peers: list[PeersStart] = field(default_factory=list)
-    """One for each node that `bootseer run --peers` served other nodes on, by node."""
     facts: list[Fact]
     share: Share | None
     startups: list[Overview] = field(default_factory=list)
