@@ -28,8 +28,12 @@ class Origin:
     striped: str
     """The checkpoints as BootSeer's nodes read them, and as ordinary files."""
     plain: str
+    meet: str
+    """The folder in which the nodes of a job find each other."""
     bench: Path
     """A folder that every node has at /bench: the replay and its plan."""
+    layout: Path
+    """The image as an OCI layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,13 @@ def bootseer(start: Start, techniques: Techniques, *options: str) -> Script:
     """`bootseer run` with image, environment and checkpoint."""
     origin = start.origin
     words = [BOOTSEER, "run", "--quiet", "--job", start.row, "--attempt", "0", "--node", f"node{start.number}"]
-    words += ["--num-nodes", str(start.of), "--began-pattern", "^ready ", *options]
+    words += ["--num-nodes", str(start.of), "--began-pattern", "^began", *options]
     words += ["--image", origin.image, "--store", f"oci://{origin.image.rpartition(':')[0]}", "--entrypoint", "none"]
     words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
     words += ["--workload", RECORDED if techniques.record else start.row]
     words += ["--requirements", str(REQUIREMENTS), "--env", "auto" if techniques.environment else "bypass"]
+    if techniques.peers:
+        words += ["--peers", origin.meet]
     for setting in _pip_variables(origin):
         words += ["--container-env", setting]
     steps = []

@@ -17,6 +17,8 @@ class Names:
     LAZY = "bootseer without record and peers"
     DIRECT = "bootseer without peers"
     PEERS = "bootseer"
+    MIRROR = "containerd through a mirror on a node"
+    TORRENT = "aria2 (BitTorrent) and containerd"
 
 
 BUSY = 0.9

@@ -67,7 +67,9 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
         hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
         index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
         image = registry.push(f"oci:{layout}:latest", "team/job:1")
-        here = Origin(registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", bench)
+        here = Origin(
+            registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", f"{hdfs.uri}/meet", bench, layout
+        )
         environ = {**os.environ, "BOOTSEER_PLAIN_HTTP": registry.host}
         _run([BOOTSEER, "image", "convert", image], environ)
         for stripes, place in (("4", here.striped), ("1", here.plain)):
@@ -181,6 +183,7 @@ def _without_torch(layout: Path, target: Path) -> Path:
     manifest = load(index["manifests"][0]["digest"])
     config, layers = load(manifest["config"]["digest"]), manifest["layers"]
     largest = max(range(len(layers)), key=lambda number: layers[number]["size"])
+    (blobs / layers[largest]["digest"].removeprefix("sha256:")).unlink()
     del layers[largest], config["rootfs"]["diff_ids"][largest]
     config.pop("history", None)
     manifest["config"] |= put(config)

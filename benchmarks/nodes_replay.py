@@ -57,4 +57,6 @@ if __name__ == "__main__":
         root = os.path.join(root, read(pointer, 0, 4096).decode().strip())  # noqa: PTH118
     found = read_all(root, found)
     print("ready", time.monotonic(), found, flush=True)
+    # Training begins where all nodes are ready.
     sys.stdin.readline()
+    print("began", flush=True)

@@ -83,7 +83,8 @@ class Site(Links):
         """In front of a command: in the node's network, as the first of its processes, with mounts of its own."""
         network = [f"--net=/run/netns/{self._name(i)}"]
         apart = ["--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return ["nsenter", *network, "unshare", *apart]
+        # A node ends with the benchmark, however that ends.
+        return ["setpriv", "--pdeathsig", "KILL", "nsenter", *network, "unshare", *apart]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import warm_torch
+
 MOE = Path(__file__).parents[2] / "examples" / "moe"
 TINY = "--layers 2 --hidden 32 --heads 2 --experts 4 --checkpoint-mb 2 --sequence 32 --batch 4 --lr 0.01 --text-mb 1"
 MISSING = [
@@ -38,22 +40,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(checkpoints: Path, flags: str, *, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(checkpoints, flags, ranks=ranks),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def trained(checkpoints: Path, flags: str, *, ranks: int | None = None) -> dict[int, float]:
+def trained(checkpoints: Path, flags: str, *, ranks: int = 1) -> dict[int, float]:
     """Run to success; the loss of each step."""
-    result = run(checkpoints, flags, ranks=ranks)
+    return losses(run(checkpoints, flags, ranks=ranks))
+
+
+def losses(result: subprocess.CompletedProcess[str]) -> dict[int, float]:
     assert result.returncode == 0, result.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+) ", result.stdout, re.M)}
+
+
+def torchrun(checkpoints: Path, flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    words = command(checkpoints, flags, ranks=ranks)
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+
+
+def run(checkpoints: Path, flags: str, *, ranks: int = 1, **limits: int) -> subprocess.CompletedProcess[str]:
+    """The job without the seconds that each process takes to import PyTorch; of ranks, the first that failed or is."""
+    commands = [command(checkpoints, flags)[2:]] * ranks
+    results = warm_torch.run(MOE / "train.py", *commands, folder=checkpoints.with_name("output"), **limits)
+    return max(results, key=lambda result: result.returncode != 0)
 
 
 def error_of(result: subprocess.CompletedProcess[str]) -> str:
@@ -74,7 +80,7 @@ def files(checkpoint: Path) -> dict[str, bytes]:
 
 
 def test_two_ranks_learn_and_a_stop_changes_nothing(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", "--steps 8", ranks=2)
+    whole = losses(torchrun(tmp_path / "whole", "--steps 8", 2))
     assert sorted(whole) == list(range(1, 9))
     assert whole[8] < whole[1] - 1
 
@@ -94,9 +100,10 @@ def test_two_ranks_learn_and_a_stop_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_that_cannot_share_the_experts_fail_with_one_line(tmp_path: Path) -> None:
-    result = run(tmp_path, "--experts 3", ranks=2)
-    assert result.returncode == 1
-    assert result.stderr.count("train.py: error: --experts 3 cannot be divided among 2 ranks\n") == 1
+    results = warm_torch.run(MOE / "train.py", *[command(tmp_path, "--experts 3")[2:]] * 2, folder=tmp_path / "output")
+    assert [result.returncode for result in results] == [1, 1]
+    said = "".join(result.stderr for result in results)
+    assert said.count("train.py: error: --experts 3 cannot be divided among 2 ranks\n") == 1
 
 
 def test_kill_during_save_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
@@ -170,9 +177,7 @@ def test_damaged_checkpoint_is_named(
 def test_full_disk_is_said_and_keeps_the_last_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoints"
     shutil.copytree(checkpoints, copy)
-    limited = ["bash", "-c", 'ulimit -f 512; exec "$@"', "bash", *command(copy, "--steps 1")]
-    result = subprocess.run(limited, env=environment(), capture_output=True, text=True, timeout=600, check=False)
-    assert "cannot save" in error_of(result)
+    assert "cannot save" in error_of(run(copy, "--steps 1", max_file_bytes=512 * 1024))
     assert newest(copy).name == "step-00000001"
 
 

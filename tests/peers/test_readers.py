@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from bootseer.cache.file import CachedFile
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
+from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Head, Question, Request, Signer, parse_head
-from bootseer.peers.readers import CachedFiles, Readers, bits
+from bootseer.peers.readers import CHECKPOINT, CachedFiles, Readers, bits
 from bootseer.peers.server import Server
 from cached import BLOCK, block_of, content, index_of
 
@@ -126,9 +128,10 @@ def cached(tmp_path: Path) -> Iterator[CachedFile]:
 def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
     """Of a server of this node's cache."""
     files = CachedFiles()
-    described = {"cache": str(tmp_path / "cache"), "identity": INDEX.identity}
+    job = JobPeers.create(tmp_path / "peers", SECRET)
+    job.register(INDEX.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
     listening = socket.create_server(("127.0.0.1", 0))
-    server = Server([listening], SECRET, {INDEX.identity: files.open(described)}.get, name="owner")
+    server = Server([listening], SECRET, partial(files.open, job), name="owner")
     yield f"127.0.0.1:{listening.getsockname()[1]}"
     server.close()
     files.close()

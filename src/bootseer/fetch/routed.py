@@ -23,7 +23,7 @@ from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.ledger import Fetch, Geometry, Key, Origin, Pace
+from bootseer.fetch.ledger import Fetch, Geometry, Key, Origin, Pace, Wanted
 from bootseer.fetch.schedule import Scheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 
@@ -36,6 +36,7 @@ _LOOK_RUNS: Final = 32
 """The same for the rest of files, which waits in runs."""
 _MAX_BOUND: Final = 64
 """Blocks that wait at the next origin are not moved back when the route changes: no more than so many wait there."""
+_MAX_BOUND_RUNS: Final = 8
 _LOOK_AGAIN_S: Final = 0.1
 _NEVER: Final = float("-inf")
 _ROUNDS: Final = 3
@@ -104,6 +105,8 @@ class RoutedScheduler(Scheduler):
             self._places = Places(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
             # What it passes on is started in the same `tick`: it comes first.
             self.origins = {origins[0]: self._places, **self.origins}
+            # Of many nodes that start at once, each would spend it on the same slow origin.
+            self._hedge_credit = 0.0
         number = super().add(geometry, *origins)
         if routes is not None:
             self._routes[number] = routes
@@ -211,6 +214,11 @@ class RoutedScheduler(Scheduler):
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 
+    def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
+        if origin is not self._places and key[0] in self._routes and key not in self.wanted:
+            return False  # beside a block that was passed on, and in another place itself
+        return super()._is_next(key, purpose, origin)
+
     def _ahead(self, places: Places, purpose: Purpose, now: float) -> Iterator[Key]:
         """The next blocks to prefetch from places, in order; of the rest one of each run. Passes the others on."""
         if purpose is Purpose.HOT:
@@ -230,9 +238,8 @@ class RoutedScheduler(Scheduler):
                 run = run[1:]
             store = self.files[file].origins[1]
             own = 0
-            while own < len(run) and len(store.cold) < _MAX_BOUND and self._step((file, run[own]), now) is None:
-                if (file, run[own]) in self.wanted:
-                    self.wanted[file, run[own]].origin = 1
+            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS and self._step((file, run[own]), now) is None:
+                self.wanted.setdefault((file, run[own]), Wanted(prefetch=Purpose.COLD)).origin = 1
                 own += 1
             if own:
                 store.cold.append((file, run[:own]))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bootseer import logs
-from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError
+from bootseer.errors import BootseerError, Interrupted, PermanentError, TransientError, UsageError
 from bootseer.launch.supervise import FORWARDED
 from bootseer.mounts.process import end_child
 
@@ -98,7 +98,7 @@ def start_background(work: Callable[[Tell], None], *, name: str, log: Path, nice
     """Run `work(tell)` in a child. `name` is what `ps` shows.
 
     It has what this process opened itself: locks, namespaces. A `BootseerError` of the work is told as
-    `{"error": ..., "kind": ...}`, any other as well.
+    `{"error": ..., "kind": ...}`, any other as well; a `UsageError` with its `hint`.
     Raises `PermanentError` when no process can be made.
     """
     parent = os.getpid()
@@ -144,7 +144,8 @@ def _become(
         tell({"error": f"it was ended by {interrupted}", "kind": "Interrupted"})
     except BootseerError as error:
         _log.exception("the work failed")
-        tell({"error": str(error), "kind": type(error).__name__})
+        hint = {"hint": error.hint} if isinstance(error, UsageError) else {}
+        tell({"error": str(error), "kind": type(error).__name__, **hint})
     except BaseException as error:  # nothing may unwind into the parent's code
         _log.exception("the work failed")
         tell({"error": f"{type(error).__name__}: {error}", "kind": "PermanentError"})

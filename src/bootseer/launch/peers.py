@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from bootseer.artifact.owned_folder import OwnedFolder, delete_abandoned
 from bootseer.artifact.places import own_folder
@@ -58,6 +60,8 @@ class PeersStart:
         self._env = env
         self._owned: OwnedFolder | None = None
         self._service: Background | None = None
+        self._told: list[dict[str, Any]] = []
+        """What the service said, once it has ended."""
         self._end = StartEnd(session, self._record)
 
     def __enter__(self) -> dict[str, str]:
@@ -94,28 +98,34 @@ class PeersStart:
         with harmless("the peer service did not end as it should"):
             if self._service is not None:
                 self._service.stop()
+                self._told = self._service.messages()
                 self._end.tell(ENDED)
             self._stop()
 
     def _start(self, folder: Path) -> None:
-        parent = os.getpid()
         wait_for = self._session.tracer.identity.num_nodes or 0
 
         def work(tell: Tell) -> None:
             try:
                 self._serve(folder, tell, wait_for)
             finally:
-                if os.getppid() != parent:  # it was killed, and deletes nothing
-                    shutil.rmtree(folder, ignore_errors=True)
+                # Whether the run still lives to do it cannot be told: as long as one of its threads does not die, it
+                # is our parent.
+                with suppress(BootseerError):
+                    tell({"state": JobPeers.open(folder).state()})
+                shutil.rmtree(folder, ignore_errors=True)
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
         said = self._service.answer(_READY_S)
+        if said.get("hint"):
+            raise UsageError(str(said["error"]), hint=str(said["hint"]))
         if "error" in said:
             raise error_named(str(said["kind"]), str(said["error"]))
 
     def _serve(self, folder: Path, tell: Tell, wait_for: int) -> None:
         """In the service's process."""
         from bootseer.peers.members import open_source
+        from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
         from bootseer.peers.service import BlockFiles, Limits, Service
 
@@ -129,15 +139,17 @@ class PeersStart:
             interface_names=wanted.interfaces,
             secret_file=wanted.secret,
         )
-        blocks = BlockFiles()
+        blocks, chunks = BlockFiles(), CachedFiles()
+        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open}
         service = None
         try:
-            service = Service(folder, source, {BLOCKS: blocks.open}, Limits(wanted.before, wanted.after))
+            service = Service(folder, source, openers, Limits(wanted.before, wanted.after))
             service.run(lambda: tell({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
                 service.close()
             blocks.close()
+            chunks.close()
 
     def _stop(self) -> None:
         if self._service is not None:
@@ -151,10 +163,13 @@ class PeersStart:
         """What is known at the end of the start: when training began, or with the command."""
         if self._owned is None:
             return
-        job = JobPeers.open(self._owned.path)
-        if until == TRAINING_BEGAN:
+        job = JobPeers.open(self._owned.path) if self._owned.path.exists() else None
+        if until == TRAINING_BEGAN and job is not None:
             job.training_began()
-        state = job.state()
+        told = [message["state"] for message in self._told if "state" in message]
+        state = told[-1] if told else job.state() if job is not None else {}
+        if not state:  # it was killed before it had written any
+            return
         attrs = {
             "until": until,
             "peers": len(state["peers"]),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.codec import Buffer
@@ -64,13 +65,13 @@ class PeerGroup:
             return None
         return None if job is None else cls(job)
 
-    def file(self, source: BlockSource) -> FilePeers:
-        """A file whose blocks the nodes have, this one included: from now on it is served."""
+    def file(self, index: Index, store: str, plain_http: bool, cache: Path) -> FilePeers:
+        """A file whose blocks the nodes have, this one included: from now on it is served. Like `BlockSource`."""
         try:
-            self.job.register_blocks(source)
+            self.job.register_blocks(BlockSource(index, store, plain_http, cache))
         except OSError as error:
-            _LOG.warning("this node does not serve %s: %s", source.index.identity[:16], error)
-        return FilePeers(self, source.index)
+            _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
+        return FilePeers(self, index)
 
     def route(self, file: str, run: int, now: float) -> Route:
         """Where this node gets a run of a file."""

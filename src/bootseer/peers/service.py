@@ -22,6 +22,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
@@ -55,7 +56,8 @@ class BlockFiles:
     """Opens block files, of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        # All nodes wait for the same origin: one that is slow is not asked twice for what others wait for.
+        self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
 
@@ -124,6 +126,8 @@ class Service:
         self._opening = threading.Lock()
         self._server: Server | None = None
         self._membership = Membership(source, self._client.probe)
+        self._seen: set[str] = set()
+        """Names of all nodes that have served so far."""
         self._training = False
         self._stopped = threading.Event()
         self._written: dict[str, Any] = {}
@@ -218,6 +222,7 @@ class Service:
 
     def _write_members(self) -> None:
         own = self._source.own
+        self._seen.update(peer.name for peer in self._membership.peers)
         self._job.write_members(own.name if own else "", self._membership.peers)
 
     def _write_state(self) -> None:
@@ -227,7 +232,7 @@ class Service:
             "began_s": self._began_s,
             "name": own.name if own else "",
             "addresses": own.addresses if own else (),
-            "peers": [peer.name for peer in self._membership.peers],
+            "peers": sorted(self._seen),
             "unreachable": self._membership.unreachable,
             "training": self._training,
             "sent_bytes": served.bytes_sent if served else 0,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import warm_torch
 
 torch = pytest.importorskip("torch")
 
@@ -19,45 +18,28 @@ pytestmark = [
 ]
 
 RANK = Path(__file__).parents[2] / "dcp_rank.py"
-PATIENCE_S = 400
-"""Of the test. A collective's time-out is longer, so that ranks that wait for it fail the test."""
 
 
-def run(ranks: int, what: str, uri: Path, meet: Path) -> list[dict[str, Any]]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(ranks), str(meet), what, str(uri)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        told = []
-        for process in processes:
-            out, errors = process.communicate(timeout=PATIENCE_S)
-            assert out, errors.decode()
-            told.append(json.loads(out))
-        return told
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def run(ranks: int, what: str, uri: Path, folder: Path) -> list[dict[str, Any]]:
+    meet = str(folder / "meet")
+    commands = [(str(rank), str(ranks), meet, what, str(uri)) for rank in range(ranks)]
+    # A collective's time-out is longer than this waits, so ranks that wait for it fail the test.
+    results = warm_torch.run(RANK, *commands, folder=folder)
+    assert all(result.stdout for result in results), [result.stderr for result in results]
+    return [json.loads(result.stdout) for result in results]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks saved a state, once by our writer and once by PyTorch's."""
     folder = tmp_path_factory.mktemp("saved")
-    told = run(2, "save", folder, folder / "meet")
+    told = run(2, "save", folder, tmp_path_factory.mktemp("ranks"))
     assert not [one for one in told if "error" in one]
     return folder
 
 
 def test_three_ranks_load_what_two_saved_and_all_readers_agree(saved: Path, tmp_path: Path) -> None:
-    for one in run(3, "load-all", saved, tmp_path / "meet"):
+    for one in run(3, "load-all", saved, tmp_path):
         assert one.get("message") is None
         assert (one["ours, plainly"], one["plain"], one["ours"]) == ([], [], [])
 
@@ -68,7 +50,7 @@ def test_all_ranks_fail_when_one_cannot_read(saved: Path, tmp_path: Path) -> Non
     content = damaged.read_bytes()
     damaged.write_bytes(content[:100])
     try:
-        told = run(2, "load", saved, tmp_path / "meet")
+        told = run(2, "load", saved, tmp_path)
     finally:
         damaged.write_bytes(content)
     assert [one["error"] for one in told] == ["CheckpointException"] * 2

@@ -281,6 +281,7 @@ class SharedFile:
             max_lane_bytes=settings.direct_lane_bytes,
             moved=gather.moved,
             then=gather.ended,
+            position=self._engine.peers.position if self._engine.peers is not None else 0.0,
         )
         gather.begin(transfer)
 

@@ -1,0 +1,144 @@
+"""`bootseer run --peers` with two nodes on one machine: they meet, serve, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bootseer.mounts.process import ProcessId
+from bootseer.report.inputs import sources
+from bootseer.report.scan import scan
+from conftest_launch import BOOTSEER
+
+JOB = """
+until [ $(grep -o addresses $BOOTSEER_PEERS_DIR/members.json | wc -l) = 2 ]; do sleep 0.05; done
+cat $BOOTSEER_PEERS_DIR/state.json > $STATE
+touch $STATE.there
+until [ -e $END ]; do sleep 0.05; done
+"""
+
+
+class Node:
+    """One `bootseer run` of a job of two nodes, which lasts until `end` is called."""
+
+    def __init__(self, folder: Path, env: dict[str, str], name: str, *words: str) -> None:
+        self.runtime = folder / f"runtime-{name}"
+        self.state = folder / f"state-{name}"
+        self._end = folder / "end"
+        own = {"BOOTSEER_RUNTIME": self.runtime, "BOOTSEER_CACHE": folder / f"cache-{name}"}
+        env = {
+            **env,
+            **{key: str(value) for key, value in own.items()},
+            "STATE": str(self.state),
+            "END": str(self._end),
+        }
+        options = ["--job", "two", "--node", name, "--num-nodes", "2", "--peers-interface", "lo", *words]
+        self.run = subprocess.Popen(
+            [*BOOTSEER, "run", *options, "--", "sh", "-c", JOB], env=env, stderr=subprocess.PIPE, text=True
+        )
+
+    def meet(self) -> ProcessId:
+        """Wait until it knows the other one; its service."""
+        wait_until(self.state.with_suffix(".there").exists)
+        service = ProcessId.of(json.loads(self.state.read_text())["pid"])
+        assert service is not None
+        return service
+
+    def end(self) -> str:
+        """Let the command end; what the run said."""
+        self._end.touch()
+        return self.run.communicate(timeout=60)[1]
+
+    @property
+    def left(self) -> list[Path]:
+        """Folders of jobs that are still there."""
+        return list((self.runtime / "peers").glob("job-*"))
+
+
+def wait_until(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def nodes(env: dict[str, str], tmp_path: Path) -> list[Node]:
+    return [Node(tmp_path, env, name, "--peers", str(tmp_path / "meet")) for name in ("a", "b")]
+
+
+def test_two_nodes_meet_and_leave_nothing(nodes: list[Node], env: dict[str, str], tmp_path: Path) -> None:
+    services = [node.meet() for node in nodes]
+    assert [node.end().count("no peers") for node in nodes] == [0, 0]
+    assert [node.run.returncode for node in nodes] == [0, 0]
+    assert not any(service.alive for service in services)
+    assert [node.left for node in nodes] == [[], []]
+    assert list((tmp_path / "meet" / "peers").iterdir()) == []
+    events = [event for event in scan(sources([env["BOOTSEER_SPOOL"]])).events if event.stage == "peers_start"]
+    assert [event.attrs["peers"] for event in events] == [2, 2]
+
+
+def test_a_killed_service_costs_no_job_and_a_killed_run_leaves_nothing(nodes: list[Node], tmp_path: Path) -> None:
+    first, second = nodes
+    services = [node.meet() for node in nodes]
+    services[0].signal(signal.SIGKILL)
+    os.kill(second.run.pid, signal.SIGKILL)
+    wait_until(lambda: not services[1].alive and not second.left)
+    assert not list((tmp_path / "meet").rglob("b.*.json"))
+    second.end()
+    first.end()
+    assert first.run.returncode == 0
+    assert first.left == []
+
+
+def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) -> None:
+    """A fleet's switch outranks the job's option."""
+    show = "import os, sys; print([name for name in os.environ if 'PEERS' in name])"
+    runtime = tmp_path / "runtime"
+    env = {**env, "BOOTSEER_PEERS": "0", "BOOTSEER_RUNTIME": str(runtime)}
+    words = [*BOOTSEER, "run", "--peers", str(tmp_path / "meet"), "--", BOOTSEER[0], "-c", show]
+    traced = [BOOTSEER[0], "-X", "importtime", *words[1:]]
+    ran = subprocess.run(traced, env=env, capture_output=True, text=True, check=True)
+    assert ran.stdout == "['BOOTSEER_PEERS']\n"
+    assert "bootseer.launch.run" in ran.stderr
+    assert "peers" not in ran.stderr
+    assert not runtime.exists()
+    assert not (tmp_path / "meet").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peers", "a,b"], "--peers-secret FILE"),
+        (["--peers", "slurm"], "no job of Slurm"),
+        (["--peers", "auto", "--num-nodes", "2"], "BOOTSEER_STORE"),
+        (["--peers", "oci://localhost/x"], "no place for nodes to meet"),
+        (["--peers", "a", "--peers-limit", "much"], "not a size"),
+        (["--peers-limit", "1g"], "give --peers too"),
+        (["--peers", "/meet", "--peers-interface", "none0"], "there are: "),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, words: list[str], said: str
+) -> None:
+    ran = run("run", *words, "--", "true", more={"BOOTSEER_RUNTIME": str(tmp_path / "runtime")})
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert list(tmp_path.glob("runtime/peers/job-*")) == []
+
+
+def test_nodes_that_cannot_meet_start_without_peers(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    ran = run("run", "--peers", str(tmp_path / "file"), "--", "true", more={"BOOTSEER_RUNTIME": str(tmp_path / "r")})
+    assert ran.returncode == 0
+    assert "no peers: " in ran.stderr
+    assert list(tmp_path.glob("r/peers/job-*")) == []
