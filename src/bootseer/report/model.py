@@ -314,7 +314,7 @@ class PeersStart:
     node: str
     until: str
     peers: int
-    """Nodes that serve, this one among them; `unreachable` ones did not answer, `refused` ones were too many at once."""
+    """Nodes that serve, itself too; `unreachable` ones did not answer, `refused` ones were too many at once."""
     unreachable: int
     cache_bytes: int
     """On the node already or read from its cache; then from other nodes, from the origin, and that for other nodes."""
