@@ -210,3 +210,18 @@ def test_one_connection_too_many_is_told_to_come_back(server: tuple[Server, str]
     assert caught.value.retry_after_s == 1.0
     for sock in held:
         sock.close()
+
+
+def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -> None:
+    clients = [Client(SECRET) for _ in range(MAX_CONNECTIONS)]
+    for client in clients:
+        client.read(
+            server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+        )
+    assert ask(server[1], 0, 4096) == DATA[:4096]
+    assert server[0].served.refused == 0
+    clients[0].read(
+        server[1], Request(FILE, 0, 4096, Level.GLOBAL, ""), memoryview(bytearray(4096)), heard=lambda _: 5.0
+    )
+    for client in clients:
+        client.close()
