@@ -67,7 +67,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
     node = Node(tmp_path)
     with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
         yield node
