@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["conftest_launch", "conftest_ran", "image_node", "lock_tracker", "ways_image"]
+pytest_plugins = ["conftest_launch", "conftest_ran", "once", "image_node", "lock_tracker", "ways_image"]
 
 
 _NEEDS = ("root", "fuse", "torch", "hdfs", "browser", "slurm")
