@@ -1,4 +1,4 @@
-"""What is made once in a run of the tests for all its workers: `once("python", make)` is a folder that `make` has filled.
+"""What is made once in a run of the tests for all workers: `once("python", make)` is a folder that `make` has filled.
 
 It is never changed; a test that wants to takes a copy.
 """
