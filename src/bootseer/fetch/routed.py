@@ -30,6 +30,9 @@ from bootseer.fetch.settings import FetchSettings, Purpose
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 4
 """Prefetch keeps the order of its list between windows of so many runs, and changes it within them."""
+_WINDOWS: Final = 2
+"""Of what is in flight, half may wait at owners for the origin; what a store is asked for all flows."""
+_REQUESTS_PER_WINDOW: Final = 4
 _LOOK: Final = 256
 """How many queued blocks are looked at for one whose place has room."""
 _LOOK_RUNS: Final = 32
@@ -238,8 +241,11 @@ class RoutedScheduler(Scheduler):
                 run = run[1:]
             store = self.files[file].origins[1]
             own = 0
-            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS and self._step((file, run[own]), now) is None:
-                self.wanted.setdefault((file, run[own]), Wanted(prefetch=Purpose.COLD)).origin = 1
+            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS:
+                key = (file, run[own])
+                if not self._is_next(key, Purpose.COLD, places) or self._step(key, now) is not None:
+                    break
+                self.wanted.setdefault(key, Wanted(prefetch=Purpose.COLD)).origin = 1
                 own += 1
             if own:
                 store.cold.append((file, run[:own]))
@@ -303,9 +309,11 @@ class RoutedScheduler(Scheduler):
                 return self._is_next(other, purpose, places) and self._step(other, now) == step
 
             left = settings.inflight_bytes - settings.reserved_bytes - self.inflight_bytes
-            room = min(window_bytes - places.prefetch_bytes, left)
-            most_bytes = min(places.next_bytes, window_bytes // _WINDOW_RUNS, room)
-            blocks, sizes = self._adjacent(key, most_bytes, eligible)
+            room = min(_WINDOWS * window_bytes - places.prefetch_bytes, left)
+            most_bytes = min(places.next_bytes, window_bytes // _REQUESTS_PER_WINDOW)
+            if room < most_bytes and places.num_prefetch:
+                return  # rather a request of that size a little later than a small one now
+            blocks, sizes = self._adjacent(key, min(most_bytes, room), eligible)
             # One block may go alone, however small the window.
             if sum(sizes) > (room if places.num_prefetch else left) and self.inflight_bytes:
                 return

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -157,7 +158,7 @@ class PeerOrigin:
         group, health, peer = self.group, self.group.health, self.step.peer
         with group.lock:
             begun = time.monotonic()
-            asked = health.asked(peer.name, begun)
+            asked = health.asked(peer.name, begun, length)
             sent = group.sent.setdefault(peer.name, Sent())
             # A second request at the same time takes another of its interfaces.
             address = peer.addresses[sent.requests % len(peer.addresses)]
@@ -194,12 +195,17 @@ class PeerOrigin:
     def _heard(self, asked: Asked) -> Callable[[int], float]:
         health = self.group.health
 
+        calls = count()
+
         def heard(num_bytes: int) -> float:
             now = time.monotonic()
+            call = next(calls)
             with self.group.lock:
                 if num_bytes:
                     health.received(asked, num_bytes, now)
-                else:
+                elif call == 1:
+                    health.connected(asked, now)
+                elif call:
                     health.filling(asked, now)
                 left = health.late_at(asked) - now
             if left <= 0:
