@@ -1,189 +1,49 @@
 """How the start of a job on several nodes grows with their number, by what they start with.
 
-Nodes behind links of known rate, one origin behind another. What is measured, and how, is told in `_METHOD`, which the
-result file holds; what must be reached, in `nodes_claims`.
+How it is measured is told in `nodes_rows.METHOD`; what must be reached, in `nodes_claims`.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any
 
-import node
-import nodes_site
-from harness import ROOT, Benchmark, Left, Outcome
-from nodes_arms import Origin, Start, Techniques, bootseer, today
-from nodes_claims import Names, Row, claims, named
-from nodes_origin import Sizes, origin
-from nodes_site import Script, Site
+from harness import Benchmark, Outcome
+from nodes_arms import Techniques, bootseer, today
+from nodes_claims import Names, claims
+from nodes_rivals import mirror, seeding, torrent
+from nodes_rows import Arm, Lab, has_peers, measure
 
-_DEADLINE_S = 1800.0
-_METHOD = (
-    "each node has a network namespace with a link of its own (both directions limited by the kernel's tbf), mounts, "
-    "process ids, an empty cache and a container; registry, package index and HDFS are behind one link, whose bytes "
-    "are counted until the last node is ready. Everything runs on the same processors: their use stands beside each "
-    "row (busy: of all programs of this machine), and a row above 0.9 was bound by them. A job reads what one start "
-    "of the demo's image and environment has read, in that order and with its pauses, and then all of the checkpoint; "
-    "the checksum of what was read is the same on all nodes and in all arms. Time is from the common first command "
-    "until a node's job has read all; the samples are the slowest node's. containerd's daemon runs already. tbf adds "
-    "no latency"
-)
+_RIVALS_ON = 4
+"""Nodes of the arms with which others share an image: enough to see what they do to the origin."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Of the links, in Mbit/s."""
-
-    origin: int
-    node: int
+def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
+    with ExitStack() as stack:
+        yield from measure(quick, 2 if quick else 8, partial(_arms, stack), claims, rounds)
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to start, on so many nodes."""
-
-    name: str
-    number: int
-    script: Callable[[Start], Script]
-
-
-@dataclass(frozen=True, slots=True)
-class Lab:
-    """What all rows meet."""
-
-    site: Site
-    origin: Origin
-    servers: set[int]
-    folder: Path
-    rates: Rates
-
-
-def measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
-    """All rows, each of which is kept when it is there."""
-    if os.geteuid():
-        raise RuntimeError("the benchmark of nodes needs root: it makes network namespaces and mounts")
-    node.adopt()
-    rates, sizes = (Rates(100, 200), Sizes(64, cut=True)) if quick else (Rates(50, 100), Sizes(64))
-    arms = [arm for _ in range(rounds or 1) for arm in _arms((1, 2) if quick else (1, 2, 4, 8))]
-    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
-    left = Left([float(arm.number) for arm in arms])
-    cache = ROOT / ".demo-cache"
-    cache.mkdir(exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=cache) as text,
-        Site(max(arm.number for arm in arms)) as site,
-        origin(site, Path(text), sizes) as (start_from, servers),
-    ):
-        lab = Lab(site, start_from, servers, Path(text), rates)
-        checksums = set[bytes]()
-        # Thrown away: it records the replay itself.
-        run_row(lab, Arm("first", 1, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
-        for count, arm in enumerate(arms, 1):
-            row = run_row(lab, arm, count, checksums)
-            found[arm.name, arm.number].append(row)
-            left.made_one()
-            print(f"  {named(arm.name, arm.number)}: {told(row)}", flush=True)
-            yield _outcome(found, rates, sizes)
-
-
-def _arms(numbers: Sequence[int]) -> Iterator[Arm]:
-    for number in numbers:
-        yield Arm(Names.TODAY, number, today)
-        yield Arm(Names.LAZY, number, partial(bootseer, techniques=Techniques(record=False)))
-        yield Arm(Names.DIRECT, number, partial(bootseer, techniques=Techniques()))
-
-
-def run_row(lab: Lab, arm: Arm, count: int, checksums: set[bytes], *, shaped: bool = True) -> Row:
-    """Start the job on all nodes of an arm."""
-    site = lab.site
-    site.shape(*((lab.rates.origin, lab.rates.node) if shaped else (None, None)))
-    scripts = [
-        arm.script(Start(lab.origin, lab.folder / f"node{i}", i, arm.number, f"row{os.getpid()}-{count}"))
-        for i in range(arm.number)
-    ]
-    with nodes_site.nodes(site, lab.folder, scripts) as running:
-        before, busy = site.traffic(), _busy()
-        origin_s = sum(map(node.cpu_s, lab.servers))
-        cpu_s = [one.cpu_s() for one in running]
-        began = nodes_site.start(running)
-        nodes_site.wait_until_ready(running, _DEADLINE_S)
-        used, idle = (after - b for after, b in zip(_busy(), busy, strict=True))
-        row = Row(
-            [one.ready_at - began for one in running if one.ready_at is not None],
-            site.traffic().since(before),
-            [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)],
-            sum(map(node.cpu_s, lab.servers)) - origin_s,
-            used / (used + idle),
-        )
-        checksums.update(one.checksum for one in running)
-        if len(checksums) != 1:
-            raise RuntimeError(f"{arm.name}: the nodes have not read the same: {sorted(checksums)}")
-    return row
-
-
-def _busy() -> tuple[float, float]:
-    """Time of all processors so far: used, and idle."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = fields[3] + fields[4]
-    return float(sum(fields) - idle), float(idle)
-
-
-def told(row: Row) -> str:
-    """A row in a line."""
-    sent, bound = sum(row.traffic.sent) / 1e6, ", bound by the processors" if row.is_bound_by_processors else ""
-    return (
-        f"slowest {row.slowest_s:.1f} s, median {median(row.seconds):.1f} s; origin sent "
-        f"{row.traffic.origin / 1e6:.0f} MB, nodes {sent:.0f} MB; CPU {sum(row.cpu_s):.1f} + {row.origin_cpu_s:.1f} s, "
-        f"busy {row.busy:.2f}{bound}"
-    )
-
-
-def _outcome(found: Mapping[tuple[str, int], Sequence[Row]], rates: Rates, sizes: Sizes) -> Outcome:
-    samples = {named(*key): [row.slowest_s for row in rows] for key, rows in found.items()}
-    return Outcome(
-        parameters={
-            "origin_mbit": rates.origin,
-            "node_mbit": rates.node,
-            "checkpoint_mb": sizes.checkpoint_mb,
-            "image": "examples/image without PyTorch's layer" if sizes.cut else "examples/image",
-        },
-        samples=samples,
-        unit="s",
-        baselines={
-            named(arm, number): named(Names.TODAY, number)
-            for arm, number in found
-            if arm != Names.TODAY and len(found.get((Names.TODAY, number), ())) == len(found[arm, number])
-        },
-        must_reach=claims(found),
-        details={named(*key): _details(rows) for key, rows in found.items()},
-        method=_METHOD,
-    )
-
-
-def _details(rows: Sequence[Row]) -> Mapping[str, Any]:
-    """Medians of what is beside the times."""
-    return {
-        "median_s": median(median(row.seconds) for row in rows),
-        "slowest_to_median": median(row.slowest_s / median(row.seconds) for row in rows),
-        "origin_mb": median(row.traffic.origin for row in rows) / 1e6,
-        "sent_mb_by_node": [median(each) / 1e6 for each in zip(*(row.traffic.sent for row in rows), strict=True)],
-        "received_mb_by_node": [
-            median(each) / 1e6 for each in zip(*(row.traffic.received for row in rows), strict=True)
-        ],
-        "cpu_s_by_node": [median(each) for each in zip(*(row.cpu_s for row in rows), strict=True)],
-        "origin_cpu_s": median(row.origin_cpu_s for row in rows),
-        "busy": median(row.busy for row in rows),
-        "bound_by_processors": any(row.is_bound_by_processors for row in rows),
-    }
+def _arms(stack: ExitStack, lab: Lab) -> list[Arm]:
+    """Those that a claim rests on come first: a run that is cut keeps what it has."""
+    numbers = (1, 2) if lab.quick else (1, 2, 4, 8)
+    direct = partial(bootseer, techniques=Techniques())
+    peers = partial(bootseer, techniques=Techniques(peers=True))
+    lazy = partial(bootseer, techniques=Techniques(record=False))
+    arms = [Arm(Names.PEERS, number, peers) for number in numbers] if has_peers() else []
+    arms += [Arm(Names.DIRECT, number, direct) for number in numbers]
+    arms += [Arm(Names.LAZY, number, lazy) for number in (numbers[0], numbers[-1])]
+    # Eight full pulls take eleven minutes and 14 GB, and show nothing that four do not.
+    arms += [Arm(Names.TODAY, number, today) for number in numbers if number <= _RIVALS_ON]
+    most = min(numbers[-1], _RIVALS_ON)
+    path = stack.enter_context(seeding(lab.origin.layout, lab.folder, lab.site.here))
+    arms.append(Arm(Names.MIRROR, most, partial(mirror, address=lab.site.there(0))))
+    arms.append(Arm(Names.TORRENT, most, partial(torrent, seeds=path)))
+    return arms
 
 
 BENCHMARK = Benchmark(
-    "nodes", "How does the start of a job on several nodes behind one origin grow with their number?", by_rounds=measure
+    "nodes",
+    "How does the start of a job on several nodes behind one origin grow with their number?",
+    by_rounds=_measure,
 )

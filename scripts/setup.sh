@@ -42,6 +42,7 @@ ip iproute2 the network links of the benchmarks
 curl curl the plain pull that lazy images are compared with
 fio fio the tests of mounted checkpoints
 rsync rsync the tests of mounted checkpoints
+aria2c aria2 the BitTorrent that peers are compared with
 containerd containerd the full pull that lazy images are compared with
 java default-jre-headless the HDFS that the tests start
 krb5kdc krb5-kdc the test that runs an HDFS with Kerberos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from bootseer.cache.file import CachedFile
 from bootseer.errors import CorruptError, NotFoundError
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
+from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Head, Question, Request, Signer, parse_head
-from bootseer.peers.readers import CachedFiles, Readers, bits
+from bootseer.peers.readers import CHECKPOINT, CachedFiles, Readers, bits
 from bootseer.peers.server import Server
 from cached import BLOCK, block_of, content, index_of
 
@@ -126,9 +128,10 @@ def cached(tmp_path: Path) -> Iterator[CachedFile]:
 def address(cached: CachedFile, tmp_path: Path) -> Iterator[str]:
     """Of a server of this node's cache."""
     files = CachedFiles()
-    described = {"cache": str(tmp_path / "cache"), "identity": INDEX.identity}
+    job = JobPeers.create(tmp_path / "peers", SECRET)
+    job.register(INDEX.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
     listening = socket.create_server(("127.0.0.1", 0))
-    server = Server([listening], SECRET, {INDEX.identity: files.open(described)}.get, name="owner")
+    server = Server([listening], SECRET, cache(partial(files.open, job)), name="owner")
     yield f"127.0.0.1:{listening.getsockname()[1]}"
     server.close()
     files.close()
@@ -185,3 +188,12 @@ def test_what_no_local_process_fetches_is_refused(address: str, monkeypatch: pyt
     monkeypatch.setattr(bootseer.peers.readers, "_STILL_S", 0.05)
     with pytest.raises(NotFoundError):
         read(address, 5)
+
+
+def test_what_its_node_could_not_keep_is_refused_at_once(cached: CachedFile, address: str) -> None:
+    assert cached.claim(1)  # else it would be waited for
+    client = Client(SECRET)
+    client.ask(address, Question(INDEX.identity, 0, 0b10, "owner", False, "owner"), 5.0)
+    client.close()
+    with pytest.raises(NotFoundError):
+        read(address, 1)

@@ -25,9 +25,12 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.io.fork import after_fork
+from bootseer.logs import logger
+from bootseer.peers.job import JobPeers
 from bootseer.places import open_place
 from bootseer.places.place import IsFolderError, Place
 
+_LOG = logger(__name__)
 FOLDERS = "file:///"
 CACHE = "BOOTSEER_CHECKPOINT_CACHE"
 """`0` in this variable: what is read is not kept on the node's disk."""
@@ -144,7 +147,8 @@ def opened_below(root: str, path: str, *, follow: bool = True) -> Opened:
         system = process.systems.get(root)
         if system is None:
             place = open_place(root)
-            system = FileSystem(place, Reading(place, cache=_node_cache(os.environ)))
+            cache = _node_cache(os.environ)
+            system = FileSystem(place, Reading(place, cache=cache, job=job_peers(root, os.environ)))
             process.systems[root] = system
     return Opened(system, root, posixpath.normpath("/" + path).strip("/"))
 
@@ -182,6 +186,18 @@ def split(uri: str) -> tuple[str, str]:
     if scheme != "hdfs":
         raise UsageError(f"{uri}: checkpoints are read from hdfs:// or file://", hint="hdfs://NAMENODE/PATH or a path")
     return f"hdfs://{authority}/", path
+
+
+def job_peers(uri: str, env: Mapping[str, str]) -> JobPeers | None:
+    """The nodes that read the same checkpoints in this job; None where they do not share what they read. A folder is
+    not asked for over one link by all of them, and may be another one on each."""
+    if not uri.startswith("hdfs://"):
+        return None
+    try:
+        return JobPeers.of_environment(env)
+    except BootseerError as error:
+        _LOG.warning("checkpoints are read without the job's other nodes: %s", error)
+        return None
 
 
 def _node_cache(env: Mapping[str, str]) -> Cache | None:

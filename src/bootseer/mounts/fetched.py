@@ -6,11 +6,13 @@ nor connections survive a fork.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache, CacheSettings
@@ -26,6 +28,9 @@ from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
+
+if TYPE_CHECKING:
+    from bootseer.peers.origins import PeerGroup
 
 _SYNC_S = 30.0
 """A crash of the machine costs at most the blocks of so many seconds; they are fetched again."""
@@ -78,6 +83,16 @@ class Fetched:
         )
 
 
+def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:
+    """The other nodes of the job that this process belongs to, if they have blocks for each other."""
+    if not os.environ.get("BOOTSEER_PEERS_DIR"):
+        return None
+    # Most starts have none, and importing it takes milliseconds.
+    from bootseer.peers.origins import PeerGroup
+
+    return PeerGroup.of_environment(on_problem)
+
+
 class _OpenFiles:
     """A fetcher with its cached files and origins: a `Source`."""
 
@@ -92,6 +107,7 @@ class _OpenFiles:
         if what.record is not None:
             hand_over = what.hand_over or (lambda path: None)
             self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
+        self._peers = open_peers(on_error)
         self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
         self.stop_prefetch = self._fetcher.stop_prefetch
         self.read = self._fetcher.read
@@ -103,7 +119,10 @@ class _OpenFiles:
                 if place not in self._stores:
                     self._stores[place] = open_store(file.origin, plain_http=file.plain_http)
                 self._cached.append(cache.open(file.index))
-                self._fetcher.add(file.index, self._stores[place], self._cached[-1])
+                peers = None
+                if self._peers is not None:
+                    peers = self._peers.file(file.index, *place, what.cache_root)
+                self._fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
         except BaseException:
             self.close()
             raise
@@ -139,6 +158,8 @@ class _OpenFiles:
         """End all work, keep what has come. The recorder stays open: its record is handed over later."""
         self._closed.set()
         self._fetcher.close()
+        if self._peers is not None:
+            self._peers.close()
         self._sync()
         for cached in self._cached:
             cached.close()

@@ -94,6 +94,10 @@ class Members:
         """
         return self._route(file, run, absent)
 
+    def owner(self, file: str, unit: int, absent: frozenset[str] = frozenset()) -> Peer | None:
+        """The node that knows which nodes read a unit of a file, whatever its rack; None where there is none."""
+        return next(iter(self._first(f"{file}/{unit}".encode(), absent)), None)
+
     def _find_route(self, file: str, run: int, absent: frozenset[str]) -> Route:
         key = f"{file}/{run}".encode()
         first = self._first(key, absent)

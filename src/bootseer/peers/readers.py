@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
 from bootseer.io.timer import Timer
 from bootseer.peers.choice import Level
+from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import Question
 
 CHECKPOINT: Final = "checkpoint"
@@ -35,6 +36,7 @@ _MAX_UNITS: Final = 1 << 17
 """Of 16 MiB each: 2 TiB of a job's checkpoint for each of its nodes."""
 _MAX_READERS: Final = 64
 """As many nodes serve a chunk; those that ask later are sent to one of them."""
+_MAX_LEASES: Final = 64
 _POLL_S: Final = 0.02
 _STILL_S: Final = 2.0
 """A node that fetches nothing of a file for so long has given up what it was going to read."""
@@ -88,27 +90,34 @@ class CachedFiles:
     """Opens files of the node's cache that local processes read; nothing is fetched for other nodes."""
 
     def __init__(self) -> None:
-        self._timer = Timer("bootseer-peers-wait")
+        self.timer = Timer("bootseer-peers-wait")
         self._lock = threading.Lock()
         self._caches: dict[Path, Cache] = {}
-        self._open: list[CachedFile] = []
+        self._leases: OrderedDict[str, CachedFile] = OrderedDict()
 
-    def open(self, described: Mapping[str, Any]) -> CachedContent:
-        """The file of the identity and the cache that its registration names. Raises `BootseerError`, and `KeyError`
-        and `TypeError` for a malformed one."""
-        root = Path(described["cache"])
+    def open(self, job: JobPeers, identity: str) -> CachedContent | None:
+        """The content of a file that was registered as `CHECKPOINT`, None for what was not. Raises `BootseerError`."""
+        registered = job.registered(identity)
+        if registered is None or registered["kind"] != CHECKPOINT or not isinstance(registered.get("cache"), str):
+            return None
+        return CachedContent(self, Path(registered["cache"]), identity)
+
+    def lease(self, root: Path, identity: str) -> CachedFile:
+        """The file, kept open as long as it is among those that were used last. Raises `BootseerError`."""
         with self._lock:
-            cache = self._caches.get(root)
-            if cache is None:
-                cache = self._caches[root] = Cache(root)
-            cached = cache.open_here(str(described["identity"]))
-            self._open.append(cached)
-        return CachedContent(cached, self._timer)
+            if (cached := self._leases.get(identity)) is None:
+                cache = self._caches[root] = self._caches.get(root) or Cache(root)
+                cached = self._leases[identity] = cache.open_here(identity)
+            self._leases.move_to_end(identity)
+            surplus = self._leases.popitem(last=False)[1] if len(self._leases) > _MAX_LEASES else None
+        if surplus is not None:
+            surplus.close()
+        return cached
 
     def close(self) -> None:
         """Give the leases back."""
-        self._timer.close(drop=True)
-        for cached in self._open:
+        self.timer.close(drop=True)
+        for cached in self._leases.values():
             cached.close()
 
 
@@ -116,10 +125,17 @@ class CachedContent:
     """What is not here is waited for, as long as local processes fetch any of the file: they go on in their own order,
     and one that waits for a slow origin is not gone."""
 
-    def __init__(self, cached: CachedFile, timer: Timer) -> None:
-        self.size_bytes = cached.index.size_bytes
-        self._cached = cached
-        self._timer = timer
+    def __init__(self, files: CachedFiles, root: Path, identity: str) -> None:
+        """Raises `BootseerError` where the cache has no such file."""
+        self._files = files
+        self._root = root
+        self._identity = identity
+        self._given_up: set[int] = set()
+        self.size_bytes = self._cached.index.size_bytes
+
+    @property
+    def _cached(self) -> CachedFile:
+        return self._files.lease(self._root, self._identity)
 
     def open(self) -> int:
         """See `Content.open`."""
@@ -127,31 +143,39 @@ class CachedContent:
 
     def here(self, first: int, blocks: int) -> int:
         """Those of the blocks from `first` on that are here, as bits."""
-        there = self._cached.index.num_blocks - first
-        return sum(1 << bit for bit in bits(blocks) if bit < there and self._cached.ready(first + bit))
+        cached = self._cached
+        there = cached.index.num_blocks - first
+        return sum(1 << bit for bit in bits(blocks) if bit < there and cached.ready(first + bit))
+
+    def give_up(self, first: int, blocks: int) -> None:
+        """These were read, and do not fit into the cache: other nodes need not wait for them."""
+        self._given_up.update(first + bit for bit in bits(blocks))
 
     def want(self, start: int, length: int, level: Level, done: Callable[[BootseerError | None], None]) -> bool:
         """See `Content.want`."""
         if not self._cached.missing(start, length):
             return True
-        self._look_again(start, length, done, self._timer.now_s() + _STILL_S)
+        self._look_again(start, length, done, self._files.timer.now_s() + _STILL_S)
         return False
 
     def _look_again(
         self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float
     ) -> None:
         try:
-            self._timer.after(_POLL_S, partial(self._look, start, length, done, until_s))
+            self._files.timer.after(_POLL_S, partial(self._look, start, length, done, until_s))
         except TransientError as error:
             done(error)
 
     def _look(self, start: int, length: int, done: Callable[[BootseerError | None], None], until_s: float) -> None:
         try:
-            if not self._cached.missing(start, length):
+            cached = self._cached
+            if not cached.missing(start, length):
                 done(None)
                 return
-            now_s = self._timer.now_s()
-            if self._cached.is_fetched():
+            now_s = self._files.timer.now_s()
+            if not self._given_up.isdisjoint(cached.missing(start, length)):
+                until_s = now_s
+            elif cached.is_fetched():
                 until_s = now_s + _STILL_S
         except BootseerError as error:
             done(error)

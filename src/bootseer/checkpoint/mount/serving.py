@@ -30,6 +30,7 @@ from bootseer.checkpoint.latest import read_latest
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.mount.content import MountContext
 from bootseer.checkpoint.mount.filesystem import CheckpointFiles
+from bootseer.checkpoint.opened import job_peers
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.reading.settings import ReadingSettings
@@ -227,6 +228,7 @@ _SPOOL = "spool"
 _FIGURES = {
     "place_bytes": "place_bytes",
     "cache_bytes": "cache_bytes",
+    "peer_bytes": "peer_bytes",
     "same_bytes": "donor_bytes",
     "rebuilt": "rebuilt",
     "refused": "wrong_chunks",
@@ -244,7 +246,7 @@ class Serving:
         keep_freed_memory()
         source = _MountedPlace(self.request, on_error)
 
-        def show(target: Path, label: str, on_error: OnError) -> Session:
+        def show(target: Path, label: str, on_error: OnError, device: int | None) -> Session:
             how = {"read_only": self.request.read_only, "shared": not self.request.only_me}
             return mount_writable(source.shown, target, label=label, on_error=on_error, **how)
 
@@ -271,7 +273,7 @@ class _MountedPlace:
             files = Files(place)
             cache = None if request.cache is None else Cache(blocks_folder(request.cache))
             settings = ReadingSettings(memory_bytes=request.memory_bytes)
-            self._reading = Reading(place, cache=cache, settings=settings)
+            self._reading = Reading(place, cache=cache, settings=settings, job=job_peers(request.uri, os.environ))
             opened.callback(self._reading.close)
             self.startup: Startup | None = None
             if request.slot is not None:

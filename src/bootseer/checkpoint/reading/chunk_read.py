@@ -1,4 +1,5 @@
-"""One chunk of a striped file: from another process of this node, from its part, from its part again, or from parity.
+"""One chunk of a striped file: from another process of this node, from another node, from its part, from its part
+again, or from parity.
 
 The bytes are compared with the chunk's digest before any reader gets them. Wrong ones are asked for again where other
 nodes have them; a chunk that does not come right at all ends with an error that names file, chunk, part and nodes, or
@@ -13,6 +14,7 @@ from functools import partial
 from bootseer.blocks.codec import digest_of
 from bootseer.checkpoint.layout import CHUNK_BYTES
 from bootseer.checkpoint.reading.context import LazyPart, OpenSegment, ReadContext, alike
+from bootseer.checkpoint.reading.peer_chunks import PeerRead, Unit
 from bootseer.checkpoint.reading.source import Done, Want, failure
 from bootseer.errors import BootseerError, CorruptError, TransientError
 from bootseer.hdfs.requests import ReadOutcome
@@ -48,6 +50,8 @@ class ChunkRead:
         """Whether a reader waits for it."""
         self.abandoned = False
         """Whether it is not wanted any more."""
+        self.unit: Unit | None = None
+        """Where other nodes of the job may have it: the chunks that are wanted together."""
         self._context = context
         self._want = want
         self._shared = shared
@@ -179,7 +183,20 @@ class ChunkRead:
                 if now < self._waits_until:
                     context.timer.after(_POLL_S, partial(self._guard, self._claim))
                     return
-        self._ready()
+        self._ask_peers()
+
+    def _ask_peers(self) -> None:
+        unit, segment = self.unit, self.segment
+        if unit is None or self._stopped:
+            self._ready()
+            return
+        read = PeerRead(
+            self.chunk - segment.first_chunk, self.into, self.is_right, lambda: self._stopped, self._peers_answered
+        )
+        unit.read(read, keeps=segment.cached is not None and self._context.keeps(self.num_bytes))
+
+    def _peers_answered(self, is_here: bool) -> None:
+        self._guard(partial(self._own_ended, None) if is_here else self._ready)
 
     def _part_opened(self, file: OpenFile | None, error: BootseerError | None) -> None:
         if file is not None:

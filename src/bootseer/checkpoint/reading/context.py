@@ -22,11 +22,13 @@ from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES, chunk_place
 from bootseer.checkpoint.reading.buffer import ChunkBuffer
 from bootseer.checkpoint.reading.node_cache import CacheWriter, DedupSources
+from bootseer.checkpoint.reading.peer_chunks import PeerChunks
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, PermanentError, TransientError
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.timer import Timer
+from bootseer.peers.job import JobPeers
 from bootseer.places.place import OpenFile, Place
 
 Opened = Callable[["OpenFile | None", "BootseerError | None"], None]
@@ -226,8 +228,17 @@ _RECOUNT_S = 0.25
 class Engine:
     """Of one process: a forked child makes its own. Threads are started when they are needed."""
 
-    def __init__(self, place: Place, cache: Cache | None, settings: ReadingSettings, facts: Counters) -> None:
+    def __init__(
+        self,
+        place: Place,
+        cache: Cache | None,
+        settings: ReadingSettings,
+        facts: Counters,
+        job: JobPeers | None = None,
+    ) -> None:
         self.place = place
+        # A node can pass on only what it keeps.
+        self.peers = PeerChunks(job, cache.root, facts) if job is not None and cache is not None else None
         self.cache = cache
         self.settings = settings
         self.facts = facts
@@ -261,6 +272,8 @@ class Engine:
             self.cache_writer.close(self.settings.keep_s, self.settings.keep_still_s)
         self.buffer.wait_empty(_CLOSE_S)
         self.timer.close()
+        if self.peers is not None:
+            self.peers.close()
 
     def settle(self) -> None:
         """The process ends: wait a little for what is to be kept."""
@@ -279,6 +292,7 @@ class ReadContext:
     timer: Timer
     buffer: ChunkBuffer
     cache_writer: CacheWriter | None
+    peers: PeerChunks | None = None
 
     def claim(self, segment: OpenSegment, chunk: int) -> bool:
         """Whether no other process of this node fetches this chunk from now on. Without a cache, that is not known."""
@@ -288,6 +302,10 @@ class ReadContext:
             return segment.cached.claim(chunk - segment.first_chunk)
         except BootseerError:
             return False  # then a chunk may be read twice
+
+    def keeps(self, num_bytes: int) -> bool:
+        """Whether so much that is read now is likely to be kept."""
+        return self.cache_writer is not None and self.cache_writer.has_room(num_bytes)
 
     def release_claim(self, segment: OpenSegment, chunk: int) -> None:
         """Undo `claim`."""
@@ -324,6 +342,8 @@ class ReadContext:
         if not cache_writer.has_room(len(data)) or (hold is None and not self.buffer.take(len(data), demand=False)):
             self.facts.add("not_kept_chunks")
             self.release_claim(segment, chunk)
+            if self.peers is not None:
+                self.peers.not_kept(segment.index, chunk - segment.first_chunk)
             return
         if hold is None:
             let_go: Callable[[], None] = lambda: self.buffer.give(len(data))  # noqa: E731

@@ -20,12 +20,15 @@ from bootseer.checkpoint.reading.chunk_read import ChunkRead
 from bootseer.checkpoint.reading.context import Engine, ReadContext, Segments, alike
 from bootseer.checkpoint.reading.file import CheckpointFile, SharedFile
 from bootseer.checkpoint.reading.node_cache import DedupSources
+from bootseer.checkpoint.reading.peer_chunks import Unit
 from bootseer.checkpoint.reading.row import Row
 from bootseer.checkpoint.reading.settings import ReadingSettings
 from bootseer.checkpoint.reading.source import Counters, Job, Source, Waiting, Want, failure
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hdfs.requests import ReadOutcome
 from bootseer.io.fork import after_fork
+from bootseer.peers.job import JobPeers
+from bootseer.peers.readers import UNIT_BLOCKS
 from bootseer.places.place import OpenFile, Place, Ticket
 
 
@@ -168,18 +171,26 @@ class StripedSource:
         segment: Segment | None = None
         row: Row | None = None
         chunks = range(0)
+        unit: Unit | None = None
         for want in wants:
             chunk = want.start // CHUNK_BYTES
             if segment is None or not segment.start <= want.start < segment.start + segment.size_bytes:
                 segment = self._head.segments[self._head.segment_at(want.start)]
-                row, chunks = None, range(0)
+                row, chunks, unit = None, range(0), None
             first = segment.start // CHUNK_BYTES
+            if self._context.peers is not None:
+                first_of_unit = (chunk - first) // UNIT_BLOCKS * UNIT_BLOCKS
+                if unit is None or unit.first != first_of_unit:
+                    unit = Unit(self._context.peers, segment.index, first_of_unit)
+                unit.add(chunk - first)
             if segment.parity is not None and chunk not in chunks:
                 of_segment = row_of(chunk - first, segment.index.num_blocks, segment.stripes)
                 chunks = range(of_segment.start + first, of_segment.stop + first)
                 row = Row(self._context, chunks)
             stripe = (chunk - first) % segment.stripes
-            jobs.append(ChunkRead(self._context, want, stripe) if row is None else row.read(want, stripe))
+            job = ChunkRead(self._context, want, stripe) if row is None else row.read(want, stripe)
+            job.unit = unit
+            jobs.append(job)
         return jobs
 
     def close(self) -> None:
@@ -195,9 +206,18 @@ _FIRST_BYTES = 1 << 20
 class Reading:
     """Safe to use from many threads, and in a child after `fork`, which begins with empty memory."""
 
-    def __init__(self, place: Place, *, cache: Cache | None = None, settings: ReadingSettings | None = None) -> None:
-        """`cache`: this node's, where chunks of striped files are kept; the caller closes `place`."""
+    def __init__(
+        self,
+        place: Place,
+        *,
+        cache: Cache | None = None,
+        settings: ReadingSettings | None = None,
+        job: JobPeers | None = None,
+    ) -> None:
+        """`cache`: this node's, where chunks of striped files are kept; the caller closes `place`. `job`: the nodes
+        that read the same place, and share what several of them read; it needs the cache."""
         self._place = place
+        self._job = job
         self._cache = cache
         self._settings = settings or ReadingSettings()
         self._facts = Counters()
@@ -240,10 +260,17 @@ class Reading:
             shared.prepare()
         return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
 
+    @property
+    def position(self) -> float:
+        """Where in a long read this node begins, as a part of it: see `PeerChunks.position`."""
+        return 0.0 if self._engine.peers is None else self._engine.peers.position
+
     def facts(self) -> dict[str, object]:
         """Figures of all reads so far: counts of `facts.NAMES`, bytes in memory, and the place's own under `place`."""
+        peers = self._engine.peers
         return {
             **self._facts.all(),
+            "peers": {} if peers is None else peers.facts(),
             "memory_bytes": self._engine.buffer.taken_bytes,
             "most_memory_bytes": self._engine.buffer.most_bytes,
             "place": dict(self._place.facts()),
@@ -275,7 +302,7 @@ class Reading:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._engine = Engine(self._place, self._cache, self._settings, self._facts)
+        self._engine = Engine(self._place, self._cache, self._settings, self._facts, self._job)
 
     def _release(self, key: tuple[str, str]) -> None:
         with self._lock:
@@ -301,8 +328,9 @@ class Reading:
             max_open=self._settings.max_segments,
         )  # fmt: skip
         context = ReadContext(
-            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer
-        )
+            path, segments, self._settings, engine.facts, engine.timer, engine.buffer, engine.cache_writer,
+            engine.peers,
+        )  # fmt: skip
         return StripedSource(head, context, engine.dedup_sources)
 
 

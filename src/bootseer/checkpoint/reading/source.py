@@ -137,6 +137,7 @@ def carry_out(effects: Iterable[Effect]) -> None:
 NAMES = (
     "place_bytes",  # came from the place: what readers asked for, parity, and reads ahead
     "cache_bytes",  # came from this node's cache
+    "peer_bytes",  # came from other nodes of the job
     "donor_bytes",  # came from chunks of other files in the cache that are the same
     "chunks",  # chunks and pieces that came from the place
     "reads",  # calls of readers
@@ -188,9 +189,11 @@ class Transfer:
         max_lane_bytes: int,
         moved: Callable[[], None],
         then: Done,
+        position: float = 0.0,
     ) -> None:
         """`then` is called once, from any thread, when no thread writes into any of the memory any more; `moved`
-        whenever a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane."""
+        whenever a part has ended. At most `max_bytes` are under way, and `max_lane_bytes` in each lane. It begins at
+        `position`, a part of each lane, and goes on with what lies before that."""
         self._moved = moved
         self._then = then
         self._lock = threading.Lock()
@@ -204,6 +207,8 @@ class Transfer:
         self._jobs = source.jobs([Want(start, into, end) for (start, into), end in zip(wants, ends, strict=True)])
         for job in self._jobs:
             self._lanes.setdefault(job.lane, _Lane()).jobs.append(job)
+        for lane in self._lanes.values():
+            lane.jobs.rotate(-int(len(lane.jobs) * position))
         self._waiting = deque(self._lanes.values())
         # Lanes that wait for each other must all be able to go on, however many they are.
         self._max_bytes = max(max_bytes, source.num_lanes * source.unit_bytes)

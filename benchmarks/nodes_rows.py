@@ -1,0 +1,223 @@
+"""The rows of the benchmarks of several nodes: one way to start the job, on so many nodes, measured once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import node
+import nodes_site
+from harness import ROOT, Left, Must, Outcome
+from nodes_arms import Origin, Start, Techniques, bootseer
+from nodes_claims import Found, Names, Row, named
+from nodes_origin import Sizes, origin
+from nodes_site import BOOTSEER, Node, Script, Site
+
+_DEADLINE_S = 1800.0
+METHOD = (
+    "each node has a network namespace with a link of its own (both directions limited by the kernel's tbf), mounts, "
+    "process ids, an empty cache and a container; registry, package index and HDFS are behind one link, whose bytes "
+    "are counted until the last node is ready. Everything runs on the same processors: their use stands beside each "
+    "row (busy: of all programs of this machine), and a row above 0.9 was bound by them. A job reads what one start "
+    "of the demo's image and environment has read, in that order and with its pauses, and then all of the checkpoint; "
+    "the checksum of what was read is the same on all nodes and in all arms. Time is from the common first command "
+    "until a node's job has read all; the samples are the slowest node's. containerd's daemon runs already. tbf adds "
+    "no latency"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the links, in Mbit/s."""
+
+    origin: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong in a row."""
+
+    before: Callable[[Site], None] = lambda site: None
+    """Called when the links have their rates."""
+    after_bytes: int = 0
+    act: Callable[[Sequence[Node]], None] | None = None
+    """Called when the origin has sent so much."""
+    lost: frozenset[int] = frozenset()
+    """Nodes that need not become ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to start, on so many nodes."""
+
+    name: str
+    number: int
+    script: Callable[[Start], Script]
+    fault: Fault = Fault()
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """What all rows meet."""
+
+    site: Site
+    origin: Origin
+    servers: set[int]
+    folder: Path
+    rates: Rates
+    quick: bool
+
+
+def has_peers() -> bool:
+    """Whether this BootSeer can ask peers."""
+    done = subprocess.run([BOOTSEER, "run", "--help"], capture_output=True, text=True, check=True)
+    return "--peers" in done.stdout
+
+
+def measure(
+    quick: bool,
+    most: int,
+    arms_of: Callable[[Lab], Sequence[Arm]],
+    claims: Callable[[Found], list[Must]],
+    rounds: int | None = None,
+) -> Iterator[Outcome]:
+    """All arms, each of which is kept when it is there. `most`: so many nodes at most."""
+    rates, sizes = (Rates(100, 200), Sizes(64, cut=True)) if quick else (Rates(50, 100), Sizes(64))
+    for found in rows(rates, sizes, most, arms_of, rounds or 1, quick=quick):
+        yield _outcome(found, rates, sizes, claims)
+
+
+def rows(
+    rates: Rates,
+    sizes: Sizes,
+    most: int,
+    arms_of: Callable[[Lab], Sequence[Arm]],
+    rounds: int = 1,
+    *,
+    quick: bool = False,
+) -> Iterator[Found]:
+    """Start the job in all ways; gives after each row what was found so far."""
+    if os.geteuid():
+        raise RuntimeError("the benchmarks of nodes need root: they make network namespaces and mounts")
+    node.adopt()
+    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    cache = ROOT / ".demo-cache"
+    cache.mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=cache) as text,
+        Site(most) as site,
+        origin(site, Path(text), sizes) as (start_from, servers),
+    ):
+        lab = Lab(site, start_from, servers, Path(text), rates, quick)
+        checksums = set[bytes]()
+        # Thrown away: it records the replay itself.
+        run_row(lab, Arm("first", 1, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
+        arms = list(arms_of(lab)) * rounds
+        left = Left([float(arm.number) for arm in arms])
+        for count, arm in enumerate(arms, 1):
+            print(f"  {left}", flush=True)
+            row = run_row(lab, arm, count, checksums)
+            found[arm.name, arm.number].append(row)
+            left.made_one()
+            print(f"  {named(arm.name, arm.number)}: {told(row)}", flush=True)
+            yield found
+
+
+def run_row(lab: Lab, arm: Arm, count: int, checksums: set[bytes], *, shaped: bool = True) -> Row:
+    """Start the job on all nodes of an arm."""
+    site = lab.site
+    site.shape(*((lab.rates.origin, lab.rates.node) if shaped else (None, None)))
+    scripts = [
+        arm.script(Start(lab.origin, lab.folder / f"node{i}", i, arm.number, f"row{os.getpid()}-{count}"))
+        for i in range(arm.number)
+    ]
+    arm.fault.before(site)
+    with nodes_site.nodes(site, lab.folder, scripts) as running:
+        before, busy = site.traffic(), _busy()
+        origin_s = sum(map(node.cpu_s, lab.servers))
+        cpu_s = [one.cpu_s() for one in running]
+        began = nodes_site.start(running)
+        if arm.fault.act is not None:
+            while site.traffic().since(before).origin < arm.fault.after_bytes:
+                time.sleep(0.02)
+            arm.fault.act(running)
+        awaited = [one for one in running if one.number not in arm.fault.lost]
+        nodes_site.wait_until_ready(awaited, _DEADLINE_S)
+        used, idle = (after - b for after, b in zip(_busy(), busy, strict=True))
+        row = Row(
+            [one.ready_at - began for one in awaited if one.ready_at is not None],
+            site.traffic().since(before),
+            [one.cpu_s() - s for one, s in zip(running, cpu_s, strict=True)],
+            sum(map(node.cpu_s, lab.servers)) - origin_s,
+            used / (used + idle),
+        )
+        checksums.update(one.checksum for one in awaited)
+        if len(checksums) != 1:
+            raise RuntimeError(f"{arm.name}: the nodes have not read the same: {sorted(checksums)}")
+    return row
+
+
+def _busy() -> tuple[float, float]:
+    """Time of all processors so far: used, and idle."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return float(sum(fields) - idle), float(idle)
+
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    sent, bound = sum(row.traffic.sent) / 1e6, ", bound by the processors" if row.is_bound_by_processors else ""
+    return (
+        f"slowest {row.slowest_s:.1f} s, median {row.median_s:.1f} s; origin sent "
+        f"{row.traffic.origin / 1e6:.0f} MB, nodes {sent:.0f} MB; CPU {sum(row.cpu_s):.1f} + {row.origin_cpu_s:.1f} s, "
+        f"busy {row.busy:.2f}{bound}"
+    )
+
+
+def _outcome(found: Found, rates: Rates, sizes: Sizes, claims: Callable[[Found], list[Must]]) -> Outcome:
+    samples = {named(*key): [row.slowest_s for row in rows] for key, rows in found.items()}
+    return Outcome(
+        parameters={
+            "origin_mbit": rates.origin,
+            "node_mbit": rates.node,
+            "checkpoint_mb": sizes.checkpoint_mb,
+            "image": "examples/image without PyTorch's layer" if sizes.cut else "examples/image",
+        },
+        samples=samples,
+        unit="s",
+        baselines={
+            named(arm, number): named(Names.TODAY, number)
+            for arm, number in found
+            if arm != Names.TODAY and len(found.get((Names.TODAY, number), ())) == len(found[arm, number])
+        },
+        must_reach=claims(found),
+        details={named(*key): _details(rows) for key, rows in found.items()},
+        method=METHOD,
+    )
+
+
+def _details(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Medians of what is beside the times."""
+    return {
+        "median_s": median(row.median_s for row in rows),
+        "slowest_to_median": median(row.slowest_s / row.median_s for row in rows),
+        "origin_mb": median(row.traffic.origin for row in rows) / 1e6,
+        "sent_mb_by_node": [median(each) / 1e6 for each in zip(*(row.traffic.sent for row in rows), strict=True)],
+        "received_mb_by_node": [
+            median(each) / 1e6 for each in zip(*(row.traffic.received for row in rows), strict=True)
+        ],
+        "cpu_s_by_node": [median(each) for each in zip(*(row.cpu_s for row in rows), strict=True)],
+        "origin_cpu_s": median(row.origin_cpu_s for row in rows),
+        "busy": median(row.busy for row in rows),
+        "bound_by_processors": any(row.is_bound_by_processors for row in rows),
+    }

@@ -1,0 +1,324 @@
+"""Chunks that other nodes of the job read or have: those come from these nodes, and the place is asked for them once.
+
+The chunks of one unit that are wanted together are asked about together: the unit's owner says which node has or reads
+each of them already, and from then on sends others here for what this node was told to read itself (`peers.readers`).
+A chunk that no other node wants is so read from its place as ever, after a sixteenth of a question.
+
+A node that says that it waits for the chunk itself is waited for, as long as anything comes from it; one that is
+silent, gone, or has not got it is replaced by another that has it, or by the place. So a read ends whatever other nodes
+do, and then it has the place's deadline still before it. Chunks are compared with their digests as if they came from
+the place; a node that sends a wrong one is not asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from bootseer.blocks.index import Index
+from bootseer.checkpoint.reading.source import Counters
+from bootseer.errors import BootseerError, NotFoundError, TransientError
+from bootseer.io.executor import Executor
+from bootseer.logs import logger
+from bootseer.peers.choice import Level
+from bootseer.peers.client import Client, FillFailedError
+from bootseer.peers.health import Health
+from bootseer.peers.job import JobPeers
+from bootseer.peers.protocol import Question, Request
+from bootseer.peers.readers import CHECKPOINT, UNIT_BLOCKS, bits
+
+_LOG = logger(__name__)
+_ASKING: Final = 4
+_RECEIVING: Final = 16
+_PER_PEER: Final = 2
+_MAX_SOURCES: Final = 3
+_ANSWER_S: Final = 1.0
+"""A question is answered from memory."""
+_STILL_S: Final = 20.0
+"""Less than a read may stand still (`lost_s`): a peer that promised chunks and has sent none of them for so long is
+given up, whatever it says."""
+_PATIENT_S: Final = 5.0
+"""Silence of a peer that may not be replaced yet, because too many were (see `Health.may_hedge`)."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerRead:
+    """One chunk that may come from another node."""
+
+    block: int
+    into: memoryview
+    is_right: Callable[[memoryview], bool]
+    is_stopped: Callable[[], bool]
+    done: Callable[[bool], object]
+    """Called once, from any thread, when no thread of this module writes into `into` any more: whether the chunk is
+    there. If not, it is to be read from the place."""
+    num_sources: int = 0
+    patient: bool = False
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is to be had from one peer."""
+
+    reads: deque[tuple[Unit, PeerRead]] = field(default_factory=deque)
+    running: int = 0
+
+
+class PeerChunks:
+    """The job's other nodes, as readers of chunks. Of one process, and safe to use from its threads."""
+
+    def __init__(self, job: JobPeers, cache: Path, facts: Counters) -> None:
+        """`cache`: root of the node's cache, out of which the service passes on what was read here."""
+        self._job = JobPeers(job.folder, job.secret)  # its lock may be held at a fork
+        self._cache = cache
+        self._facts = facts
+        self._client = Client(job.secret)
+        self._asking = Executor("bootseer-ask-peers", _ASKING)
+        self._receiving = Executor("bootseer-from-peers", _RECEIVING)
+        self._lock = threading.Lock()
+        self._health = Health()
+        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
+        self._registered: set[str] = set()
+        self._received: Counter[str] = Counter()
+        self._received_s: dict[str, float] = {}
+
+    @property
+    def position(self) -> float:
+        """Where in a long read this node begins, as a part of it: nodes that read the same begin at different places,
+        and each reads another part of it first."""
+        members = self._job.members()
+        return members.index / len(members.peers) if members.peers else 0.0
+
+    def facts(self) -> dict[str, object]:
+        """Bytes that came from each node, and the nodes that sent wrong ones, with what these were."""
+        with self._lock:
+            return {"bytes": dict(self._received), "liars": self._health.liars}
+
+    def close(self) -> None:
+        """No chunk is read any more."""
+        self._client.close()
+
+    def ask(self, unit: Unit, blocks: int, *, keeps: bool, without: str = "") -> dict[int, str]:
+        """The nodes that chunks are to be had from; what is not among them, this node reads. Blocks for answers."""
+        members, file = self._job.members(), unit.index.identity
+        if self._job.training or all(peer.name == members.own for peer in members.peers):
+            return {}
+        if keeps and file not in self._registered:
+            try:
+                self._job.register(file, CHECKPOINT, {"cache": str(self._cache)})
+            except OSError as error:  # the job's start may be over, and its folder gone
+                _LOG.debug("no peers are asked: %s", error)
+                return {}
+            self._registered.add(file)
+        question = Question(file, unit.first, blocks, members.own or "-", keeps and bool(members.own), without)
+        silent: frozenset[str] = frozenset()
+        for _ in range(2):
+            with self._lock:
+                absent = self._health.absent(time.monotonic()) | silent
+                owner = members.owner(file, unit.first // UNIT_BLOCKS, absent)
+                if owner is None:
+                    break
+                asked = self._health.asked(owner.name, time.monotonic())
+            late = True
+            try:
+                found = self._client.ask(owner.addresses[0], question, _ANSWER_S)
+                late = False
+                return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
+            except BootseerError as error:
+                _LOG.debug("%s does not say which nodes have chunks: %s", owner.name, error)
+                silent = frozenset({owner.name})
+            finally:
+                with self._lock:
+                    self._health.ended(asked, late=late, now_s=time.monotonic())
+        return {}
+
+    def not_kept(self, index: Index, block: int) -> None:
+        """What was read here cannot be passed on: tell this node's service, so that other nodes do not wait for it."""
+        members = self._job.members()
+        own = next((peer for peer in members.peers if peer.name == members.own), None)
+        if own is None or index.identity not in self._registered:
+            return
+        first = block // UNIT_BLOCKS * UNIT_BLOCKS
+        question = Question(index.identity, first, 1 << (block - first), own.name, False, own.name)
+
+        def tell() -> None:
+            with contextlib.suppress(BootseerError):
+                self._client.ask(own.addresses[0], question, _ANSWER_S)
+
+        with contextlib.suppress(TransientError):
+            self._asking.submit(tell, urgent=False)
+
+    def submit_question(self, job: Callable[[], None]) -> None:
+        """Raises `TransientError` where no thread can be started."""
+        self._asking.submit(job)
+
+    def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
+        """Get a chunk from this node, in its turn."""
+        with self._lock:
+            queue = self._queues[peer]
+            queue.reads.append((unit, read))
+            if queue.running >= _PER_PEER:
+                return
+            queue.running += 1
+        self._go_on(peer, queue)
+
+    def _go_on(self, peer: str, queue: _Queue) -> None:
+        try:
+            self._receiving.submit(partial(self._read_next, peer, queue))
+        except TransientError:
+            with self._lock:
+                queue.running -= 1
+                left, queue.reads = queue.reads, deque()
+            for _, read in left:
+                read.done(False)
+
+    def _read_next(self, peer: str, queue: _Queue) -> None:
+        with self._lock:
+            if not queue.reads:
+                queue.running -= 1
+                return
+            unit, read = queue.reads.popleft()
+        try:
+            self._read(peer, unit, read)
+        finally:
+            self._go_on(peer, queue)
+
+    def _read(self, peer: str, unit: Unit, read: PeerRead) -> None:
+        is_here = again = False
+        try:
+            is_here, again = self._receive(peer, unit, read)
+        finally:
+            if is_here:
+                self._facts.add("peer_bytes", len(read.into))
+                read.done(True)
+            elif again:
+                read.patient = True
+                self.read_from(peer, unit, read)
+            else:
+                unit.failed(read, peer)
+
+    def _receive(self, peer: str, unit: Unit, read: PeerRead) -> tuple[bool, bool]:
+        """Whether the chunk is here and right, and if not, whether to ask the same node again."""
+        members = self._job.members()
+        address = next((one.addresses[0] for one in members.peers if one.name == peer), None)
+        began_s = time.monotonic()
+        with self._lock:
+            if address is None or peer in self._health.absent(began_s) or read.is_stopped():
+                return False, False
+            asked = self._health.asked(peer, began_s)
+
+        def heard(num_bytes: int) -> float:
+            now_s = time.monotonic()
+            if read.is_stopped():
+                raise NotFoundError("it is not wanted any more")
+            with self._lock:
+                if num_bytes:
+                    self._health.received(asked, num_bytes, now_s)
+                else:
+                    self._health.filling(asked, now_s)
+                if now_s >= max(began_s, self._received_s.get(peer, 0.0)) + _STILL_S:
+                    raise TransientError(f"{peer} has sent nothing for {_STILL_S:.0f} s")
+                return _PATIENT_S if read.patient else max(self._health.late_at(asked) - now_s, 0.01)
+
+        start = read.block * unit.index.block_size
+        request = Request(unit.index.identity, start, len(read.into), Level.GLOBAL, members.digest)
+        late = right = lied = again = False
+        try:
+            self._client.read(address, request, read.into, heard=heard)
+            right = read.is_right(read.into)
+        except (NotFoundError, FillFailedError) as error:
+            _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
+        except BootseerError as error:
+            late = error.retry_after_s is None if isinstance(error, TransientError) else True
+            _LOG.debug("chunk %d does not come from %s: %s", read.block, peer, error)
+        else:
+            lied = not right
+            if lied:
+                self._facts.add("wrong_chunks")
+                _LOG.warning("%s sent wrong bytes for chunk %d and is not asked again", peer, read.block)
+        now_s = time.monotonic()
+        with self._lock:
+            self._health.ended(asked, late=late, now_s=now_s)
+            if right:
+                self._received[peer] += len(read.into)
+                self._received_s[peer] = now_s
+            elif lied:
+                self._health.lied(peer, f"chunk {read.block} of {unit.index.identity[:12]}")
+            elif late and not read.patient:
+                again = not self._health.may_hedge()
+        return right, again
+
+
+class Unit:
+    """Chunks of one unit of a segment that are wanted together. The first of them that is read asks about all."""
+
+    def __init__(self, peers: PeerChunks, index: Index, first: int) -> None:
+        """`first`: block of the index, a multiple of `UNIT_BLOCKS`."""
+        self.index = index
+        self.first = first
+        self._peers = peers
+        self._blocks = 0
+        self._lock = threading.Lock()
+        self._waiting: list[PeerRead] = []
+        self._keeps = False
+        self._sources: dict[int, str] | None = None
+
+    def add(self, block: int) -> None:
+        """A chunk that is wanted. Before any of them is read."""
+        self._blocks |= 1 << (block - self.first)
+
+    def read(self, read: PeerRead, *, keeps: bool) -> None:
+        """Get a chunk from another node, or be told to read it: see `PeerRead.done`. `keeps`: whether what is read here
+        can be passed on."""
+        with self._lock:
+            sources = self._sources
+            if sources is None:
+                self._waiting.append(read)
+                if len(self._waiting) > 1:
+                    return
+                self._keeps = keeps
+        if sources is not None:
+            self._go_on(read, sources)
+            return
+        try:
+            self._peers.submit_question(self._ask)
+        except TransientError:
+            self._know({})
+
+    def failed(self, read: PeerRead, peer: str) -> None:
+        """A node did not give this chunk. Blocks for answers."""
+        read.num_sources += 1
+        read.patient = False
+        sources: dict[int, str] = {}
+        if read.num_sources < _MAX_SOURCES and not read.is_stopped():
+            blocks = 1 << (read.block - self.first)
+            sources = self._peers.ask(self, blocks, keeps=self._keeps, without=peer)
+        self._go_on(read, {block: source for block, source in sources.items() if source != peer})
+
+    def _ask(self) -> None:
+        sources: dict[int, str] = {}
+        try:
+            sources = self._peers.ask(self, self._blocks, keeps=self._keeps)
+        finally:
+            self._know(sources)
+
+    def _know(self, sources: dict[int, str]) -> None:
+        with self._lock:
+            self._sources = sources
+            waiting, self._waiting = self._waiting, []
+        for read in waiting:
+            self._go_on(read, sources)
+
+    def _go_on(self, read: PeerRead, sources: dict[int, str]) -> None:
+        source = sources.get(read.block - self.first)
+        if source is None:
+            read.done(False)
+        else:
+            self._peers.read_from(source, self, read)

@@ -1,0 +1,117 @@
+"""Nodes of a job that read the same checkpoints: processes with a cache and a peer server each, on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.reading.reading import Reading
+from bootseer.peers.choice import Peer
+from bootseer.peers.job import JobPeers
+from bootseer.peers.readers import CachedFiles
+from bootseer.peers.server import Server
+from bootseer.places import open_place
+from cached import processes
+
+SECRET = b"s" * 32
+Ranges = Sequence[tuple[int, int]]
+"""Offset and length each."""
+
+
+class Node:
+    """One of them, as the test that started it sees it."""
+
+    def __init__(self, folder: Path, name: str, uri: str) -> None:
+        self.folder = folder / name
+        self.name = name
+        self._pipe, end = processes.Pipe()
+        self._process = processes.Process(target=_be_node, args=(end, self.folder, name, uri), daemon=True)
+        self._process.start()
+        end.close()
+        self.peer = Peer(name, (f"127.0.0.1:{self._pipe.recv()}",))
+
+    def tell(self, what: object) -> None:
+        self._pipe.send(what)
+
+    def begin(self, path: str, ranges: Ranges, *, step: int | None = None) -> None:
+        """Have it read ranges of a file at once, or if `step` is given one after the other in reads of this size."""
+        self.tell((path, ranges, step))
+
+    def ended(self, timeout_s: float = 120.0) -> dict[str, Any]:
+        """What the read came to: `digest` of what was read, or `error`; `seconds`; and the reading's facts so far."""
+        assert self._pipe.poll(timeout_s), f"{self.name} does not answer"
+        said = self._pipe.recv()
+        assert isinstance(said, dict)
+        return said
+
+    def hang(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def cached(self) -> list[Path]:
+        """The files of its cache."""
+        return sorted((self.folder / "cache" / "files").glob("*/data"))
+
+
+def meet(nodes: Iterable[Node]) -> None:
+    """Tell all of them of each other."""
+    nodes = list(nodes)
+    for node in nodes:
+        node.tell([other.peer for other in nodes])
+        node.ended()
+
+
+def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
+    folder.mkdir()
+    job = JobPeers.create(folder / "peers", SECRET)
+    files = CachedFiles()
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server([listening], SECRET, partial(files.open, job), name=name)
+    pipe.send(listening.getsockname()[1])
+    place = open_place(uri)
+    reading = Reading(place, cache=Cache(folder / "cache"), job=job)
+    while (told := pipe.recv()) is not None:
+        answer: dict[str, Any] = {}
+        if isinstance(told, list):
+            job.write_members(name, told)
+            time.sleep(0.6)  # they are looked at twice a second
+        else:
+            began_s = time.monotonic()
+            try:
+                answer["digest"] = _read(reading, *told)
+            except Exception as error:
+                answer["error"] = f"{type(error).__name__}: {error}"
+            answer["seconds"] = time.monotonic() - began_s
+            reading.settle()
+        pipe.send(answer | reading.facts() | {"sent_bytes": server.served.bytes_sent})
+    reading.close()
+    server.close()
+    files.close()
+
+
+def _read(reading: Reading, path: str, ranges: Ranges, step: int | None) -> str:
+    """The digest of the ranges, one after the other."""
+    memories = [bytearray(length) for _, length in ranges]
+    with reading.open(path) as file:
+        if step is None:
+            file.read_ranges([(offset, memory) for (offset, _), memory in zip(ranges, memories, strict=True)])
+        else:
+            for (offset, length), memory in zip(ranges, memories, strict=True):
+                for at in range(0, length, step):
+                    memory[at : at + step] = file.read(offset + at, min(step, length - at))
+    return blake3(b"".join(memories)).hexdigest()
