@@ -12,13 +12,16 @@ RATE ?=
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo hdfs check test quick fuzz mutants bench docs help
+.PHONY: setup demo demo-nodes hdfs check test quick fuzz mutants bench docs help
 
 setup: ## Install what is needed: system packages and .venv (quick when it is all there)
 	@scripts/setup.sh
 
 demo: setup ## Start a real training job four times from image, snapshot and checkpoint, and show where the time went (root)
 	@examples/demo.sh $(ARGS)
+
+demo-nodes: setup ## One image on 1, 2 and 4 nodes behind one registry: time against nodes, as a picture (root, 3 minutes)
+	@$(BIN)/python examples/demo_nodes.py $(ARGS)
 
 hdfs: setup ## Start an HDFS that stays; RATE=400 limits its links (Mbit/s, root); ARGS=stop ends it, ARGS=status tells
 	@scripts/hdfs.sh $(or $(ARGS),$(if $(RATE),start --rate-mbit $(RATE)))
@@ -49,4 +52,4 @@ docs: setup ## Check the documents' links and commands, and build them as a site
 	@scripts/build_docs.sh
 
 help: ## Show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'

@@ -10,6 +10,7 @@ from competitors import containerd_config
 from harness import ROOT
 from nodes_site import BOOTSEER, PYTHON, Script
 
+_UNGUARDED = str(Path(__file__).with_name("nodes_unguarded.py"))
 _COPY = str(ROOT / "examples/plain_copy.py")
 RECORDED = "recorded"
 """The name of the hot set that starts use, where they use one."""
@@ -23,10 +24,10 @@ class Origin:
     host: str
     """Of the registry."""
     index: str
-    """URL of the package index."""
+    """URL of the package index; empty: the job needs no packages besides the image's."""
     image: str
     striped: str
-    """The checkpoints as BootSeer's nodes read them, and as ordinary files."""
+    """The checkpoints as BootSeer's nodes read them, and as ordinary files. Empty: the image is all that jobs need."""
     plain: str
     meet: str
     """The folder in which the nodes of a job find each other."""
@@ -53,7 +54,8 @@ class Start:
         return self.folder / "copied"
 
     def job(self, checkpoint: Path) -> list[str]:
-        return ["python3", "/bench/nodes_replay.py", "/bench/plan", str(checkpoint)]
+        read = [str(checkpoint)] if self.origin.striped else []
+        return ["python3", "/bench/nodes_replay.py", "/bench/plan", *read]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,8 @@ def today(start: Start, pull: str = "") -> Script:
     """containerd pulls, one client copies the checkpoint, pip installs in the container. `pull`: another reference."""
     image = pull or start.origin.image
     prepare, env = containerd(start.folder)
-    return Script(
-        prepare,
-        [["ctr", "image", "pull", "--plain-http", image], copy(start), run_container(start, image)],
-        env,
-    )
+    pulled = ["ctr", "image", "pull", "--plain-http", image]
+    return Script(prepare, [pulled, *copy(start), run_container(start, image)], env)
 
 
 def containerd(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -95,43 +94,48 @@ def containerd(folder: Path) -> tuple[list[str], dict[str, str]]:
     return lines, {"CONTAINERD_ADDRESS": str(place / "containerd.sock")}
 
 
-def copy(start: Start) -> list[str]:
+def copy(start: Start) -> list[list[str]]:
     """The checkpoint as ordinary files, one after the other."""
-    return [PYTHON, _COPY, start.origin.plain, str(start.copied)]
+    return [[PYTHON, _COPY, start.origin.plain, str(start.copied)]] if start.origin.plain else []
 
 
 def run_container(start: Start, image: str) -> list[str]:
     """pip, then the job, in a container that containerd has."""
-    folders = {str(start.origin.bench): "/bench", str(start.copied): str(start.copied)}
+    folders = {str(start.origin.bench): "/bench"}
+    if start.origin.plain:
+        folders[str(start.copied)] = str(start.copied)
     mounts = [f"type=bind,src={here},dst={there},options=rbind:ro" for here, there in folders.items()]
     options = ["--rm", "--net-host", *(word for mount in mounts for word in ("--mount", mount))]
     options += ["--cgroup", f"/{start.row}-{start.number}"]
+    if not start.origin.index:
+        return ["ctr", "run", *options, image, f"{start.row}-{start.number}", *start.job(start.copied)]
     pip = f"python3 -m pip install --quiet {_pip(start.origin)} -r /bench/requirements.txt"
     inside = ["sh", "-c", f'{pip} && exec "$@"', "sh", *start.job(start.copied)]
     return ["ctr", "run", *options, image, f"{start.row}-{start.number}", *inside]
 
 
-def bootseer(start: Start, techniques: Techniques, *options: str) -> Script:
-    """`bootseer run` with image, environment and checkpoint."""
+def bootseer(start: Start, techniques: Techniques, without: str = "") -> Script:
+    """`bootseer run` with image, environment and checkpoint. `without`: a guard of `nodes_unguarded`."""
     origin = start.origin
-    words = [BOOTSEER, "run", "--quiet", "--job", start.row, "--attempt", "0", "--node", f"node{start.number}"]
-    words += ["--num-nodes", str(start.of), "--began-pattern", "^began", *options]
+    program = [PYTHON, _UNGUARDED, without] if without else [BOOTSEER]
+    words = [*program, "run", "--quiet", "--job", start.row, "--attempt", "0", "--node", f"node{start.number}"]
+    words += ["--num-nodes", str(start.of), "--began-pattern", "^began"]
     words += ["--image", origin.image, "--store", f"oci://{origin.image.rpartition(':')[0]}", "--entrypoint", "none"]
     words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
     words += ["--workload", RECORDED if techniques.record else start.row]
-    words += ["--requirements", str(REQUIREMENTS), "--env", "auto" if techniques.environment else "bypass"]
     if techniques.peers:
         words += ["--peers", origin.meet]
-    for setting in _pip_variables(origin):
-        words += ["--container-env", setting]
-    steps = []
-    if techniques.checkpoint:
+    if origin.index:
+        words += ["--requirements", str(REQUIREMENTS), "--env", "auto" if techniques.environment else "bypass"]
+        for setting in _pip_variables(origin):
+            words += ["--container-env", setting]
+    steps, checkpoint = [], start.copied
+    if origin.striped and techniques.checkpoint:
         checkpoint = start.folder / "checkpoints"
         words += ["--checkpoint", origin.striped, "--checkpoint-dir", str(checkpoint)]
-    else:
-        checkpoint = start.copied
+    elif origin.plain:
         words += ["--mount", f"{checkpoint}:{checkpoint}:ro"]
-        steps.append(copy(start))
+        steps = copy(start)
     return Script(
         # The program's own code is in memory, as on a node in use.
         [f"{BOOTSEER} --version >/dev/null"],

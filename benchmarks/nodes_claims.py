@@ -21,6 +21,20 @@ class Names:
     TORRENT = "aria2 (BitTorrent) and containerd"
 
 
+class Faults:
+    """Of the arms in which something is wrong; all with peers."""
+
+    NONE = "healthy"
+    SLOW = "one node's upload at a twentieth"
+    KILLED = "one node is gone in mid-start"
+    HUNG = "one node hangs in mid-start"
+    STARVED = "the origin at a quarter"
+    UNHEDGED = f"{SLOW}, no second request"
+    UNBROKEN = f"{SLOW}, no circuit breaker"
+    HUNG_UNHEDGED = f"{HUNG}, silence is waited for"
+    NAIVE = f"{STARVED}, who waits gives up"
+
+
 BUSY = 0.9
 """A row in which the processors were busy for more than this part of the time was bound by them, not by the links."""
 
@@ -41,6 +55,10 @@ class Row:
     @property
     def slowest_s(self) -> float:
         return max(self.seconds)
+
+    @property
+    def median_s(self) -> float:
+        return median(self.seconds)
 
     @property
     def is_bound_by_processors(self) -> bool:
@@ -85,4 +103,39 @@ def claims(found: Found) -> list[Must]:
     if compared:
         less = slowest(Names.PEERS, compared[-1]) / slowest(Names.TODAY, compared[-1])
         must(f"{Names.PEERS} / {Names.TODAY}, {compared[-1]} nodes", less, 0.15)
+    return musts
+
+
+def fault_claims(found: Found) -> list[Must]:
+    """Claims about starts in which something is wrong, against the healthy start of the same run."""
+    musts: list[Must] = []
+    rows = {arm: (number, median(row.slowest_s for row in of), median(row.traffic.origin for row in of))
+            for (arm, number), of in found.items()}  # fmt: skip
+    if Faults.NONE not in rows:
+        return musts
+    number, healthy_s, copy = rows[Faults.NONE]
+
+    def must(what: str, value: float, limit: float, unit: str = "x", *, at_least: bool = False) -> None:
+        musts.append(Must(what, value, limit, unit, at_least=at_least))
+
+    if Faults.SLOW in rows:
+        must(f"{Faults.SLOW} / {Faults.NONE}: time", rows[Faults.SLOW][1] / healthy_s, 1.5)
+    for arm in (Faults.KILLED, Faults.HUNG):
+        if arm in rows:
+            must(f"{arm}: time", rows[arm][1], 1.2 * healthy_s + 1, "s")
+    for arm in (Faults.SLOW, Faults.KILLED, Faults.HUNG):
+        if arm in rows:
+            must(f"{arm} / {Faults.NONE}: origin sends", rows[arm][2] / copy, 1 + 1 / number)
+    if Faults.STARVED in rows:
+        must(f"{Faults.STARVED} / {Faults.NONE}: origin sends", rows[Faults.STARVED][2] / copy, 1.05)
+    # A guard that is not missed when it is off protects from nothing.
+    if Faults.SLOW in rows and Faults.UNHEDGED in rows:
+        slower = rows[Faults.UNHEDGED][1] / rows[Faults.SLOW][1]
+        must(f"{Faults.UNHEDGED}: time, against with it", slower, 1.2, at_least=True)
+    if Faults.HUNG in rows and Faults.HUNG_UNHEDGED in rows:
+        slower = rows[Faults.HUNG_UNHEDGED][1] / rows[Faults.HUNG][1]
+        must(f"{Faults.HUNG_UNHEDGED}: time, against without", slower, 1.2, at_least=True)
+    if Faults.STARVED in rows and Faults.NAIVE in rows:
+        more = rows[Faults.NAIVE][2] / rows[Faults.STARVED][2]
+        must(f"{Faults.NAIVE}: origin sends, against who waits", more, 1.5, at_least=True)
     return musts

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import node
@@ -46,6 +46,7 @@ class Sizes:
     """How much there is to load."""
 
     checkpoint_mb: int
+    """0: no checkpoint, and no environment either."""
     cut: bool = False
     """The image without PyTorch's layer."""
 
@@ -55,7 +56,6 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
     """Start the servers, fill them, and record a start; also gives the servers' process ids."""
     cache = ROOT / ".demo-cache"
     subprocess.run([ROOT / "examples/image/build.sh", cache / "image"], check=True)
-    checkpoints = _checkpoints(cache / "image", sizes.checkpoint_mb)
     layout = _without_torch(cache / "image/oci", folder / "oci") if sizes.cut else cache / "image/oci"
     bench = folder / "bench"
     bench.mkdir()
@@ -64,22 +64,25 @@ def origin(site: Site, folder: Path, sizes: Sizes) -> Iterator[tuple[Origin, set
     bench.chmod(0o755)
     with ExitStack() as stack:
         registry = stack.enter_context(Registry(folder / "registry", site.here, free_port()))
-        hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
-        index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
+        servers = [registry.pid]
         image = registry.push(f"oci:{layout}:latest", "team/job:1")
-        here = Origin(
-            registry.host, index, image, f"{hdfs.uri}/striped", f"{hdfs.uri}/plain", f"{hdfs.uri}/meet", bench, layout
-        )
+        here = Origin(registry.host, "", image, "", "", str(folder / "meet"), bench, layout)
         environ = {**os.environ, "BOOTSEER_PLAIN_HTTP": registry.host}
         _run([BOOTSEER, "image", "convert", image], environ)
-        for stripes, place in (("4", here.striped), ("1", here.plain)):
-            words = [BOOTSEER, "ckpt", "put", "--stripes", stripes, str(checkpoints), place]
-            _run(words, environ)
-        work = f"import {_CUT if sizes.cut else 'torch'}, {_IMPORTS}"
-        (bench / "plan").write_text(_plan(site, folder, here, work if sizes.cut else f"{work}; {node.TORCH}"))
+        if sizes.checkpoint_mb:
+            checkpoints = _checkpoints(cache / "image", sizes.checkpoint_mb)
+            hdfs = stack.enter_context(HdfsCluster(folder, num_datanodes=4, is_brief=False, address=site.here))
+            index, index_pid = stack.enter_context(_index(cache / "image/wheels", site.here))
+            servers += [index_pid, *(one.pid for one in (*hdfs.datanodes, hdfs.namenode) if one is not None)]
+            striped, plain, meet = (f"{hdfs.uri}/{name}" for name in ("striped", "plain", "meet"))
+            here = replace(here, index=index, striped=striped, plain=plain, meet=meet)
+            for stripes, place in (("4", striped), ("1", plain)):
+                _run([BOOTSEER, "ckpt", "put", "--stripes", stripes, str(checkpoints), place], environ)
+        more = f", {_IMPORTS}" if sizes.checkpoint_mb else ""
+        work = f"import {_CUT}{more}" if sizes.cut else f"import torch{more}; {node.TORCH}"
+        (bench / "plan").write_text(_plan(site, folder, here, work))
         registry.warm()
-        servers = [process.pid for process in (*hdfs.datanodes, hdfs.namenode) if process is not None]
-        yield here, {registry.pid, index_pid, *servers}
+        yield here, set(servers)
 
 
 def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:

@@ -1,7 +1,8 @@
-"""Reads what a recorded start read, in its order and with its pauses: `nodes_replay.py PLAN CHECKPOINT`.
+"""Reads what a recorded start read, in its order and with its pauses: `nodes_replay.py PLAN [CHECKPOINTS]`.
 
 Runs in the container of a node, with the image's Python and nothing else. PLAN has a line for each read (kind, pause in
-milliseconds, offset, length, path). All of the checkpoint is read behind them, as a replica of the model reads it. Says
+milliseconds, offset, length, path). All of the newest checkpoint is read behind
+them, as a replica of the model reads it. Says
 `ready`, the time on the clock that all processes share, and a checksum of what came from image and checkpoint; then it
 waits for a line, as a job goes on.
 """
@@ -50,12 +51,10 @@ def read_all(folder: str, checksum: int) -> int:
 
 if __name__ == "__main__":
     found = replay(sys.argv[1])
-    # A place of checkpoints names the newest one; a copy is that one alone.
-    root = sys.argv[2]
-    pointer = os.path.join(root, "latest")  # noqa: PTH118
-    if os.path.exists(pointer):  # noqa: PTH110
-        root = os.path.join(root, read(pointer, 0, 4096).decode().strip())  # noqa: PTH118
-    found = read_all(root, found)
+    for root in sys.argv[2:]:
+        # A place of checkpoints names the newest one.
+        newest = read(os.path.join(root, "latest"), 0, 4096).decode().strip()  # noqa: PTH118
+        found = read_all(os.path.join(root, newest), found)  # noqa: PTH118
     print("ready", time.monotonic(), found, flush=True)
     # Training begins where all nodes are ready.
     sys.stdin.readline()

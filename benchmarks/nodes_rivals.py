@@ -58,7 +58,7 @@ def torrent(start: Start, seeds: str) -> Script:
     bring = f"{' '.join(words)} </dev/null >&2 & until [ -e {done} ]; do kill -0 $!; sleep 0.05; done"
     unpack = f"tar -C {layers}/{_NAME} -cf - . | ctr image import --index-name {_IMPORTED} -"
     script = today(start)
-    steps = [["bash", "-ec", bring], ["bash", "-ec", unpack], copy(start), run_container(start, _IMPORTED)]
+    steps = [["bash", "-ec", bring], ["bash", "-ec", unpack], *copy(start), run_container(start, _IMPORTED)]
     return replace(script, steps=steps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +49,9 @@ class Fault:
 
     before: Callable[[Site], None] = lambda site: None
     """Called when the links have their rates."""
-    after_s: float = 0.0
+    after_bytes: int = 0
     act: Callable[[Sequence[Node]], None] | None = None
-    """Called so long after the begin."""
+    """Called when the origin has sent so much."""
     lost: frozenset[int] = frozenset()
     """Nodes that need not become ready."""
 
@@ -92,10 +92,24 @@ def measure(
     rounds: int | None = None,
 ) -> Iterator[Outcome]:
     """All arms, each of which is kept when it is there. `most`: so many nodes at most."""
+    rates, sizes = (Rates(100, 200), Sizes(64, cut=True)) if quick else (Rates(50, 100), Sizes(64))
+    for found in rows(rates, sizes, most, arms_of, rounds or 1, quick=quick):
+        yield _outcome(found, rates, sizes, claims)
+
+
+def rows(
+    rates: Rates,
+    sizes: Sizes,
+    most: int,
+    arms_of: Callable[[Lab], Sequence[Arm]],
+    rounds: int = 1,
+    *,
+    quick: bool = False,
+) -> Iterator[Found]:
+    """Start the job in all ways; gives after each row what was found so far."""
     if os.geteuid():
         raise RuntimeError("the benchmarks of nodes need root: they make network namespaces and mounts")
     node.adopt()
-    rates, sizes = (Rates(100, 200), Sizes(64, cut=True)) if quick else (Rates(50, 100), Sizes(64))
     found: dict[tuple[str, int], list[Row]] = defaultdict(list)
     cache = ROOT / ".demo-cache"
     cache.mkdir(exist_ok=True)
@@ -108,7 +122,7 @@ def measure(
         checksums = set[bytes]()
         # Thrown away: it records the replay itself.
         run_row(lab, Arm("first", 1, partial(bootseer, techniques=Techniques())), 0, checksums, shaped=False)
-        arms = list(arms_of(lab)) * (rounds or 1)
+        arms = list(arms_of(lab)) * rounds
         left = Left([float(arm.number) for arm in arms])
         for count, arm in enumerate(arms, 1):
             print(f"  {left}", flush=True)
@@ -116,7 +130,7 @@ def measure(
             found[arm.name, arm.number].append(row)
             left.made_one()
             print(f"  {named(arm.name, arm.number)}: {told(row)}", flush=True)
-            yield _outcome(found, rates, sizes, claims)
+            yield found
 
 
 def run_row(lab: Lab, arm: Arm, count: int, checksums: set[bytes], *, shaped: bool = True) -> Row:
@@ -134,9 +148,9 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: set[bytes], *, shaped: bo
         cpu_s = [one.cpu_s() for one in running]
         began = nodes_site.start(running)
         if arm.fault.act is not None:
-            timer = threading.Timer(arm.fault.after_s, arm.fault.act, [running])
-            timer.daemon = True
-            timer.start()
+            while site.traffic().since(before).origin < arm.fault.after_bytes:
+                time.sleep(0.02)
+            arm.fault.act(running)
         awaited = [one for one in running if one.number not in arm.fault.lost]
         nodes_site.wait_until_ready(awaited, _DEADLINE_S)
         used, idle = (after - b for after, b in zip(_busy(), busy, strict=True))
@@ -164,7 +178,7 @@ def told(row: Row) -> str:
     """A row in a line."""
     sent, bound = sum(row.traffic.sent) / 1e6, ", bound by the processors" if row.is_bound_by_processors else ""
     return (
-        f"slowest {row.slowest_s:.1f} s, median {median(row.seconds):.1f} s; origin sent "
+        f"slowest {row.slowest_s:.1f} s, median {row.median_s:.1f} s; origin sent "
         f"{row.traffic.origin / 1e6:.0f} MB, nodes {sent:.0f} MB; CPU {sum(row.cpu_s):.1f} + {row.origin_cpu_s:.1f} s, "
         f"busy {row.busy:.2f}{bound}"
     )
@@ -195,8 +209,8 @@ def _outcome(found: Found, rates: Rates, sizes: Sizes, claims: Callable[[Found],
 def _details(rows: Sequence[Row]) -> Mapping[str, Any]:
     """Medians of what is beside the times."""
     return {
-        "median_s": median(median(row.seconds) for row in rows),
-        "slowest_to_median": median(row.slowest_s / median(row.seconds) for row in rows),
+        "median_s": median(row.median_s for row in rows),
+        "slowest_to_median": median(row.slowest_s / row.median_s for row in rows),
         "origin_mb": median(row.traffic.origin for row in rows) / 1e6,
         "sent_mb_by_node": [median(each) / 1e6 for each in zip(*(row.traffic.sent for row in rows), strict=True)],
         "received_mb_by_node": [

@@ -13,6 +13,7 @@ import os
 import selectors
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,6 +126,12 @@ class Node:
         """The machine is gone: all its processes end at once."""
         self.process.kill()
 
+    def hang(self) -> None:
+        """Nothing runs any more; connections stay."""
+        for pid in self.descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
 
 def node_env(folder: Path) -> dict[str, str]:
     """What every process of a node finds."""
@@ -167,15 +174,7 @@ def nodes(site: Site, folder: Path, scripts: Sequence[Script]) -> Iterator[list[
         _wait_for(running, b"prepared", time.monotonic() + _PREPARE_S)
         yield running
     finally:
-        for one in running:
-            # The end of its input is the end of a node that waits; of all that it runs, when it does not.
-            with contextlib.suppress(BrokenPipeError):
-                assert one.process.stdin is not None
-                one.process.stdin.close()
-        until = time.monotonic() + _END_S
-        for one in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(0.0, until - time.monotonic()))
+        finish(running)
         for one in running:
             one.process.kill()
             one.process.wait()
@@ -197,6 +196,18 @@ def start(running: Sequence[Node]) -> float:
 def wait_until_ready(running: Sequence[Node], deadline_s: float) -> None:
     """Until the job of each node has said `ready`, and when. Raises `RuntimeError` when one ends before."""
     _wait_for(running, b"ready", time.monotonic() + deadline_s)
+
+
+def finish(running: Sequence[Node]) -> None:
+    """Let the jobs that are ready go on to their end, and wait for it; their folders stay."""
+    for one in running:
+        assert one.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            one.process.stdin.close()
+    until = time.monotonic() + _END_S
+    for one in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, until - time.monotonic()))
 
 
 def _wait_for(running: Sequence[Node], word: bytes, until: float) -> None:

@@ -27,6 +27,8 @@ NAMES = (
     "checkpoint",
     "small_files",
     "nodes",
+    "nodes_parts",
+    "nodes_faults",
     "tests",
 )
 
@@ -38,7 +40,7 @@ def main() -> int:
         "--rounds",
         type=_count,
         metavar="N",
-        help="for benchmarks whose rounds take minutes: checkpoint, small_files, nodes",
+        help="for benchmarks whose rounds take minutes: checkpoint, small_files, nodes, nodes_parts, nodes_faults",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     arguments = parser.parse_args()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bootseer import __version__
 from bootseer.logs import FILE_BYTES, without_secrets
 
 _WRITER = """
@@ -61,7 +62,9 @@ def test_nothing_is_logged_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_levels_by_package_and_lines_of_json(tmp_path: Path) -> None:
     told = ran(tmp_path, "ckpt", "list", "nowhere", BOOTSEER_LOG="fetch=info, cli=debug", BOOTSEER_LOG_FORMAT="json")
-    line = json.loads(told.stderr.splitlines()[0])
+    begin, line = map(json.loads, told.stderr.splitlines()[:2])
+    assert (begin["level"], begin["logger"]) == ("info", "bootseer.cli.main")
+    assert begin["message"].startswith(f"bootseer {__version__}, Python ")
     assert (line["level"], line["logger"]) == ("debug", "bootseer.cli")
     assert "Traceback" in line["traceback"]
     wrong = ran(tmp_path, "ckpt", "list", "nowhere", BOOTSEER_LOG="fetch=loud")

@@ -149,11 +149,21 @@ def test_several_jobs_ask_for_a_choice_without_driving_the_terminal(run, log):
     name = log(LOG + b"".join(Fleet(1, job=evil).lines()))
     text = one_line(run("report", name), 2)
     assert "2 jobs" in text
+    assert "hint: choose one: --job " in run("report", name).stderr
+    assert "--job" not in run("diff", name, name).stderr  # which has no such option
     assert run("report", name, "--job", "moe").returncode == 0
     assert run("report", name, "--job", evil).returncode == 0
     assert "no job 'x'" in one_line(run("report", name, "--job", "x"), 2)
     many = log(b"".join(Fleet(1, job=f"job{n}").lines()[0] for n in range(300)), "many.log")
     assert "300 jobs" in one_line(run("report", many), 2)
+
+
+def test_the_log_says_what_was_read_and_which_startup_was_chosen(run, log):
+    told = run("--debug", "report", log()).stderr
+    assert "report.scan [" in told
+    assert "read 1 files, " in told
+    assert " 0 facts; skipped: nothing" in told
+    assert "job 'moe', attempt 0, restart 0, of 1 startups in the input: training_began, " in told
 
 
 def test_no_control_character_of_a_log_reaches_any_output(run, log, tmp_path):

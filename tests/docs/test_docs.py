@@ -171,7 +171,9 @@ def test_each_variable_in_the_code_is_documented_and_each_documented_one_is_in_t
 
 
 def test_the_order_of_the_job_s_variables_is_as_documented() -> None:
-    row = next(line for line in section("environment.md", "Who is starting").splitlines() if line.startswith("| job "))
+    row = next(
+        line for line in section("environment.md", "Identity of a start").splitlines() if line.startswith("| job ")
+    )
     names = re.findall(r"`([A-Z]+_[A-Z_]+)`", row)
     names.remove("SLURM_ARRAY_TASK_ID")
     names.remove("SLURM_JOB_NAME")

@@ -14,9 +14,44 @@ def answered(health: Health, peer: str, num_bytes: int, seconds: float, at_s: fl
     health.ended(asked, late=False, now_s=at_s + seconds)
 
 
+def begin(health: Health, peer: str, seconds: float, times: int = 8) -> None:
+    """Some answers, the first sign of which came after so long."""
+    for _ in range(times):
+        health.filling(health.asked(peer, 0.0), seconds)
+
+
 def test_silence_is_late() -> None:
     health = Health()
+    assert health.late_at(health.asked("a", 10.0)) == 12.0  # nothing is known yet
+    begin(health, "b", 0.01)
     assert health.late_at(health.asked("a", 10.0)) == 10.5
+
+
+def test_silence_is_late_later_where_all_answers_begin_late() -> None:
+    health = Health()
+    begin(health, "b", 0.3)
+    assert health.late_at(health.asked("a", 10.0)) == 11.2
+
+
+def test_an_answer_that_is_almost_whole_is_waited_for() -> None:
+    health = Health()
+    for peer in "abc":
+        answered(health, peer, 80 * MIB, 1.0)
+    slow, half = (health.asked("slow", 0.0, length) for length in (80 * MIB, 2 * MIB))
+    for asked in (slow, half):
+        health.received(asked, MIB, 0.0)
+    assert health.late_at(slow) == 1.0
+    assert health.late_at(half) == 2.0
+
+
+def test_requests_that_were_under_way_when_a_peer_was_late_do_not_count_again() -> None:
+    health = Health()
+    two = [health.asked("a", 0.0) for _ in range(2)]
+    for asked in two:
+        health.ended(asked, late=True, now_s=2.0)
+    assert health.absent(2.0) == frozenset()
+    health.ended(health.asked("a", 2.5), late=True, now_s=4.0)
+    assert health.absent(4.0) == {"a"}
 
 
 def test_one_that_fills_is_not_late_however_long_it_takes() -> None:
@@ -39,8 +74,8 @@ def test_bytes_at_less_than_an_eighth_of_the_median_are_late() -> None:
     health = Health()
     for peer, rate in (("a", 8), ("b", 8), ("c", 80)):
         answered(health, peer, rate * MIB, 1.0)
-    assert health.late_at(receiving(health, 0.8 * MIB, 1.0)) < 1.0
-    assert health.late_at(receiving(health, 1.5 * MIB, 1.0)) > 1.0
+    assert health.late_at(receiving(health, 0.8 * MIB, 2.0)) < 2.0
+    assert health.late_at(receiving(health, 1.5 * MIB, 2.0)) > 2.0
 
 
 def test_two_late_answers_of_eight_open_the_circuit_for_five_seconds() -> None:

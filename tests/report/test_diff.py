@@ -246,7 +246,7 @@ def test_a_stage_named_like_the_whole_is_a_stage():
     ("num_runs", "slow", "advice"),
     [
         (4, 2.0, r"To prove environment_setup \+\d+\.\d\d s takes about 6 runs of each side\."),
-        (4, 1.0, r"With 10 runs as --baseline, 2\.\d\d times as long would be proven\."),
+        (4, 1.0, r"With 10 runs of A, 2\.\d\d times as long would be proven\."),
         (1, 1.3, r"To prove environment_setup \+\d+\.\d\d s takes about \d+ runs of "),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, PermanentError, TransientError
 from bootseer.logs import logger
-from bootseer.mounts.daemon import Daemon, start_daemon
+from bootseer.mounts.daemon import Daemon, open_peers, start_daemon
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bootseer.mounts.fetched import MakeTree
 
 _LOG = logger(__name__)
+_MAX_NAMES = 200
 RECORD = "record"
 """The file in a mount's folder that tells what its start needed."""
 
@@ -145,8 +146,17 @@ class Materializer:
             for name in (RECORD, KEPT):
                 (self.folder / name).unlink(missing_ok=True)
 
+    def _announce(self) -> None:
+        """Let the job's other nodes have what is in this node's cache or comes there, an earlier job's layers too."""
+        peers = open_peers(self.say)
+        if peers is not None:
+            for layer in self.stack:
+                peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
+            peers.close()
+
     def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
         """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
+        self._announce()
         self._trust()
         missing = [layer for layer in self.stack if not layer.file.trusted]
         if not missing:
@@ -260,14 +270,20 @@ class Materializer:
             facts["reason"] = self.reason
             origin = open_store(self.subject.store_uri, plain_http=self.subject.options.plain_http)
             fetcher = Fetcher(on_problem=self.say)
+            peers = open_peers(self.say)
+            place = (self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
             try:
                 for layer in self.stack:
                     if not layer.file.trusted:
-                        fetcher.add(layer.index, origin, layer.file)
+                        nodes = None if peers is None else peers.file(layer.index, *place)
+                        fetcher.add(layer.index, origin, layer.file, peers=nodes)
                 with self.show(f"fetching {self.subject.name}", "blocks") as heard:
                     fetcher.pull_all(heard)
             finally:
+                facts.update(peer_numbers(asdict(fetcher.stats())))
                 fetcher.close()
+                if peers is not None:
+                    peers.close()
                 origin.close()
         self._trust()
         if not all(layer.file.trusted for layer in self.stack):
@@ -282,3 +298,18 @@ def failures(daemon: Daemon) -> Mapping[str, Any]:
         if isinstance(fetch, dict):
             return fetch
     return {}
+
+
+def peer_numbers(fetch: Mapping[str, Any]) -> dict[str, object]:
+    """What the job's other nodes sent, by the statistics of a fetcher. Nothing where none was asked."""
+    peers: Mapping[str, Mapping[str, float]] = fetch.get("peers") or {}
+    if not peers:
+        return {}
+    named = {what: sorted(name for name, sent in peers.items() if sent[what]) for what in ("late", "wrong")}
+    return {
+        "peer_bytes": fetch.get("peer_bytes", 0),
+        "peer_requests": sum(int(sent["requests"]) for sent in peers.values()),
+        "late_requests": sum(int(sent["late"]) for sent in peers.values()),
+        "late_peers": " ".join(named["late"])[:_MAX_NAMES],
+        "wrong_peers": " ".join(named["wrong"])[:_MAX_NAMES],
+    }

@@ -18,7 +18,7 @@ from typing import Any
 
 from bootseer.artifact.child import breaks_forks, run_in_child
 from bootseer.artifact.loading import CachedLayer
-from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures
+from bootseer.artifact.materialize import Materializer, MountOptions, Subject, failures, peer_numbers
 from bootseer.artifact.places import blocks_folder
 from bootseer.artifact.progress import Say, Show, Stage
 from bootseer.artifact.room import Room, release_unused
@@ -228,6 +228,7 @@ def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
         "wasted_blocks": fetch.get("wasted_blocks", 0),
         "late_blocks": fetch.get("late", 0) if foreseen else 0,
         "waited_s": round(fetch.get("waited_s", 0.0), 3),
+        **peer_numbers(fetch),
     }
 
 

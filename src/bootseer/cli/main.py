@@ -18,7 +18,7 @@ def main() -> None:
     """Entry point of the `bootseer` program."""
     try:
         if os.environ.get("BOOTSEER_LOG"):
-            _log()
+            set_up_log()
         code = _quick_run(sys.argv[1:])
         if code is None:
             code = _any_verb()
@@ -40,10 +40,15 @@ def main() -> None:
     _end(code)
 
 
-def _log() -> None:
-    from bootseer import logs
+def set_up_log() -> None:
+    """Log as the environment says, first what runs here. Not its arguments: they may hold what must not be told."""
+    import platform
+
+    from bootseer import __version__, logs
 
     logs.set_up(os.environ)
+    ours = (__version__, platform.python_version(), platform.release())
+    logs.logger(__name__).info("bootseer %s, Python %s, Linux %s, user %d", *ours, os.geteuid())
 
 
 def _log_failure() -> None:

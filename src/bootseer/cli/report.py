@@ -14,7 +14,7 @@ import click
 
 from bootseer.cli.command import Amount
 from bootseer.cli.output import print_json, terminal
-from bootseer.errors import PermanentError
+from bootseer.errors import PermanentError, UsageError
 
 if TYPE_CHECKING:
     from bootseer.report.analysis.live import Moment
@@ -106,7 +106,7 @@ def report_command(
     )
     pattern = compiled(began_pattern, re.MULTILINE) if began_pattern is not None else None
     of_stages = [of_stage(text) for text in patterns]
-    with _watched(follow, as_json, color) as watch:
+    with _hints(), _watched(follow, as_json, color) as watch:
         report = read_report(
             logs, options, os.environ, began_pattern=pattern, patterns=of_stages, watch=watch, wait=wait
         )
@@ -130,6 +130,20 @@ def report_command(
     for path in (html, perfetto):
         if path is not None and sys.stderr is not None:
             sys.stderr.write(f"bootseer: wrote {path}\n")
+
+
+@contextmanager
+def _hints() -> Iterator[None]:
+    """Adds to errors of the analysis which options of this verb help."""
+    from bootseer.report.analysis.prepare import SeveralJobsError, printable
+    from bootseer.report.reading import NoSuchJobError
+
+    try:
+        yield
+    except SeveralJobsError as error:
+        raise UsageError(str(error), hint=f"choose one: --job {printable(error.jobs[0])}") from error
+    except NoSuchJobError as error:
+        raise UsageError(str(error), hint=f"{error.hint}; `--follow --wait` waits for one") from error
 
 
 @contextmanager

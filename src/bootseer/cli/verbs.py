@@ -39,7 +39,7 @@ def cli(verbose: bool, debug: bool) -> None:
     bootseer report train
     """
     if verbose or debug:
-        from bootseer import logs
+        from bootseer.cli.main import set_up_log
 
         os.environ["BOOTSEER_LOG"] = "debug" if debug else "info"  # for the daemons, too
-        logs.set_up(os.environ)
+        set_up_log()

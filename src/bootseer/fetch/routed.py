@@ -23,19 +23,23 @@ from itertools import islice, pairwise
 from typing import Final, Protocol, TypeVar
 
 from bootseer.errors import BootseerError, TransientError
-from bootseer.fetch.ledger import Fetch, Geometry, Key, Origin, Pace
+from bootseer.fetch.ledger import Fetch, Geometry, Key, Origin, Pace, Wanted
 from bootseer.fetch.schedule import Scheduler
 from bootseer.fetch.settings import FetchSettings, Purpose
 
 T = TypeVar("T")
 _WINDOW_RUNS: Final = 4
 """Prefetch keeps the order of its list between windows of so many runs, and changes it within them."""
+_WINDOWS: Final = 2
+"""Of what is in flight, half may wait at owners for the origin; what a store is asked for all flows."""
+_REQUESTS_PER_WINDOW: Final = 4
 _LOOK: Final = 256
 """How many queued blocks are looked at for one whose place has room."""
 _LOOK_RUNS: Final = 32
 """The same for the rest of files, which waits in runs."""
 _MAX_BOUND: Final = 64
 """Blocks that wait at the next origin are not moved back when the route changes: no more than so many wait there."""
+_MAX_BOUND_RUNS: Final = 8
 _LOOK_AGAIN_S: Final = 0.1
 _NEVER: Final = float("-inf")
 _ROUNDS: Final = 3
@@ -104,6 +108,8 @@ class RoutedScheduler(Scheduler):
             self._places = Places(Pace(self._settings), next_bytes=self._settings.request_bytes // 16)
             # What it passes on is started in the same `tick`: it comes first.
             self.origins = {origins[0]: self._places, **self.origins}
+            # Of many nodes that start at once, each would spend it on the same slow origin.
+            self._hedge_credit = 0.0
         number = super().add(geometry, *origins)
         if routes is not None:
             self._routes[number] = routes
@@ -211,6 +217,11 @@ class RoutedScheduler(Scheduler):
         elif wanted.prefetch is Purpose.HOT:
             store.hot.append(key)
 
+    def _is_next(self, key: Key, purpose: Purpose, origin: Origin) -> bool:
+        if origin is not self._places and key[0] in self._routes and key not in self.wanted:
+            return False  # beside a block that was passed on, and in another place itself
+        return super()._is_next(key, purpose, origin)
+
     def _ahead(self, places: Places, purpose: Purpose, now: float) -> Iterator[Key]:
         """The next blocks to prefetch from places, in order; of the rest one of each run. Passes the others on."""
         if purpose is Purpose.HOT:
@@ -230,9 +241,11 @@ class RoutedScheduler(Scheduler):
                 run = run[1:]
             store = self.files[file].origins[1]
             own = 0
-            while own < len(run) and len(store.cold) < _MAX_BOUND and self._step((file, run[own]), now) is None:
-                if (file, run[own]) in self.wanted:
-                    self.wanted[file, run[own]].origin = 1
+            while own < len(run) and len(store.cold) < _MAX_BOUND_RUNS:
+                key = (file, run[own])
+                if not self._is_next(key, Purpose.COLD, places) or self._step(key, now) is not None:
+                    break
+                self.wanted.setdefault(key, Wanted(prefetch=Purpose.COLD)).origin = 1
                 own += 1
             if own:
                 store.cold.append((file, run[:own]))
@@ -296,9 +309,11 @@ class RoutedScheduler(Scheduler):
                 return self._is_next(other, purpose, places) and self._step(other, now) == step
 
             left = settings.inflight_bytes - settings.reserved_bytes - self.inflight_bytes
-            room = min(window_bytes - places.prefetch_bytes, left)
-            most_bytes = min(places.next_bytes, window_bytes // _WINDOW_RUNS, room)
-            blocks, sizes = self._adjacent(key, most_bytes, eligible)
+            room = min(_WINDOWS * window_bytes - places.prefetch_bytes, left)
+            most_bytes = min(places.next_bytes, window_bytes // _REQUESTS_PER_WINDOW)
+            if room < most_bytes and places.num_prefetch:
+                return  # rather a request of that size a little later than a small one now
+            blocks, sizes = self._adjacent(key, min(most_bytes, room), eligible)
             # One block may go alone, however small the window.
             if sum(sizes) > (room if places.num_prefetch else left) and self.inflight_bytes:
                 return

@@ -24,6 +24,7 @@ from bootseer.mounts.process import ProcessId, end_child, json_lines
 
 if TYPE_CHECKING:
     from bootseer.mounts.serve import DaemonSpec
+    from bootseer.peers.origins import PeerGroup
 
 _LOG = logger(__name__)
 _NAME = "bootseer-mount"
@@ -193,3 +194,13 @@ def _let_go(folder: Path, keep: set[int]) -> None:
         os.dup2(log, stream)
     os.chdir("/")
     os.umask(0o077)
+
+
+def open_peers(on_problem: Callable[[str], None]) -> PeerGroup | None:
+    """The other nodes of the job that this process belongs to, if they have blocks for each other."""
+    if not os.environ.get("BOOTSEER_PEERS_DIR"):
+        return None
+    # Most starts have none, and importing it takes milliseconds.
+    from bootseer.peers.origins import PeerGroup
+
+    return PeerGroup.of_environment(on_problem)

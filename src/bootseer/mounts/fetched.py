@@ -22,6 +22,7 @@ from bootseer.fetch.record import RecordWriter
 from bootseer.fetch.settings import FetchSettings
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import showing
+from bootseer.mounts.daemon import open_peers
 from bootseer.mounts.serve import OnError, Served
 from bootseer.mounts.trees import LazyFile, LazyFiles, Source
 from bootseer.store.open import open_store
@@ -92,6 +93,7 @@ class _OpenFiles:
         if what.record is not None:
             hand_over = what.hand_over or (lambda path: None)
             self.recorder = RecordWriter(what.record, started_s=time.time(), hand_over=hand_over)
+        self._peers = open_peers(on_error)
         self._fetcher = Fetcher(what.fetch, on_need=self._need if self.recorder else None, on_problem=on_error)
         self.stop_prefetch = self._fetcher.stop_prefetch
         self.read = self._fetcher.read
@@ -103,7 +105,10 @@ class _OpenFiles:
                 if place not in self._stores:
                     self._stores[place] = open_store(file.origin, plain_http=file.plain_http)
                 self._cached.append(cache.open(file.index))
-                self._fetcher.add(file.index, self._stores[place], self._cached[-1])
+                peers = None
+                if self._peers is not None:
+                    peers = self._peers.file(file.index, *place, what.cache_root)
+                self._fetcher.add(file.index, self._stores[place], self._cached[-1], peers=peers)
         except BaseException:
             self.close()
             raise
@@ -139,6 +144,8 @@ class _OpenFiles:
         """End all work, keep what has come. The recorder stays open: its record is handed over later."""
         self._closed.set()
         self._fetcher.close()
+        if self._peers is not None:
+            self._peers.close()
         self._sync()
         for cached in self._cached:
             cached.close()

@@ -17,11 +17,18 @@ from statistics import median
 from typing import Final
 
 _SILENCE_S: Final = 0.5
-"""Owners that wait say so every 0.1 s: five of these missed, and a busy machine's delay."""
+"""Owners that wait say so every 0.1 s: five of these missed. Longer where answers usually begin late: at the start of a
+job, processors are busy, and a node that is no slower than the others is not late."""
+_USUAL: Final = 4
+"""... by so many times what nine of ten answers took to begin."""
 _LONG_SILENCE_S: Final = 2.0
-"""No owner that lives is silent for so long: it is asked for nothing more, hedges or not."""
-_MIN_SECONDS: Final = 0.5
-"""A rate over less time says more about the network's queues than about the peer."""
+"""No owner that lives is silent for so long. Counts while little is known, and where no hedge is left."""
+_MIN_SAMPLES: Final = 8
+_SAMPLES: Final = 64
+_MIN_SECONDS: Final = 1.0
+"""A rate over less time says more about the network's queues than about the peer: many nodes ask one owner at once."""
+_WORTH_S: Final = 2.0
+"""An answer that will be whole in less time, as it goes, is waited for: another node would need as long."""
 _SLOWER: Final = 8
 _HEDGED: Final = 0.05
 _FIRST_HEDGES: Final = 2
@@ -38,9 +45,13 @@ class Asked:
     """A request to a peer that is under way."""
 
     peer: str
+    length: int
+    """Bytes asked for."""
     since_s: float
     heard_s: float
     """Of the latest sign of life: that it fills, or bytes."""
+    sent_s: float
+    answered: bool = False
     body_s: float | None = None
     """Since when bytes come."""
     num_bytes: int = 0
@@ -51,6 +62,8 @@ class _Known:
     rate: float = 0.0
     """Bytes in a second, of its latest answers; 0 while unknown."""
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_LAST))
+    late_s: float = float("-inf")
+    """When it was late most recently. Requests that were under way then belong to the same trouble."""
     lied: str = ""
 
 
@@ -63,21 +76,28 @@ class Health:
         """Peers that are not asked, all in all or for one file, and until when."""
         self._absent: dict[str, frozenset[str]] = {}
         self._known_until_s = float("-inf")
+        self._begins: deque[float] = deque(maxlen=_SAMPLES)
+        """What recent answers took to their first sign."""
+        self._silence_s = _LONG_SILENCE_S
         self.requests = 0
         self.hedges = 0
 
-    def asked(self, peer: str, now_s: float) -> Asked:
+    def asked(self, peer: str, now_s: float, length: int = 1 << 62) -> Asked:
         """A request begins."""
         self.requests += 1
-        return Asked(peer, now_s, now_s)
+        return Asked(peer, length, now_s, now_s, now_s)
+
+    def connected(self, asked: Asked, now_s: float) -> None:
+        """There is a connection: the request is sent now."""
+        asked.sent_s = asked.heard_s = now_s
 
     def filling(self, asked: Asked, now_s: float) -> None:
         """The peer says that it waits for the origin."""
-        asked.heard_s = now_s
+        self._heard(asked, now_s)
 
     def received(self, asked: Asked, num_bytes: int, now_s: float) -> None:
         """Bytes of the answer came."""
-        asked.heard_s = now_s
+        self._heard(asked, now_s)
         if asked.body_s is None:
             asked.body_s = now_s
         asked.num_bytes += num_bytes
@@ -86,16 +106,21 @@ class Health:
         """When this request is late if nothing more comes. Where no hedge is left, only long silence is."""
         if self._has_hedged_enough:
             return asked.heard_s + _LONG_SILENCE_S
-        silent = asked.heard_s + _SILENCE_S
+        silent = asked.heard_s + self._silence_s
         usual = median([known.rate for known in self._known.values() if known.rate] or [0.0])
         if asked.body_s is None or not usual:
             return silent
-        return min(silent, asked.body_s + max(asked.num_bytes / (usual / _SLOWER), _MIN_SECONDS))
+        slow_s = asked.num_bytes / (usual / _SLOWER)
+        worth_s = _WORTH_S * asked.num_bytes / max(asked.length - asked.num_bytes, 1)
+        return min(silent, asked.body_s + max(slow_s, worth_s, _MIN_SECONDS))
 
     def ended(self, asked: Asked, *, late: bool, now_s: float) -> None:
         """The request is over: answered whole, or given up as late (a failed connection is late, too)."""
         known = self._known.setdefault(asked.peer, _Known())
-        known.late.append(late)
+        if not late or asked.since_s > known.late_s:
+            known.late.append(late)
+        if late:
+            known.late_s = now_s
         if asked.body_s is not None and now_s > asked.body_s:
             rate = asked.num_bytes / (now_s - asked.body_s)
             known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
@@ -139,6 +164,15 @@ class Health:
     def liars(self) -> dict[str, str]:
         """Peers that sent wrong blocks, each with what it was."""
         return {name: known.lied for name, known in self._known.items() if known.lied}
+
+    def _heard(self, asked: Asked, now_s: float) -> None:
+        asked.heard_s = now_s
+        if not asked.answered:
+            asked.answered = True
+            self._begins.append(now_s - asked.sent_s)
+            if len(self._begins) >= _MIN_SAMPLES:
+                usual = sorted(self._begins)[int(0.9 * (len(self._begins) - 1))]
+                self._silence_s = min(max(_SILENCE_S, _USUAL * usual), _LONG_SILENCE_S)
 
     def _leave_alone(self, peer: str, file: str, until_s: float) -> None:
         self._out[peer, file] = max(until_s, self._out.get((peer, file), until_s))

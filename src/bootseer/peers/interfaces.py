@@ -80,6 +80,12 @@ def link_bytes_s(addresses: Iterable[str]) -> int:
     return sum(known.get(address, _UNKNOWN) for address in set(addresses))
 
 
+def name_of(address: str) -> str:
+    """The name of the interface with this address; the address itself where none has it."""
+    names = {each.address: each.name for each in (*interfaces(), _LOOPBACK)}
+    return names.get(address.removeprefix("::ffff:"), address)
+
+
 def address_of(sock: socket.socket) -> str:
     """Where a socket listens, as `host:port`."""
     host, port = sock.getsockname()[:2]

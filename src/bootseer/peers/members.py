@@ -37,7 +37,7 @@ _RETRY_S: Final = 2.0
 _AGAIN_S, _AGAIN_PER_PEER_S = 15.0, 0.05
 """One that answered is asked again after a while, since it may have died."""
 _PROBES: Final = 16
-_SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_SLURM_LIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
 class Source(Protocol):

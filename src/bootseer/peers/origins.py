@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Final
 
 from bootseer.blocks.codec import Buffer
@@ -64,13 +66,13 @@ class PeerGroup:
             return None
         return None if job is None else cls(job)
 
-    def file(self, source: BlockSource) -> FilePeers:
-        """A file whose blocks the nodes have, this one included: from now on it is served."""
+    def file(self, index: Index, store: str, plain_http: bool, cache: Path) -> FilePeers:
+        """A file whose blocks the nodes have, this one included: from now on it is served. Like `BlockSource`."""
         try:
-            self.job.register_blocks(source)
+            self.job.register_blocks(BlockSource(index, store, plain_http, cache))
         except OSError as error:
-            _LOG.warning("this node does not serve %s: %s", source.index.identity[:16], error)
-        return FilePeers(self, source.index)
+            _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
+        return FilePeers(self, index)
 
     def route(self, file: str, run: int, now: float) -> Route:
         """Where this node gets a run of a file."""
@@ -156,7 +158,7 @@ class PeerOrigin:
         group, health, peer = self.group, self.group.health, self.step.peer
         with group.lock:
             begun = time.monotonic()
-            asked = health.asked(peer.name, begun)
+            asked = health.asked(peer.name, begun, length)
             sent = group.sent.setdefault(peer.name, Sent())
             # A second request at the same time takes another of its interfaces.
             address = peer.addresses[sent.requests % len(peer.addresses)]
@@ -193,12 +195,17 @@ class PeerOrigin:
     def _heard(self, asked: Asked) -> Callable[[int], float]:
         health = self.group.health
 
+        calls = count()
+
         def heard(num_bytes: int) -> float:
             now = time.monotonic()
+            call = next(calls)
             with self.group.lock:
                 if num_bytes:
                     health.received(asked, num_bytes, now)
-                else:
+                elif call == 1:
+                    health.connected(asked, now)
+                elif call:
                     health.filling(asked, now)
                 left = health.late_at(asked) - now
             if left <= 0:

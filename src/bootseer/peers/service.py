@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,11 +23,14 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.file import CachedFile
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.fetcher import Fetcher
+from bootseer.fetch.settings import FetchSettings
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
+from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
+from bootseer.peers.origins import PeerGroup
 from bootseer.peers.protocol import is_identity
 from bootseer.peers.server import Content, Server
 from bootseer.store.open import open_store
@@ -55,9 +59,12 @@ class BlockFiles:
     """Opens block files, of images and environments: kind `blocks`."""
 
     def __init__(self) -> None:
-        self._fetcher = Fetcher(on_problem=lambda problem: _LOG.warning("%s", problem))
+        # All nodes wait for the same origin: one that is slow is not asked twice for what others wait for.
+        self._fetcher = Fetcher(FetchSettings(max_hedges=0), on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
+        self._owners: PeerGroup | None = None
+        """Whom an owner in a rack asks: the global owners, and no others."""
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
         """An `Opener`."""
@@ -69,16 +76,25 @@ class BlockFiles:
             self._stores[place] = open_store(source.store, plain_http=source.plain_http)
         cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
-        return _BlockFile(cached, self._fetcher, self._fetcher.add(source.index, self._stores[place], cached))
+        if self._owners is None:
+            self._owners = PeerGroup(job, levels=frozenset({Level.GLOBAL}))
+        add = partial(self._fetcher.add, source.index, self._stores[place], cached)
+        return _BlockFile(
+            cached,
+            self._fetcher,
+            {Level.GLOBAL: add(), Level.RACK: add(peers=self._owners.file(source.index, *place, source.cache))},
+        )
 
-    @property
-    def origin_bytes(self) -> int:
+    def figures(self) -> dict[str, object]:
         """What was fetched from stores for other nodes."""
-        return sum(self._fetcher.stats().bytes_by_purpose.values())
+        stats = self._fetcher.stats()
+        return {"filled_bytes": sum(stats.bytes_by_purpose.values()) - stats.peer_bytes}
 
     def close(self) -> None:
         """End all fetching."""
         self._fetcher.close(1.0)
+        if self._owners is not None:
+            self._owners.close()
         for cached in self._cached:
             cached.close()
         for store in self._stores.values():
@@ -86,11 +102,11 @@ class BlockFiles:
 
 
 class _BlockFile:
-    def __init__(self, cached: CachedFile, fetcher: Fetcher, number: int) -> None:
+    def __init__(self, cached: CachedFile, fetcher: Fetcher, numbers: Mapping[Level, int]) -> None:
         self.size_bytes = cached.index.size_bytes
         self._cached = cached
         self._fetcher = fetcher
-        self._number = number
+        self._numbers = numbers
 
     def open(self) -> int:
         return self._cached.descriptor()
@@ -105,15 +121,26 @@ class _BlockFile:
                 problem = TransientError("it does not fit into the cache of this node")
             done(problem)
 
-        self._fetcher.read(self._number, start, length, fetched)
+        self._fetcher.read(self._numbers[level], start, length, fetched)
         return False
 
 
 class Service:
     """All that one node does for its job's other nodes. `run` is called in the process's main thread."""
 
-    def __init__(self, folder: Path, source: Source, openers: Mapping[str, Opener], limits: Limits) -> None:
-        """`openers`: for each kind of file, by the word in its description, what opens it."""
+    def __init__(
+        self,
+        folder: Path,
+        source: Source,
+        openers: Mapping[str, Opener],
+        limits: Limits,
+        figures: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        """`openers`: for each kind of file, by the word in its description, what opens it. `figures`: what else stands
+        in the state."""
+        self._figures = figures
+        self._interfaces: dict[str, str] = {}
+        """Names by address."""
         self._source = source
         self._openers = openers
         self._limits = limits
@@ -139,8 +166,13 @@ class Service:
         until = time.monotonic() + wait_s
         threading.Thread(target=self._follow_members, name="bootseer-members", daemon=True).start()
         is_ready, state_at = False, 0.0
+        opened: set[str] = set()
         while True:
             now = time.monotonic()
+            # Opening takes up to a second where processors are busy: peers that ask meanwhile would hear nothing.
+            for identity in self._job.identities() - opened:
+                opened.add(identity)
+                self._find(identity)
             if not is_ready and (len(self._membership.peers) >= wait_for or now >= until):
                 is_ready = True
                 ready()
@@ -225,6 +257,10 @@ class Service:
 
     def _write_state(self) -> None:
         own, served = self._source.own, self._server.served if self._server is not None else None
+        by_interface: dict[str, int] = {}
+        for address, count in list(served.by_interface.items()) if served else ():
+            name = self._interfaces.get(address) or self._interfaces.setdefault(address, name_of(address))
+            by_interface[name] = by_interface.get(name, 0) + count
         state: dict[str, Any] = {
             "pid": os.getpid(),
             "began_s": self._began_s,
@@ -236,7 +272,8 @@ class Service:
             "sent_bytes": served.bytes_sent if served else 0,
             "requests": served.requests if served else 0,
             "refused": served.refused if served else 0,
-            "by_interface": dict(served.by_interface) if served else {},
+            "by_interface": by_interface,
+            **self._figures(),
         }
         if state != self._written:
             self._written = state

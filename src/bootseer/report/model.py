@@ -308,6 +308,30 @@ class CheckpointStart:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersStart:
+    """Where one node's bytes came from, and what it sent to the job's other nodes (`bootseer run --peers`)."""
+
+    node: str
+    until: str
+    peers: int
+    """Nodes that serve, itself too; `unreachable` ones did not answer, `refused` ones were too many at once."""
+    unreachable: int
+    cache_bytes: int
+    """On the node already or read from its cache; then from other nodes, from the origin, and that for other nodes."""
+    peer_bytes: int
+    origin_bytes: int
+    filled_bytes: int
+    sent_bytes: int
+    refused: int
+    late_requests: int
+    late_peers: str
+    """Names of nodes that were late; of `wrong_peers` that sent a wrong block. Separated by spaces."""
+    wrong_peers: str
+    interfaces: str
+    """`NAME=BYTES` of what each network interface sent, separated by spaces."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentStart:
     """How one node got what its environment setup makes: from a snapshot, or by running the setup."""
 
@@ -450,6 +474,7 @@ class Report:
     """One for each node that `bootseer run` prepared an environment on (`--setup`, `--requirements`), by node."""
     checkpoints: list[CheckpointStart] = field(default_factory=list)
     """One for each node that `bootseer run --checkpoint` mounted a checkpoint on, by node."""
+    peers: list[PeersStart] = field(default_factory=list)
     facts: list[Fact]
     share: Share | None
     startups: list[Overview] = field(default_factory=list)

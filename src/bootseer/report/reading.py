@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 
 from bootseer.errors import UsageError
+from bootseer.logs import logger
 from bootseer.report import inputs
 from bootseer.report.analysis.live import Live, Moment
 from bootseer.report.analysis.prepare import Options
@@ -22,12 +23,17 @@ from bootseer.store import addresses
 from bootseer.trace import spools
 from bootseer.units import plural
 
+_LOG = logger(__name__)
 _PROGRESS_EVERY_S = 0.5
 _LOOK_EVERY_S = 1.0
 _NEAR = 3
 """Names of jobs that an error tells."""
 _ATTEMPTS = re.compile(r"(?P<name>.+)@(?P<first>[0-9]{1,18})(?:\.\.(?P<last>[0-9]{1,18}))?", re.DOTALL)
 """A longer number is not an attempt, but part of a name."""
+
+
+class NoSuchJobError(UsageError):
+    """The place is neither a file nor a job that has run on this machine."""
 
 
 def read_report(
@@ -52,7 +58,13 @@ def read_report(
         if not places:
             _latest(env)
     found = _read(places, env, began_pattern, patterns, options, watch)
-    return analyse(found.events, options, facts=found.facts, read=found.input())
+    report = analyse(found.events, options, facts=found.facts, read=found.input())
+    told = report.startup
+    _LOG.info(
+        "job %r, attempt %d, restart %d, of %d startups in the input: %s, %d nodes, %d ranks",
+        *(told.job, told.attempt, told.restart, len(report.startups), told.outcome, told.num_nodes, told.num_ranks),
+    )
+    return report
 
 
 def read_runs(place: str, env: Mapping[str, str]) -> list[Report]:
@@ -96,6 +108,10 @@ def _read(
     else:
         growing = Growing(zone=zone, began_pattern=began_pattern, patterns=patterns)
         found = _follow(places, options or Options(), env, growing, watch)
+    _LOG.info(
+        "read %d files, %d bytes, %d lines: %d events, %d facts; skipped: %s",
+        *(found.files, found.bytes, found.lines, len(found.events), len(found.facts), dict(found.skipped) or "nothing"),
+    )
     if not found.events and (not found.facts or found.skipped["version"]):
         raise _nothing(found)
     if {event.job for event in found.events} == {UNKNOWN_JOB}:
@@ -143,12 +159,13 @@ def _resolve(place: str, env: Mapping[str, str]) -> str:
         said = addresses.shown(place) if "://" in place else place
         names = spools.job_names(root)
         near = get_close_matches(place, names, _NEAR) or names[:_NEAR]
-        raise UsageError(
+        raise NoSuchJobError(
             f"{said}: no such file, and no job of this name has run on this machine",
-            hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}; `--follow --wait` waits for one"
+            hint=f"jobs here: {', '.join(near)}{', ...' * (len(names) > len(near))}"
             if near
             else "give log files, a folder, - for standard input, or the name that `bootseer run --job` got",
         )
+    _LOG.info("job %r of this machine: %s", place, job)
     return job
 
 

@@ -22,6 +22,7 @@ from datetime import UTC, tzinfo
 from itertools import pairwise
 
 from bootseer.errors import PermanentError, UsageError
+from bootseer.logs import logger
 from bootseer.report import inputs
 from bootseer.report.foreign.parser import FOREIGN, NODES, UNKNOWN_JOB, Line, Parser, Reader
 from bootseer.report.foreign.programs import parsers, search
@@ -32,6 +33,7 @@ from bootseer.report.search import line_starts
 from bootseer.trace.event import INSTANT, MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
 from bootseer.trace.sinks import SUFFIX
 
+_LOG = logger(__name__)
 _MAX_LINE = 1 << 20
 """Bytes of a line without end that are kept while waiting for its newline."""
 _MAX_PARTS = 64
@@ -103,6 +105,7 @@ def scan(
                 raise
             result.skipped["unreadable"] += 1
         reader.finish()
+        _LOG.debug("%s: %d lines; %d events so far", source.name, reader.lines, len(result.events))
     _name_jobs(result)
     return result
 

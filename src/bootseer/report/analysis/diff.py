@@ -366,9 +366,9 @@ def _more_runs(difference: Difference, num_tests: int, doubtful: Sequence[Moved]
         if difference.a_runs not in range(2, _USUAL_RUNS):
             return ""
         shown = _provable((_USUAL_RUNS, difference.b_runs), spread, num_tests)
-        return f"With {_USUAL_RUNS} runs as --baseline, {shown:.3g} times as long would be proven."
+        return f"With {_USUAL_RUNS} runs of A, {shown:.3g} times as long would be proven."
     size, row = max(sizes, key=lambda found: found[0])
-    for side, of_b in (("A (--baseline)", difference.b_runs), ("each side", 0)):
+    for side, of_b in (("A", difference.b_runs), ("each side", 0)):
         for runs in _RUNS:
             if runs > difference.a_runs and _provable((runs, of_b or runs), spread, num_tests) <= math.exp(size):
                 return f"To prove {row.stage} {row.delta_s or 0.0:+.2f} s takes about {runs} runs of {side}."

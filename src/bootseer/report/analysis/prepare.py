@@ -23,6 +23,15 @@ from bootseer.units import S_PER_H, seconds
 _SHORT_S = 0.01
 
 
+class SeveralJobsError(UsageError):
+    """The input holds more than one job, and none was chosen; `jobs` are their names."""
+
+    def __init__(self, jobs: Sequence[str]) -> None:
+        shown = ", ".join(printable(name) for name in jobs[:10]) + (", ..." if len(jobs) > 10 else "")
+        super().__init__(f"{len(jobs)} jobs in the input: {shown}", hint="give the logs of one job")
+        self.jobs = jobs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What the reader of a report may say."""
@@ -102,15 +111,15 @@ def outcome_of(lanes: Sequence[Lane]) -> str:
 
 
 def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
-    """The events of the job that is meant, a scheduler's for each node of the job. Raises `UsageError` when there are
-    several jobs and no choice."""
+    """The events of the job that is meant, a scheduler's for each node of the job. Raises
+    `SeveralJobsError` when there are several and no choice."""
     # A job that no line names comes last: it is not a useful choice.
     names = sorted({event.job for event in events}, key=lambda name: (name == UNKNOWN_JOB, name))
-    shown = ", ".join(_printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if options.job is not None and options.job not in names:
+        shown = ", ".join(printable(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
         raise UsageError(f"no job {options.job!r} in the input", hint=f"it holds: {shown}")
     if options.job is None and len(names) > 1:
-        raise UsageError(f"{len(names)} jobs in the input: {shown}", hint=f"choose one: --job {_printable(names[0])}")
+        raise SeveralJobsError(names)
     job = options.job or names[0]
     found: list[Event] = []
     for event in events:
@@ -120,7 +129,7 @@ def of_one_job(events: Sequence[Event], options: Options) -> list[Event]:
     return found
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A job's name in a message: as a shell takes it, and without what would drive a terminal."""
     plain = name.isprintable() and not set(name) & set(" '\"$`\\&|;<>()*?[]#~!{}")
     return name if plain else repr(name)

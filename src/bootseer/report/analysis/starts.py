@@ -1,4 +1,5 @@
-"""How the nodes got image, environment and checkpoint: rows for the report, and the lines that sum them up.
+"""How the nodes got image, environment and checkpoint, and what they sent each other: rows for the report, and the
+lines that sum them up.
 
 The facts come from events that `bootseer run` writes when training begins, one for each node and part; of an
 environment also from `environment_publish`, which tells what became of a node's snapshot, and of a checkpoint
@@ -14,12 +15,13 @@ from statistics import median
 from typing import Any
 
 from bootseer.report.analysis.spans import Span, StartupSpans
-from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, ImageStart
-from bootseer.units import format_bytes, format_seconds
+from bootseer.report.model import CheckpointStart, DataNode, EnvironmentStart, ImageStart, PeersStart
+from bootseer.units import format_bytes, format_seconds, plural
 
 RESTORED, CAPTURED, INSTALLED, BYPASSED = "restored", "captured", "installed", "bypassed"
 PLAIN = "plain"
 CHECKPOINT_START, CHECKPOINT_DATANODE = "checkpoint_start", "checkpoint_datanode"
+PEERS_START = "peers_start"
 MAX_DATANODES = 16
 """Of each node: those that served most. Others are not written down, and not believed."""
 _MAX_REASONS = 3
@@ -60,6 +62,35 @@ def checkpoint_starts(startup: StartupSpans) -> list[CheckpointStart]:
         mode = PLAIN if last.get("mode") == PLAIN else "mounted"
         row = _row(CheckpointStart, node, {**last, "mode": mode})
         found.append(CheckpointStart(**row, datanodes=served[:MAX_DATANODES]))
+    return found
+
+
+def peers_starts(startup: StartupSpans) -> list[PeersStart]:
+    """Where the bytes of each node with peers came from, by node."""
+    found = []
+    for node, last, marks in _said(startup, PEERS_START):
+        told = {one.stage: one.attrs for one in sorted(marks, key=lambda mark: mark.end_ns)}
+        parts = [told.get(stage, {}) for stage in ("image_start", "environment_start", CHECKPOINT_START)]
+        parts += [one.attrs for one in startup.nodes[node].spans if one.stage.endswith(".pull")]
+
+        def total(*names: str, parts: Sequence[Mapping[str, Any]] = parts) -> int:
+            return sum(_count(part.get(name)) for part in parts for name in names)
+
+        def named(name: str, parts: Sequence[Mapping[str, Any]] = parts) -> str:
+            return " ".join(sorted({word for part in parts for word in str(part.get(name) or "").split()}))
+
+        peer_bytes = total("peer_bytes")
+        # What stores and peers sent together, of images and environments; of checkpoints, each by itself.
+        both = total("demand_bytes", "hot_bytes", "cold_bytes") - total("peer_bytes", parts=parts[:2])
+        row = {
+            "cache_bytes": total("local_bytes", "cache_bytes"),
+            "peer_bytes": peer_bytes,
+            "origin_bytes": max(both, 0) + total("place_bytes"),
+            "late_requests": total("late_requests"),
+            "late_peers": named("late_peers"),
+            "wrong_peers": named("wrong_peers"),
+        }
+        found.append(PeersStart(**_row(PeersStart, node, {**last, **row})))
     return found
 
 
@@ -301,3 +332,44 @@ def _trouble(group: Sequence[CheckpointStart]) -> list[str]:
         lines.append("DataNodes with failed reads: " + ", ".join(f"{name} ({failing[name]:,})" for name in worst))
     reasons = list(dict.fromkeys(one.fallback for one in group if one.fallback))
     return [*lines, *(f"fallback because {reason}" for reason in reasons[:_MAX_REASONS])]
+
+
+def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
+    """A line for where bytes came from, one for what the interfaces carried, one for each trouble."""
+    if not peers:
+        return []
+    sources = ", ".join(
+        f"{format_bytes(sum(values))} {where}"
+        for where, values in (
+            ("from other nodes", [one.peer_bytes for one in peers]),
+            ("from the origin", [one.origin_bytes + one.filled_bytes for one in peers]),
+            ("from the nodes' own caches", [one.cache_bytes for one in peers]),
+        )
+    )
+    until = " before training began" if all(one.until == "training_began" for one in peers) else ""
+    who = peers[0].node if len(peers) == 1 else f"{len(peers):,} nodes together"
+    lines = [f"{who} got {sources}{until}"]
+    carried: dict[str, int] = defaultdict(int)
+    for one in peers:
+        for word in one.interfaces.split():
+            name, _, count = word.rpartition("=")
+            carried[name] += int(count) if count.isdecimal() and len(count) < 19 else 0
+    if any(carried.values()):
+        ordered = sorted(carried, key=lambda name: (-carried[name], name))
+        lines.append("sent over " + ", ".join(f"{name} {format_bytes(carried[name])}" for name in ordered))
+    for what, names in (
+        ("late", [one.late_peers for one in peers]),
+        ("sent wrong blocks and asked no more", [one.wrong_peers for one in peers]),
+    ):
+        seen: dict[str, int] = defaultdict(int)
+        for word in " ".join(names).split():
+            seen[word] += 1
+        worst = sorted(seen, key=lambda name: (-seen[name], name))
+        if worst:
+            more = f" and {len(worst) - _MAX_REASONS:,} more" if len(worst) > _MAX_REASONS else ""
+            told = ", ".join(f"{name} (to {plural(seen[name], 'node')})" for name in worst[:_MAX_REASONS])
+            lines.append(f"{what}: {told}{more}")
+    alone = max(peers, key=lambda one: one.unreachable)
+    if alone.unreachable:
+        lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node}: see peers.md about ports")
+    return lines

@@ -237,8 +237,8 @@ def _unmarked(report: Report) -> list[str]:
     else:
         return []
     return [
-        f"Nothing marks the beginning of training, and {bill}: mark it with --began-pattern, "
-        "bootseer.training_began() or `bootseer stage`."
+        f"Nothing marks the beginning of training, and {bill}: mark it with "
+        "`bootseer run --began-pattern`, bootseer.training_began() or `bootseer stage`."
     ]
 
 

@@ -17,7 +17,12 @@ from bootseer.report.model import Report
 from bootseer.report.render import html_sections as upper
 from bootseer.report.render import html_tables as lower
 from bootseer.report.render.html_gantt import nodes_section, payload, timeline
-from bootseer.report.render.html_starts import checkpoints_section, environments_section, images_section
+from bootseer.report.render.html_starts import (
+    checkpoints_section,
+    environments_section,
+    images_section,
+    peers_section,
+)
 from bootseer.report.render.html_svg import Palette, patterns, scale_of
 from bootseer.report.render.html_text import data_block, esc
 
@@ -55,6 +60,7 @@ def render(report: Report) -> str:
             images_section(report),
             environments_section(report),
             checkpoints_section(report),
+            peers_section(report),
             lower.facts(report),
             lower.startups(report, palette),
             nodes_section(report),

@@ -1,4 +1,5 @@
-"""The parts of the HTML report that tell how the nodes got image, environment and checkpoint."""
+"""The parts of the HTML report that tell how the nodes got image, environment and checkpoint, and what they sent each
+other."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bootseer.report.analysis.starts import RESTORED, checkpoint_summary, environment_summary, image_summary
+from bootseer.report.analysis.starts import (
+    RESTORED,
+    checkpoint_summary,
+    environment_summary,
+    image_summary,
+    peers_summary,
+)
 from bootseer.report.model import Report
 from bootseer.report.render.html_text import cell, count, esc, head, percent, seconds, section, size, table, word_cell
 
@@ -30,6 +37,12 @@ _CHECKPOINT: tuple[Column, ...] = (
     *((">cached", "cache_bytes", size), (">same", "same_bytes", size), (">retries", "retries", count)),
     *((">hedges", "hedges", count), (">won", "hedges_won", count), (">rebuilt", "rebuilt", count)),
     (">refused", "refused", count),
+)
+
+_PEERS: tuple[Column, ...] = (
+    *((">peers", "peers", count), (">from peers", "peer_bytes", size), (">origin", "origin_bytes", size)),
+    *((">cache", "cache_bytes", size), (">sent", "sent_bytes", size), (">fetched for others", "filled_bytes", size)),
+    *((">late requests", "late_requests", count), (">refused", "refused", count)),
 )
 
 
@@ -96,6 +109,22 @@ def checkpoints_section(report: Report) -> str:
     note = "What the kernel kept of a file is read again without being counted."
     lines = checkpoint_summary(report.checkpoints)
     return _section("checkpoints", "How the checkpoint was read", lines, body, note, len(ordered))
+
+
+def peers_section(report: Report) -> str:
+    """Lines that sum up what the nodes sent each other, and the nodes; empty without peers."""
+    # Those that had to ask the origin for most come first.
+    ordered = sorted(report.peers, key=lambda one: (-one.origin_bytes, one.node))
+    rows = [
+        word_cell(one.node, css="id", title=one.interfaces)
+        + _cells(one, _PEERS)
+        + word_cell(" ".join(filter(None, (one.late_peers, one.wrong_peers))), css="text")
+        for one in ordered[:_MAX_ROWS]
+    ]
+    body = table(_head("node", _PEERS, "late or wrong"), rows, label="Peers by node", css="sortable")
+    note = "Each run of blocks has an owner among the nodes, which alone asks the origin for it."
+    lines = peers_summary(report.peers)
+    return _section("peers", "What the nodes sent each other", lines, body, note, len(ordered))
 
 
 def _head(*columns: str | tuple[Column, ...]) -> str:

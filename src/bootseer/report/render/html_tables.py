@@ -178,7 +178,9 @@ def _unobserved(report: Report) -> str:
     if report.overhead.job_level_s is None and report.startup.outcome == "training_began":
         lines.append("When the job was submitted: without it there is no job-level overhead.")
     if report.startup.num_gpus is None:
-        lines.append("The GPUs of each node: without them there are no GPU-hours and no cost (--gpus-per-node).")
+        lines.append(
+            "The GPUs of each node: without them no GPU-hours and no cost (`bootseer report --gpus-per-node`)."
+        )
     body = f'<ul class="plain">{"".join(f"<li>{line}</li>" for line in lines)}</ul>'
     return section("unobserved", "Not observed", body) if lines else ""
 

@@ -18,7 +18,12 @@ from rich.text import Text
 
 from bootseer.report.analysis.diff import FASTER, SLOWER, UNPROVEN, Difference
 from bootseer.report.analysis.live import Moment
-from bootseer.report.analysis.starts import checkpoint_summary, environment_summary, image_summary
+from bootseer.report.analysis.starts import (
+    checkpoint_summary,
+    environment_summary,
+    image_summary,
+    peers_summary,
+)
 from bootseer.report.analysis.verdict import is_about_clocks, located
 from bootseer.report.model import UNTRACKED, WAIT, Node, Report, Segment, StragglerGroup
 from bootseer.report.render.fold import clean, top
@@ -62,6 +67,7 @@ def render(report: Report, console: Console) -> None:
     _print_lines("How the container image came", image_summary(report.images), console)
     _print_lines("How the environment came", environment_summary(report.environments), console)
     _print_lines("How the checkpoint was read", checkpoint_summary(report.checkpoints), console)
+    _print_lines("What the nodes sent each other", peers_summary(report.peers), console)
     _print_said(report, console)
     _print_headlines([line for line in report.headlines if is_about_clocks(line)], console)
     _print_foot(report, console)

@@ -1,0 +1,33 @@
+"""What each technique brings to a start on several nodes: each alone, and all but one.
+
+How it is measured is told in `nodes_rows.METHOD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from harness import Benchmark, Outcome
+from nodes_arms import Techniques, bootseer
+from nodes_rows import Arm, Lab, measure
+
+_NODES = 2
+"""Where two nodes pull whole images the origin sends a gigabyte; the ratios are those of more nodes, but for peers."""
+_ALL = Techniques(peers=True)
+_NAMES = ("image", "environment", "checkpoint")
+
+
+def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
+    yield from measure(quick, _NODES, _arms, lambda found: [], rounds)
+
+
+def _arms(lab: Lab) -> list[Arm]:
+    chosen = {"all": _ALL, "none": Techniques().only()}
+    chosen |= {f"{name} alone": Techniques().only(**{name: True}) for name in _NAMES}
+    chosen |= {f"all but {name}": replace(_ALL, **{name: False}) for name in (*_NAMES, "record", "peers")}
+    return [Arm(name, _NODES, partial(bootseer, techniques=one)) for name, one in chosen.items()]
+
+
+BENCHMARK = Benchmark("nodes_parts", "What does each technique bring to a start on several nodes?", by_rounds=_measure)

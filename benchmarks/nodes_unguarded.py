@@ -1,0 +1,41 @@
+"""BootSeer with one guard of its peers off: `nodes_unguarded.py GUARD VERB...`. A node of `nodes_faults` starts with it
+to show what the guard is for; the program itself has no such switch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from bootseer.cli.main import main
+from bootseer.peers import choice, health
+
+GIVE_UP_S = 0.5
+
+
+def without_second_request() -> None:
+    """No request counts as late: its answer is waited for."""
+    health.Health.late_at = lambda self, asked: asked.heard_s + 1e6  # type: ignore[method-assign]
+
+
+def without_breaker() -> None:
+    """A node that was late is asked again at once."""
+    health._LATE = health._LAST + 1  # type: ignore[misc]
+
+
+def without_patience() -> None:
+    """An owner that says that it waits for the origin counts as late, and every node may ask the origin itself."""
+    route = choice.Members.route
+
+    def routed(self: choice.Members, file: str, run: int, absent: frozenset[str] = frozenset()) -> choice.Route:
+        return replace(route(self, file, run, absent), may_ask_origin=True)
+
+    health.Health.late_at = lambda self, asked: asked.since_s + GIVE_UP_S  # type: ignore[method-assign]
+    choice.Members.route = routed  # type: ignore[method-assign]
+
+
+GUARDS = {"second request": without_second_request, "breaker": without_breaker, "patience": without_patience}
+
+if __name__ == "__main__":
+    GUARDS[sys.argv.pop(1)]()
+    sys.argv[0] = "bootseer"
+    main()

@@ -1,0 +1,169 @@
+"""Nodes that read the same file at once, over real sockets: how often the store is asked, and what trouble changes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.blocks.index import Index
+from bootseer.peers.choice import Members, Peer
+from bootseer.store.file import FileStore
+from fetch.files import BLOCK, content, stored
+from peers.nodes import Node
+from store_doubles import Fault, FaultyStore
+
+RUN = 16 * BLOCK
+DATA = content(512)
+
+
+class Job:
+    """Nodes that know each other, and a store that counts what it hands out."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("bootseer.peers.origins.RUN_BYTES", RUN)
+        monkeypatch.setattr("bootseer.peers.service.open_store", lambda uri, plain_http: self.store)
+        self.plan: Callable[[object], Fault | None] = lambda request: None
+        inner = FileStore(folder / "store")
+        self.index: Index = stored(inner, DATA)
+        self.store = FaultyStore(inner, lambda request: self.plan(request))  # noqa: PLW0108 - tests replace it
+        self.nodes = [Node(f"n{at}", folder, self.store, self.index) for at in range(4)]
+        self.peers = [node.peer for node in self.nodes]
+        for node in self.nodes:
+            node.meet(self.peers)
+
+    @property
+    def one_copy(self) -> int:
+        return sum(stripe.size_bytes for stripe in self.index.stripes)
+
+    @property
+    def copies(self) -> float:
+        """What the store has sent, in copies of the file."""
+        return sum(self.store.bytes_read.values()) / self.one_copy
+
+    def owned(self, name: str) -> list[int]:
+        """The blocks of a node."""
+        members = Members(self.peers, name)
+        return [
+            block
+            for block in range(self.index.num_blocks)
+            if not members.route(self.index.identity, block * BLOCK // RUN).steps
+        ]
+
+    def read_all(self, nodes: list[Node] | None = None) -> None:
+        """All of these nodes fetch the whole file at once, and get the right bytes."""
+        nodes = self.nodes if nodes is None else nodes
+        for thread in [node.start(lambda node: node.fetcher.pull_all()) for node in nodes]:
+            thread.join(60)
+        for node in nodes:
+            assert node.cached.complete
+            assert node.cached.path.read_bytes() == DATA
+
+    def sent_by(self, name: str) -> list[dict[str, float]]:
+        return [node.group.stats().get(name, {}) for node in self.nodes]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(tmp_path, monkeypatch)
+    yield job
+    for node in job.nodes:
+        node.close()
+
+
+def test_the_store_sends_one_copy_to_all(job: Job) -> None:
+    job.read_all()
+    assert job.copies == 1.0
+    stats = job.nodes[0].fetcher.stats()
+    assert len(job.owned("n0")) * BLOCK + stats.peer_bytes >= len(DATA) * 0.7  # a quarter of the blocks are zeros
+    assert set(stats.peers) == {"n1", "n2", "n3"}
+
+
+def test_waiting_for_an_owner_that_waits_for_the_store_is_not_lateness(job: Job) -> None:
+    job.plan = lambda _: Fault(delay_s=0.8)  # longer than the silence that is late
+    job.read_all()
+    assert job.copies == 1.0
+    assert sum(node.group.health.hedges for node in job.nodes) == 0
+
+
+def test_a_reader_gets_a_block_of_each_owner(job: Job) -> None:
+    for name in ("n0", "n1", "n2", "n3"):
+        block = next(block for block in job.owned(name) if job.index.place(block).length)
+        offset = block * BLOCK + 7
+        assert bytes(job.nodes[0].fetcher.read_blocking(0, offset, 100)) == DATA[offset : offset + 100]
+    assert job.nodes[0].fetcher.stats().peer_bytes == 3 * BLOCK
+
+
+def test_an_owner_that_is_killed_costs_its_share_at_most(job: Job) -> None:
+    job.nodes[3].kill()
+    job.read_all(job.nodes[:3])
+    assert job.copies <= 1.25
+
+
+def test_a_silent_owner_is_late_and_another_node_takes_its_place(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peers = [*job.peers[:3], Peer("n3", (f"127.0.0.1:{silent.getsockname()[1]}",))]
+        for node in job.nodes[:3]:
+            node.meet(peers)
+        job.read_all(job.nodes[:3])
+    assert job.copies <= 1.25
+    assert sum(sent.get("late", 0) for sent in job.sent_by("n3")) > 0
+
+
+def test_a_wrong_byte_in_an_owners_cache_is_never_delivered_and_the_owner_is_named(job: Job) -> None:
+    liar = job.nodes[3]
+    liar.fetcher.pull_all()
+    wrong = next(block for block in job.owned("n3") if job.index.place(block).length)
+    with liar.cached.path.open("r+b") as file:
+        file.seek(wrong * BLOCK + 5)
+        byte = file.read(1)[0]
+        file.seek(wrong * BLOCK + 5)
+        file.write(bytes([byte ^ 1]))
+    reader = job.nodes[0]
+    assert bytes(reader.fetcher.read_blocking(0, wrong * BLOCK, BLOCK)) == DATA[wrong * BLOCK : (wrong + 1) * BLOCK]
+    assert reader.group.stats()["n3"]["wrong"] == 1
+    assert f"block {wrong} " in reader.group.health.liars["n3"]
+    requests = reader.group.stats()["n3"]["requests"]
+    job.read_all(job.nodes[:1])
+    assert reader.group.stats()["n3"]["requests"] == requests
+
+
+def test_lists_that_differ_make_no_node_wait_for_another(job: Job) -> None:
+    for at, node in enumerate(job.nodes):
+        node.meet([peer for number, peer in enumerate(job.peers) if number != (at + 1) % 4])
+    job.read_all()
+    assert job.copies <= 2.0
+    assert sum(node.group.health.hedges for node in job.nodes) == 0
+
+
+def test_a_node_that_joins_in_mid_start_takes_part(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.peers.job._LOOK_EVERY_S", 0.0)
+    for node in job.nodes[:3]:
+        node.meet(job.peers[:3])
+    half = threading.Event()
+
+    def plan(_: object) -> Fault | None:
+        if sum(job.store.bytes_read.values()) > job.one_copy / 3 and not half.is_set():
+            half.set()
+            for node in job.nodes:
+                node.meet(job.peers)
+        return Fault(delay_s=0.02)
+
+    job.plan = plan
+    late = threading.Thread(target=lambda: half.wait(30) and job.nodes[3].fetcher.pull_all())
+    late.start()
+    job.read_all(job.nodes[:3])
+    late.join(60)
+    assert job.nodes[3].cached.path.read_bytes() == DATA
+    assert job.copies <= 1.5
+    assert any(sent for sent in job.sent_by("n3"))
+
+
+def test_alone_a_node_asks_the_store(job: Job) -> None:
+    job.nodes[0].meet([])
+    job.read_all(job.nodes[:1])
+    assert job.copies == 1.0
+    assert job.nodes[0].group.stats() == {}

@@ -1,0 +1,134 @@
+"""The peer service over a real store and a real cache: what it serves, fetches once, and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bootseer.blocks.index import Index
+from bootseer.blocks.writer import BlockWriter
+from bootseer.cache.cache import Cache
+from bootseer.errors import NotFoundError, TransientError
+from bootseer.peers.choice import Level, Peer
+from bootseer.peers.client import Client
+from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
+from bootseer.peers.members import Listed
+from bootseer.peers.protocol import Request
+from bootseer.peers.service import BlockFiles, Limits, Service
+from bootseer.store.file import FileStore
+
+BLOCK = 64 << 10
+DATA = os.urandom(8 * BLOCK + 100)
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    store = FileStore(tmp_path / "store")
+    with BlockWriter(store, block_size=BLOCK, threads=1) as writer:
+        writer.write(DATA)
+        written = writer.finish()
+    return Index.parse(b"".join(store.read(written.index_name)))
+
+
+class Node:
+    """A service that is not run: its server answers, and nothing looks at the folder by itself."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.blocks = BlockFiles()
+        source = Listed(SECRET, lambda: [Peer(self.address, (self.address,))])
+        limits = Limits(after=0)
+        self.service = Service(tmp_path / "peers", source, {BLOCKS: self.blocks.open}, limits, self.blocks.figures)
+        self.client = Client(SECRET)
+        self.job = JobPeers.open(tmp_path / "peers")
+
+    def run_until_ready(self) -> None:
+        """One round of what the service does beside serving."""
+
+        def end() -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            self.service.run(end)
+
+    def ask(self, index: Index, block: int, level: Level = Level.GLOBAL) -> bytes:
+        into = bytearray(index.length(block))
+        request = Request(index.identity, block * BLOCK, len(into), level, "m")
+        self.client.read(self.address, request, memoryview(into), heard=lambda _: 10.0)
+        return bytes(into)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
+    node = Node(tmp_path)
+    with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
+        yield node
+
+
+@pytest.fixture
+def source(index: Index, tmp_path: Path) -> BlockSource:
+    return BlockSource(index, str(tmp_path / "store"), False, tmp_path / "cache")
+
+
+def test_only_registered_files_are_served(node: Node, index: Index, source: BlockSource) -> None:
+    with pytest.raises(NotFoundError):
+        node.ask(index, 0)
+    node.job.register_blocks(source)
+    assert node.ask(index, 8) == DATA[8 * BLOCK :]
+
+
+def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockSource, tmp_path: Path) -> None:
+    node.job.register_blocks(source)
+    node.run_until_ready()
+    assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_missing_block_is_fetched_once_for_all_and_kept(
+    node: Node, index: Index, source: BlockSource, tmp_path: Path, level: Level
+) -> None:
+    node.job.register_blocks(source)
+    asking = [threading.Thread(target=node.ask, args=(index, 1, level)) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert node.ask(index, 1) == DATA[BLOCK : 2 * BLOCK]
+    assert 0 < node.blocks.figures()["filled_bytes"] <= BLOCK + 100  # type: ignore[operator]
+    with contextlib.closing(Cache(source.cache).open(index)) as cached:
+        assert cached.num_ready == 1
+
+
+def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
+    node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.job.register_blocks(source)
+    monkeypatch.setattr("bootseer.cache.file._RESERVE_BYTES", 1 << 60)
+    monkeypatch.setattr("bootseer.cache.file._RESERVE_SHARE", 1.0)
+    with pytest.raises(TransientError, match="could not get it"):
+        node.ask(index, 2)
+
+
+def test_another_index_under_the_name_is_refused(node: Node, index: Index, source: BlockSource, tmp_path: Path) -> None:
+    node.job.register_blocks(source)
+    described = tmp_path / "peers" / "files" / f"{index.identity}.index"
+    described.write_bytes(described.read_bytes()[:-1])
+    with pytest.raises(NotFoundError):
+        node.ask(index, 0)
+
+
+def test_when_training_begins_it_may_stop(node: Node, index: Index, source: BlockSource) -> None:
+    node.job.register_blocks(source)
+    assert node.ask(index, 0) == DATA[:BLOCK]
+    node.service._training_began()
+    with pytest.raises(TransientError):
+        node.ask(index, 0)

@@ -1,0 +1,57 @@
+"""What the nodes of a job sent each other, from events to rows and lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bootseer.report.analysis.prepare import Options
+from bootseer.report.analysis.report import analyse
+from bootseer.report.analysis.starts import peers_summary
+from bootseer.trace.event import Event
+
+MIB = 1 << 20
+
+
+def event(node: str, stage: str, **attrs: Any) -> Event:
+    return Event(10**9, 10**9, "moe", node, stage, "instant", f"{node}{stage}", attrs=attrs)
+
+
+def node(name: str, *, late: str = "", wrong: str = "", unreachable: int = 0) -> list[Event]:
+    told = {"until": "training_began", "peers": 2, "sent_bytes": 60 * MIB, "filled_bytes": 4 * MIB}
+    image = {"hot_bytes": 64 * MIB, "peer_bytes": 60 * MIB, "local_bytes": MIB, "late_requests": 3}
+    return [
+        event(name, "peers_start", **told, unreachable=unreachable, interfaces=f"eth0={40 * MIB} ib0={20 * MIB}"),
+        event(name, "image_start", mode="hot", **image, late_peers=late, wrong_peers=wrong),
+        event(name, "checkpoint_start", place_bytes=MIB, cache_bytes=2 * MIB, peer_bytes=5 * MIB),
+    ]
+
+
+def test_the_report_says_where_bytes_came_from_and_who_was_slow() -> None:
+    told = analyse([*node("n0", late="n1 n2"), *node("n1", late="n2", wrong="n3", unreachable=1)], Options())
+    row = told.to_json()["peers"][0]
+    assert (row["node"], row["cache_bytes"], row["peer_bytes"], row["origin_bytes"]) == (
+        "n0",
+        3 * MIB,
+        65 * MIB,
+        5 * MIB,
+    )
+    assert (row["late_requests"], row["late_peers"]) == (3, "n1 n2")
+    assert peers_summary(told.peers) == [
+        "2 nodes together got 130.0 MiB from other nodes, 18.0 MiB from the origin, 6.0 MiB from the nodes' own caches"
+        " before training began",
+        "sent over eth0 80.0 MiB, ib0 40.0 MiB",
+        "late: n2 (to 2 nodes), n1 (to 1 node)",
+        "sent wrong blocks and asked no more: n3 (to 1 node)",
+        "1 node did not answer n1: see peers.md about ports",
+    ]
+
+
+def test_without_peers_there_is_no_row() -> None:
+    assert analyse([event("n0", "image_start", hot_bytes=5)], Options()).peers == []
+
+
+def test_facts_of_a_wrong_type_are_not_believed() -> None:
+    marks = [event("n0", "peers_start", peers="x", interfaces="eth0 =7 a=b", sent_bytes=-1), event("n0", "x")]
+    (row,) = analyse(marks, Options()).peers
+    assert (row.peers, row.sent_bytes) == (0, 0)
+    assert len(peers_summary([row])) == 2
