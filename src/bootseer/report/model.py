@@ -291,6 +291,8 @@ class CheckpointStart:
     """Fetched from the file system, ahead of readers too."""
     cache_bytes: int
     """Read from this node's cache."""
+    peer_bytes: int
+    """Got from the job's other nodes."""
     same_bytes: int
     """Equal to what the cache has of other checkpoints, and taken from there."""
     retries: int

@@ -87,6 +87,7 @@ class PeerChunks:
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._registered: set[str] = set()
         self._received: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._received_s: dict[str, float] = {}
 
     @property
@@ -97,9 +98,9 @@ class PeerChunks:
         return members.index / len(members.peers) if members.peers else 0.0
 
     def facts(self) -> dict[str, object]:
-        """Bytes that came from each node, and the nodes that sent wrong ones, with what these were."""
+        """Bytes that came from each node, how often each was late, and what wrong bytes each has sent."""
         with self._lock:
-            return {"bytes": dict(self._received), "liars": self._health.liars}
+            return {"bytes": dict(self._received), "late": dict(self._late), "liars": self._health.liars}
 
     def close(self) -> None:
         """No chunk is read any more."""
@@ -246,6 +247,7 @@ class PeerChunks:
         now_s = time.monotonic()
         with self._lock:
             self._health.ended(asked, late=late, now_s=now_s)
+            self._late.update([peer] if late else [])
             if right:
                 self._received[peer] += len(read.into)
                 self._received_s[peer] = now_s
