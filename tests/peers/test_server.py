@@ -51,7 +51,8 @@ def file(tmp_path: Path) -> File:
 
 
 @pytest.fixture
-def server(file: File) -> Iterator[tuple[Server, str]]:
+def server(file: File, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, str]]:
+    monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
     listening = socket.create_server(("127.0.0.1", 0))
     server = Server([listening], SECRET, {FILE: file}.get)
     yield server, f"127.0.0.1:{listening.getsockname()[1]}"
@@ -183,6 +184,16 @@ def test_a_request_cannot_be_sent_again(server: tuple[Server, str]) -> None:
 def test_malformed_requests_end_their_connection_alone(server: tuple[Server, str], message: bytes) -> None:
     assert replay(server[1], message) in ([], ["400"])
     assert ask(server[1], 0, 4096) == DATA[:4096]
+
+
+def test_a_file_that_this_node_begins_to_read_a_moment_later_is_served(file: File) -> None:
+    """The first node of a job that starts would otherwise take all of it from the origin."""
+    found: list[File] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server([listening], SECRET, lambda _: found[0] if found else None)
+    threading.Timer(0.25, found.append, [file]).start()
+    assert ask(f"127.0.0.1:{listening.getsockname()[1]}", 0, 4096) == DATA[:4096]
+    server.close()
 
 
 def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) -> None:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,10 @@ _LOG = logger(__name__)
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 _FILLING_EVERY_S: Final = 0.1
+_SOON_S: Final = 1.0
+"""So long after the first request for a file this node may still begin to read it. A job whose nodes read different
+files pays it once for each."""
+_MAX_UNKNOWN: Final = 4096
 _SO_MAX_PACING_RATE: Final = 47
 _UNLIMITED: Final = (1 << 64) - 1
 _CS1: Final = 8 << 2
@@ -85,6 +90,8 @@ class Server:
         self._idle: dict[socket.socket, None] = {}
         """Connections between two requests, the one that waits longest first: they make room for others."""
         self._closed = False
+        self._first_asked_s: dict[str, float] = {}
+        """Of each file, since when it is asked for."""
         self._readers = Readers()
         self.served = Served()
         self._threads = Executor("bootseer-peers", 2 * MAX_CONNECTIONS + len(listening))
@@ -204,7 +211,7 @@ class Server:
     def _answer(self, connection: Connection, request: Request) -> None:
         with self._lock:
             self.served.requests += 1
-        content = self._find(request.file)
+        content = self._find_soon(connection, request.file)
         if content is None:
             connection.send(encode_answer(404))
         elif request.start + request.length > content.size_bytes:
@@ -214,6 +221,20 @@ class Server:
             connection.send(encode_answer(404 if isinstance(problem, NotFoundError) else 503))
         else:
             self._send(connection, content, request)
+
+    def _find_soon(self, connection: Connection, file: str) -> Content | None:
+        """What is asked for, or will be here in a moment: the nodes of a job start the same files within a second, and
+        the first ones would take all of them from the origin while the others are not ready."""
+        content = self._find(file)
+        with self._lock:
+            if len(self._first_asked_s) >= _MAX_UNKNOWN:
+                self._first_asked_s.clear()
+            until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
+        while content is None and not self._closed and time.monotonic() < until:
+            connection.send(encode_answer(102))
+            time.sleep(_FILLING_EVERY_S)
+            content = self._find(file)
+        return content
 
     def _tell_readers(self, connection: Connection, question: Question) -> None:
         content = self._find(question.file)
