@@ -130,7 +130,7 @@ class Agent:
         return found
 
     def metrics(self) -> str:
-        """The same as numbers, in Prometheus' text format (version 0.0.4): so few that its client library would be more."""
+        """The same as numbers, in Prometheus' text format (0.0.4): too few to be worth its client library."""
         said = self.status()
         cache, mounts = said["cache"], said["mounts"]
         health = Counter(mount["health"] for mount in mounts)
