@@ -145,8 +145,17 @@ class Materializer:
             for name in (RECORD, KEPT):
                 (self.folder / name).unlink(missing_ok=True)
 
+    def _announce(self) -> None:
+        """Let the job's other nodes have what is in this node's cache or comes there, an earlier job's layers too."""
+        peers = open_peers(self.say)
+        if peers is not None:
+            for layer in self.stack:
+                peers.file(layer.index, self.subject.store_uri, self.subject.options.plain_http, self.cache.root)
+            peers.close()
+
     def _missing_and_plan(self) -> tuple[list[CachedLayer], list[Block] | None]:
         """What is missing, and what starts needed of it. Fetches all of it when that is predicted to be faster."""
+        self._announce()
         self._trust()
         missing = [layer for layer in self.stack if not layer.file.trusted]
         if not missing:

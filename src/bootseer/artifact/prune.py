@@ -69,9 +69,39 @@ def prune(
     kinds need, `hold` says that nothing may be deleted now, `leftovers` deletes what else belongs to no artifact.
     Raises what stores raise when they do not list.
     """
-    return _Pruning(catalog, now_s, Pruned()).run(
-        grace_s, in_use, also_used, expired=expired, hold=hold, leftovers=leftovers
-    )
+    done = Pruned()
+    pruning = _Pruning(catalog, now_s, done)
+    listing = catalog.all()
+    for document in listing.documents:
+        if expired(document):
+            key = catalog.kind.key(document)
+            done.attempt(key, partial(pruning.expire, key))
+    if done.expired:
+        listing = catalog.all()
+    graves = pruning.tombstones()
+    mounted = [grave for grave in graves if grave.identity in in_use or grave.digest in in_use]
+    ripe = [grave for grave in graves if grave not in mounted and now_s - grave.removed_s > grace_s]
+    if ripe and hold():
+        ripe = []
+    done.num_in_use = len(mounted)
+    done.num_waiting = len(graves) - len(ripe) - len(mounted)
+    if ripe and listing.unread:
+        done.problems.append(
+            f"nothing was deleted, since not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
+        )
+    elif ripe:
+        try:
+            others = set(also_used())
+        except BootseerError as error:
+            done.problems.append(f"nothing was deleted, since it is not known what else is used: {error}")
+        else:
+            waiting = [grave for grave in graves if grave not in ripe]
+            used = {stored.name for document in listing.documents for stored in document.objects}
+            used |= {stored.name for grave in waiting for stored in grave.objects}
+            pruning.delete_tombstones(pruning.delete_objects(ripe, used, others))
+    leftovers(listing, done)
+    _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
+    return done
 
 
 @dataclass(frozen=True)
@@ -80,54 +110,11 @@ class _Pruning(Generic[D]):
     now_s: float
     done: Pruned
 
-    def run(
-        self,
-        grace_s: float,
-        in_use: Collection[str],
-        also_used: Callable[[], Iterable[str]],
-        *,
-        expired: Callable[[D], bool],
-        hold: Callable[[], bool],
-        leftovers: Callable[[Listing[D], Pruned], None],
-    ) -> Pruned:
-        catalog, done = self.catalog, self.done
-        listing = catalog.all()
-        for document in listing.documents:
-            if expired(document):
-                key = catalog.kind.key(document)
-                done.attempt(key, partial(self._expire, key))
-        if done.expired:
-            listing = catalog.all()
-        graves = self._tombstones()
-        mounted = [grave for grave in graves if grave.identity in in_use or grave.digest in in_use]
-        ripe = [grave for grave in graves if grave not in mounted and self.now_s - grave.removed_s > grace_s]
-        if ripe and hold():
-            ripe = []
-        done.num_in_use = len(mounted)
-        done.num_waiting = len(graves) - len(ripe) - len(mounted)
-        if ripe and listing.unread:
-            done.problems.append(
-                f"nothing was deleted, since not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
-            )
-        elif ripe:
-            try:
-                others = set(also_used())
-            except BootseerError as error:
-                done.problems.append(f"nothing was deleted, since it is not known what else is used: {error}")
-            else:
-                waiting = [grave for grave in graves if grave not in ripe]
-                used = {stored.name for document in listing.documents for stored in document.objects}
-                used |= {stored.name for grave in waiting for stored in grave.objects}
-                self._delete_tombstones(self._delete_objects(ripe, used, others))
-        leftovers(listing, done)
-        _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
-        return done
-
-    def _expire(self, key: str) -> None:
+    def expire(self, key: str) -> None:
         if self.catalog.remove(key, self.now_s) is not None:
             self.done.expired.append(key)
 
-    def _delete_objects(self, ripe: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
+    def delete_objects(self, ripe: Iterable[Tombstone], used: set[str], others: set[str]) -> list[Tombstone]:
         """Delete what the ripe tombstones name and nothing uses; those that are not needed any more."""
         catalog, done = self.catalog, self.done
         deleted = done.deleted
@@ -155,7 +142,7 @@ class _Pruning(Generic[D]):
                 done.attempt(catalog.kind.key(document), partial(catalog.store.delete, document.name))
         return emptied
 
-    def _delete_tombstones(self, emptied: Iterable[Tombstone]) -> None:
+    def delete_tombstones(self, emptied: Iterable[Tombstone]) -> None:
         catalog, done = self.catalog, self.done
         listing = catalog.all()
         alive = {document.digest for document in listing.documents}
@@ -168,7 +155,7 @@ class _Pruning(Generic[D]):
         for stored in list(self.catalog.store.list(hotset_name(digest, ""))):
             self.catalog.store.delete(stored.name)
 
-    def _tombstones(self) -> list[Tombstone]:
+    def tombstones(self) -> list[Tombstone]:
         catalog, done, now_s = self.catalog, self.done, self.now_s
         graves = []
         for number, stored in enumerate(catalog.store.list(catalog.kind.trash)):

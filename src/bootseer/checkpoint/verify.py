@@ -80,7 +80,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
             try:
                 head = files.head(info.path) if info.is_striped else None
                 if head is None:
-                    return _Ordinary(files, info.path, count).problems(each)
+                    return _ordinary(files, info.path, count, each)
                 return _Striped(files, info.path, head, count).problems(each)
             except BootseerError as error:
                 return [Problem(info.path, 0, info.size_bytes, "", "", str(error), repairable=False)]
@@ -98,24 +98,18 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     return Verdict(len(infos), sum(info.is_striped for info in infos), size_bytes, problems)
 
 
-class _Ordinary:
-    def __init__(self, files: Files, path: str, count: Count) -> None:
-        self._place = files.place
-        self._path = path
-        self._count = count
+def _ordinary(files: Files, path: str, count: Count, each: Map) -> list[Problem]:
+    with contextlib.closing(files.place.open(path)) as file:
 
-    def problems(self, each: Map) -> list[Problem]:
-        with contextlib.closing(self._place.open(self._path)) as file:
-            offsets = range(0, file.size_bytes, _PIECE_BYTES)
-            return [found for found in each(lambda offset: self._piece(file, offset), offsets) if found]
+        def look(offset: int) -> Problem | None:
+            length = min(_PIECE_BYTES, file.size_bytes - offset)
+            ((_, outcome),) = _read([(file, offset, length)], check=True)
+            count.add(length)
+            if outcome.error is None:
+                return None
+            return Problem(path, offset, length, "", outcome.node, str(outcome.error), repairable=False)
 
-    def _piece(self, file: OpenFile, offset: int) -> Problem | None:
-        length = min(_PIECE_BYTES, file.size_bytes - offset)
-        ((_, outcome),) = _read([(file, offset, length)], check=True)
-        self._count.add(length)
-        if outcome.error is None:
-            return None
-        return Problem(self._path, offset, length, "", outcome.node, str(outcome.error), repairable=False)
+        return [found for found in each(look, range(0, file.size_bytes, _PIECE_BYTES)) if found]
 
 
 class _Striped:

@@ -253,11 +253,29 @@ class SharedFile:
             job.start(urgent=urgent)
 
     def _fetch(self, slices: Sequence[_Slice], gather: Gather, local: list[_Slice] | None) -> None:
-        """Read slices that do not overlap, in the order of the file; `local` gets what is on this node's disk."""
+        """Read slices that do not overlap, in the order of the file; `local` gets what is on this node's disk.
+
+        Whole units go straight into the caller's memory; others, and those at hand, are copied from the buffer.
+        """
         direct: list[_Slice] = []
         shared: dict[Ask, list[_Slice]] = {}
+        source, buffer = self._source, self._engine.buffer
         for offset, into in slices:
-            self._divide(offset, into, direct, shared, local)
+            end = offset + len(into)
+            if not source.whole_units and not buffer.has(self.number):
+                step = self._engine.settings.piece_bytes
+                starts = [offset, *range((offset // step + 1) * step, end, step), end]
+                direct += [(low, into[low - offset : high - offset]) for low, high in pairwise(starts)]
+                continue
+            for ask in self._asks(offset, end - offset):
+                low, high = max(ask.offset, offset), min(ask.offset + ask.length, end)
+                part = (low, into[low - offset : high - offset])
+                if local is not None and source.is_local(ask.offset):
+                    local.append(part)
+                elif buffer.holds(ask.key) or (source.whole_units and high - low < ask.length):
+                    shared.setdefault(ask, []).append(part)
+                else:
+                    direct.append(part)
         if shared:
             gather.expect(len(shared))
             asks = {ask.key: parts for ask, parts in shared.items()}
@@ -284,32 +302,6 @@ class SharedFile:
             position=self._engine.peers.position if self._engine.peers is not None else 0.0,
         )
         gather.begin(transfer)
-
-    def _divide(
-        self,
-        offset: int,
-        into: memoryview,
-        direct: list[_Slice],
-        shared: dict[Ask, list[_Slice]],
-        local: list[_Slice] | None,
-    ) -> None:
-        """Whole units go straight into the caller's memory; others, and those at hand, are copied from the buffer."""
-        source, buffer = self._source, self._engine.buffer
-        end = offset + len(into)
-        if not source.whole_units and not buffer.has(self.number):
-            step = self._engine.settings.piece_bytes
-            starts = [offset, *range((offset // step + 1) * step, end, step), end]
-            direct += [(low, into[low - offset : high - offset]) for low, high in pairwise(starts)]
-            return
-        for ask in self._asks(offset, end - offset):
-            low, high = max(ask.offset, offset), min(ask.offset + ask.length, end)
-            part = (low, into[low - offset : high - offset])
-            if local is not None and source.is_local(ask.offset):
-                local.append(part)
-            elif buffer.holds(ask.key) or (source.whole_units and high - low < ask.length):
-                shared.setdefault(ask, []).append(part)
-            else:
-                direct.append(part)
 
 
 Buffer = bytearray | memoryview

@@ -343,7 +343,22 @@ def write_ordinary(
 
     def write() -> None:
         names.append(publication.hidden_name())
-        _write(files, names[-1], size_bytes, read, policy, mode, progress, failed_on)
+        # As one part: the longest that it may get, so that the place need not guess.
+        part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
+        (writer,) = files.place.begin_parts(
+            names[-1:], part_bytes=part_bytes, mode=mode, replication=policy.replication, avoid=frozenset(failed_on)
+        )
+        try:
+            for offset in range(0, size_bytes, CHUNK_BYTES):
+                data = read(offset, min(CHUNK_BYTES, size_bytes - offset))
+                writer.write(data)
+                if progress is not None:
+                    progress(offset + len(data), size_bytes)
+            writer.close()
+        except BaseException:
+            failed_on.update(writer.nodes)
+            writer.abort()
+            raise
 
     publication.again(write)
     try:
@@ -351,34 +366,6 @@ def write_ordinary(
     finally:
         publication.remove_rest()
     return Written(path, size_bytes, is_striped=False, num_retries=len(names) - 1)
-
-
-def _write(
-    files: Files,
-    path: str,
-    size_bytes: int,
-    read: Callable[[int, int], bytes],
-    policy: Policy,
-    mode: int,
-    progress: Progress | None,
-    failed_on: set[str],
-) -> None:
-    # As one part: the longest that it may get, so that the place need not guess.
-    part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES
-    (writer,) = files.place.begin_parts(
-        [path], part_bytes=part_bytes, mode=mode, replication=policy.replication, avoid=frozenset(failed_on)
-    )
-    try:
-        for offset in range(0, size_bytes, CHUNK_BYTES):
-            data = read(offset, min(CHUNK_BYTES, size_bytes - offset))
-            writer.write(data)
-            if progress is not None:
-                progress(offset + len(data), size_bytes)
-        writer.close()
-    except BaseException:
-        failed_on.update(writer.nodes)
-        writer.abort()
-        raise
 
 
 def _rename(files: Files, temporary: str, path: str, size_bytes: int) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from bootseer.env.installing.interpreter import Interpreter, Run, ask, module_command, runner
 from bootseer.env.installing.packages import installed
-from bootseer.env.installing.settings import Read, Setting, Translation, requirement_files, settings, translate
+from bootseer.env.installing.settings import Read, Translation, requirement_files, settings, translate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.requirement import FileKind
 from bootseer.errors import PermanentError
@@ -88,12 +88,27 @@ def choose(
         return _conda(requirements[0], prefix, lambda tool: run([tool, "--version"], env, deadline_s=10.0).code == 0)
     read = _reader(at)
     found = settings(env, python.prefix, env.get("HOME") or str(Path("~").expanduser()), read)
+
+    def translated(texts: Sequence[str]) -> Translation:
+        wanted = requirement_files(texts, cwd, env, read)
+        told = translate(found, wanted, env, lambda path: at(os.path.join(cwd, path)).exists())  # noqa: PTH118
+        if wanted.local:
+            # What is installed from a folder looks satisfied to uv; pip builds and installs it again each time.
+            names = _installed_from_sources(python, root)
+            told.arguments += [word for name in names for word in ("--reinstall-package", name)]
+        if not python.writable:
+            told.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
+        old = _pip_version(python, root)
+        if old is not None and old < _OLDEST_PIP:
+            told.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
+        return told
+
     if kind != "requirements":
         program, reason = _uv(env, python, run, _OLDEST_FOR_LOCKS, own_uv)
         if not program:
             return Installation((), f"{', '.join(requirements)}: uv alone installs from it, and {reason}")
         texts = [path for path in requirements if not path.endswith((".toml", ".lock"))]
-        translation = _translated(texts, env, python, cwd, root, at, found, read)
+        translation = translated(texts)
         told, more = _FOR_LOCKS | translation.environment | _LOCKED, []
         if kind == "pyproject":  # what it says of its sources, and of uv, is for uv to obey
             told = _FOR_LOCKS | translation.environment
@@ -105,7 +120,7 @@ def choose(
     names = {setting.name for setting in found}
     quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
-    translation = _translated(requirements, env, python, cwd, root, at, found, read)
+    translation = translated(requirements)
     reason = translation.refusals[0] if translation.refusals else ""
     uv: tuple[str, ...] = ()
     if not reason:
@@ -115,34 +130,6 @@ def choose(
     words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
     command = Command("uv", words, translation.environment)
     return Installation((command, pip) if python.pip else (command,))
-
-
-def _translated(
-    files: Sequence[str],
-    env: Mapping[str, str],
-    python: Interpreter,
-    cwd: str,
-    root: str,
-    at: Callable[[str], Path],
-    found: Sequence[Setting],
-    read: Read,
-) -> Translation:
-
-    def exists(path: str) -> bool:
-        return at(os.path.join(cwd, path)).exists()  # noqa: PTH118 - an absolute path stays
-
-    wanted = requirement_files(files, cwd, env, read)
-    translation = translate(found, wanted, env, exists)
-    if wanted.local:
-        # What is installed from a folder looks satisfied to uv; pip builds and installs it again each time.
-        names = _installed_from_sources(python, root)
-        translation.arguments += [word for name in names for word in ("--reinstall-package", name)]
-    if not python.writable:
-        translation.refusals.insert(0, f"{python.prefix} is not writable: pip installs for the user alone")
-    old = _pip_version(python, root)
-    if old is not None and old < _OLDEST_PIP:
-        translation.refusals.append("this Python's pip is older than pip's resolver, and may take other versions")
-    return translation
 
 
 def plain_command(kind: FileKind, files: Sequence[str], python: str, env: Mapping[str, str]) -> Command:

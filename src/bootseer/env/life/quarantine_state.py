@@ -12,12 +12,12 @@ so that a job which always dies costs a few installations and no loop. `quaranti
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta, Struct, structs
+
+from bootseer.artifact.document import decode, encode
 from bootseer.env.document import is_key
 from bootseer.errors import CorruptError
 
@@ -27,22 +27,21 @@ MAX_REBUILDS = 2
 _MAX_DIGESTS = 32
 _MAX_COUNT = 1000
 _MAX_TEXT = 500
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_Digest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
 _COUNTED = 8
 """From here on one more job that died changes no decision."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(Struct, frozen=True, array_like=True):
     """A snapshot with which jobs died."""
 
-    digest: str
-    count: int
+    digest: _Digest
+    count: Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
     """Jobs that died; at least so many."""
     node: str
     """The last one."""
     why: str
-    at_s: float
+    at_s: Annotated[float, Meta(ge=0, lt=1e11)]
     """Seconds since 1970."""
 
 
@@ -51,10 +50,10 @@ class State:
     """All that is known for one request key."""
 
     key: str
-    suspects: tuple[Suspect, ...] = ()
-    cleared: tuple[str, ...] = ()
+    suspects: Annotated[tuple[Suspect, ...], Meta(max_length=_MAX_DIGESTS)] = ()
+    cleared: Annotated[tuple[_Digest, ...], Meta(max_length=_MAX_DIGESTS)] = ()
     """Digests that will never be suspects again."""
-    rebuilds: int = 0
+    rebuilds: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     settled: bool = False
     """No snapshot of this key is suspected any more."""
 
@@ -100,51 +99,21 @@ class State:
 
     def encode(self) -> bytes:
         """JSON."""
-        value = {
-            "schema": SCHEMA,
-            "key": self.key,
-            "suspects": [[each.digest, each.count, each.node, each.why, each.at_s] for each in self.suspects],
-            "cleared": list(self.cleared),
-            "rebuilds": self.rebuilds,
-            "settled": self.settled,
-        }
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        return encode(self, SCHEMA)
 
     @classmethod
     def parse(cls, data: bytes, key: str) -> State:
         """Read a state. Raises `CorruptError`, also for that of another key."""
-        try:
-            value: Any = json.loads(data)
-            if value["schema"] != SCHEMA or value["key"] != key or not is_key(key):
-                raise ValueError("of another version or key")
-            return cls(
-                key,
-                tuple(_suspect(row) for row in value["suspects"][:_MAX_DIGESTS]),
-                tuple(_digests(value["cleared"][:_MAX_DIGESTS])),
-                min(max(int(value["rebuilds"]), 0), _MAX_COUNT),
-                value["settled"] is True,
-            )
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise CorruptError(f"not the quarantine of an environment: {error}") from error
+        state = decode(data, cls, "quarantine", limit=MAX_BYTES, schema=SCHEMA, other_version=CorruptError)
+        if state.key != key or not is_key(key):
+            raise CorruptError("the quarantine of another environment")
+        suspects = (structs.replace(each, node=_text(each.node), why=_text(each.why)) for each in state.suspects)
+        return replace(state, suspects=tuple(suspects))
 
     def _without(self, digest: str) -> State:
         suspects = tuple(each for each in self.suspects if each.digest != digest)
         return replace(self, suspects=suspects, cleared=(*self.cleared, digest)[-_MAX_DIGESTS:])
 
 
-def _suspect(row: Any) -> Suspect:
-    digest, count, node, why, at_s = row
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not 0 <= at_s < 1e11:
-        raise ValueError("a suspect without digest or time")
-    return Suspect(digest, min(max(int(count), 1), _MAX_COUNT), _text(node), _text(why), float(at_s))
-
-
-def _digests(rows: Iterable[Any]) -> Iterable[str]:
-    for row in rows:
-        if not isinstance(row, str) or not _DIGEST.fullmatch(row):
-            raise ValueError("no digest")
-        yield row
-
-
-def _text(words: Any) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in str(words)[:_MAX_TEXT])
+def _text(words: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in words[:_MAX_TEXT])
