@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,9 @@ class Materializer:
             make_tree=make_tree,
         )
         label = f"bootseer:{subject.name}"
-        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline))
+        # What the killed one had recorded is lost: half a startup would be taken for all that a startup needs.
+        again = replace(opened, record=None)
+        return start_daemon(DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again))
 
     def _pull(self) -> None:
         """Fetch everything that is missing, at full speed. Evicts for it when it does not fit. Raises `CacheFull`."""
