@@ -26,17 +26,22 @@ from bootseer.artifact.room import release
 from bootseer.artifact.unpacked import release_unpacked
 from bootseer.cache.cache import Cache, CacheSettings
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.io.locks import try_flock
 from bootseer.logs import logger
 from bootseer.mounts.control import ask, socket_path
-from bootseer.mounts.state import Runtime
+from bootseer.mounts.state import MountState, Runtime
 
 _LOG = logger(__name__)
 SOCKET: Final = "agent"
+_LOCK: Final = "agent.lock"
 STATUS: Final = "/v1/status"
 _MAX_REQUESTS: Final = 8
 """At once: one that scrapes and some that look. Others are turned away rather than kept waiting."""
 _PATIENCE_S: Final = 5.0
-_DAEMON_S: Final = 1.0
+_REQUEST_S: Final = 10.0
+"""What a request may take from its first byte to the last of its answer, however slowly they come."""
+_DAEMON_S, _DAEMONS_S = 1.0, 3.0
+"""How long one daemon, and all together, are waited for: Prometheus waits some ten seconds for all figures."""
 _MAX_ANSWER: Final = 16 << 20
 
 
@@ -93,7 +98,8 @@ class Agent:
     def status(self) -> dict[str, Any]:
         """What there is on this node and how it is. Sizes in bytes."""
         entries = self._cache.entries()
-        mounts = [self._mount(state) for state in self._runtime.all()]
+        until = time.monotonic() + _DAEMONS_S
+        mounts = [self._mount(state, until) for state in self._runtime.all()]
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -113,9 +119,9 @@ class Agent:
             "failures": self._counts["failures"],
         }
 
-    def _mount(self, state: Any) -> dict[str, Any]:
+    def _mount(self, state: MountState, until: float) -> dict[str, Any]:
         found: dict[str, Any] = {"target": state.target, "what": state.what, "health": self._runtime.health(state)}
-        if state.daemon is not None and found["health"] == "mounted":
+        if state.daemon is not None and found["health"] == "mounted" and time.monotonic() < until:
             with contextlib.suppress(BootseerError, OSError):
                 said: dict[str, Any] = ask(self._runtime.folder(state), "status", timeout_s=_DAEMON_S)
                 fetch = said.get("fetch", {})
@@ -213,13 +219,22 @@ class _Server(ThreadingMixIn, BaseServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        late = threading.Timer(_REQUEST_S, _end, (request,))
+        late.daemon = True
         try:
+            late.start()
             super().process_request_thread(request, client_address)
         finally:
+            late.cancel()
             self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _LOG.debug("a request broke off", exc_info=True)
+
+
+def _end(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has just been closed
+        link.shutdown(socket.SHUT_RDWR)
 
 
 class _UnixServer(_Server, UnixStreamServer):
@@ -243,8 +258,6 @@ def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Serve
         unix.socket = socket.socket(fileno=3)
         yield unix
     else:
-        with contextlib.suppress(NotFoundError):
-            raise UsageError(f"an agent runs already, process {request_status(runtime)['pid']}")
         path.unlink(missing_ok=True)
         with socket_path(runtime, SOCKET) as short:
             unix = _UnixServer(short, _Handler)
@@ -264,6 +277,9 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
     """
     agent = Agent(settings)
     servers: list[_Server] = []
+    lock = os.open(settings.runtime / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not try_flock(lock):
+        raise UsageError("an agent runs already", hint="bootseer agent status")
     try:
         for server in _listening(settings.runtime, listen):
             servers.append(server)
@@ -282,25 +298,29 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
             server.server_close()
         if servers and not _is_activated():
             (settings.runtime / SOCKET).unlink(missing_ok=True)
+        os.close(lock)
 
 
 def request_status(runtime: Path) -> dict[str, Any]:
     """What the agent of this node says of itself. Raises `NotFoundError` when none runs, `TransientError` when it does
     not answer."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with link:
+    answer = b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(_PATIENCE_S)
         try:
             with socket_path(runtime, SOCKET) as path:
                 link.connect(path)
             link.sendall(f"GET {STATUS} HTTP/1.0\r\n\r\n".encode())
-            answer = b""
             while len(answer) < _MAX_ANSWER and (more := link.recv(1 << 16)):
                 answer += more
         except TimeoutError as error:
             raise TransientError(f"the agent did not answer in {_PATIENCE_S:g} s") from error
-        except OSError as error:
+        except (FileNotFoundError, ConnectionRefusedError, PermissionError) as error:
             raise NotFoundError("no agent runs on this node") from error
+        except OSError:  # it hung up, or its queue is full
+            answer = b""
+    if not answer:
+        raise TransientError(f"the agent answers {_MAX_REQUESTS} requests already; try again")
     try:
         said = json.loads(answer.partition(b"\r\n\r\n")[2])
     except ValueError as error:

@@ -47,6 +47,7 @@ def serve_on(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
     gc.freeze()  # a collection in one of the processes would copy the pages that they share
     device: int | None = None
     deaths: deque[float] = deque(maxlen=_DEATHS)
+    restarts = 0
     while True:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
@@ -55,7 +56,7 @@ def serve_on(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
             ours.close()
             wake.close()
             die_with(parent)
-            os._exit(_serve(spec, report, lifeline, theirs, device, len(deaths)))
+            os._exit(_serve(spec, report, lifeline, theirs, device, restarts))
         theirs.close()
         if report >= 0:
             os.close(report)  # from now on the child's: its end must be heard on the pipe
@@ -71,18 +72,19 @@ def serve_on(spec: DaemonSpec, report: int, lifeline: int | None) -> int:
             _LOG.error("%s, the %d. time in %g s: its readers get errors", died, _DEATHS, now - deaths[0])
             return 1
         _LOG.warning("%s: it is started again", died)
+        restarts += 1
 
 
 def _serve(
-    spec: DaemonSpec, report: int, lifeline: int | None, link: socket.socket, device: int | None, deaths: int
+    spec: DaemonSpec, report: int, lifeline: int | None, link: socket.socket, device: int | None, restarts: int
 ) -> int:
-    if deaths:  # readers wait: one that hangs while it opens the store is a death too. `serve` calls it off
+    if restarts:  # readers wait: one that hangs while it opens the store is a death too. `serve` calls it off
         signal.setitimer(signal.ITIMER_REAL, _REOPEN_S)
 
     def keep(mounted: int) -> None:
         socket.send_fds(link, [_READY], [mounted])
 
-    return serve(spec, report, lifeline, keep=keep, device=device, restarts=deaths)
+    return serve(spec, report, lifeline, keep=keep, device=device, restarts=restarts)
 
 
 def _watch(child: int, link: socket.socket, wake: socket.socket, device: int | None) -> tuple[int | None, int, bool]:
